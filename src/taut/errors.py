@@ -1,0 +1,59 @@
+"""The exceptions taut raises for its users.
+
+    TautError                 everything below; the command line prints it in one line, exit code 2
+      ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
+      DataError               a file, a row or a message that cannot be used; names file and line
+        RenderError           a row the chat template cannot render exactly
+      ModelError              a model directory that cannot be used as asked
+        AttentionError        an attention backend that was asked for and is not to be had, or a model whose
+                              attention cannot be carried exactly
+      OutputError             an output directory that cannot be written or must not be overwritten
+      CheckFailed             a start-up proof or alarm that failed; exit code 1
+        NonFiniteError        a loss or gradient that is not finite; names the samples
+
+A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
+
+Imports nothing of ours. Anyone may import it.
+"""
+
+from __future__ import annotations
+
+
+class TautError(ValueError):
+    """Something the user can put right. ``str(error)`` is one line: found, expected, remedy."""
+
+    exit_code = 2
+
+
+class ConfigError(TautError):
+    """A configuration that cannot be in force."""
+
+
+class DataError(TautError):
+    """Data that cannot be used; the message names file and line."""
+
+
+class RenderError(DataError):
+    """A row whose ids and targets cannot be derived exactly from the chat template."""
+
+
+class ModelError(TautError):
+    """A model that cannot be used as asked."""
+
+
+class AttentionError(ModelError):
+    """Attention that cannot be computed exactly as the model and the layout want it."""
+
+
+class OutputError(TautError):
+    """A place that cannot be written, or must not be overwritten."""
+
+
+class CheckFailed(TautError):
+    """A proof at start-up or an alarm at run time that failed."""
+
+    exit_code = 1
+
+
+class NonFiniteError(CheckFailed):
+    """A loss or gradient that is not finite."""
