@@ -1,0 +1,168 @@
+"""Everything that follows from ``reach``, derived in one place.
+
+    token k is visible to token q   iff   k <= q < reach[k]
+
+From that one integer per token: depth (how many earlier tokens a token can see), segments (maximal runs with one
+reach and consecutive depth), a segment's path (its ancestors' tokens, then its own), ``cu_seqlens`` and the K/V
+gather index, a mask for FlexAttention and a dense mask for the reference. A sliding window W (which counts the
+token itself) adds ``depth[q] - depth[k] < W``: depth, never the flat index. A block that sees itself both ways is
+given by ``last``: tokens with the same ``last`` see each other, window or not.
+
+Only the attention backends and the tests read a ``Layout``; data/pack.py calls ``depth_of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from taut.types import IntArray
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def depth_of(reach_T: IntArray) -> IntArray:
+    """How many earlier tokens each token can see, int64 [T]: its position in its own sample."""
+    ended_T = np.cumsum(np.bincount(reach_T, minlength=reach_T.size + 1))[: reach_T.size]
+    return np.arange(reach_T.size) - ended_T
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A maximal run of tokens [start, stop) with one reach: no branch inside, none ends inside."""
+
+    start: int
+    stop: int
+    reach: int
+    """End of the subtree below the segment: [stop, reach) are its descendants."""
+    depth: int
+    """Depth of the first token."""
+    parent: int
+    """Index of the segment this one branches from; -1 for a root."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The visibility structure of one micro-batch. ``reach_T`` and ``last_T`` are int64 [T] on the CPU."""
+
+    reach_T: IntArray
+    last_T: IntArray | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cache: dict[Any, Any] = field(default_factory=dict)
+    """What a backend derives once per micro-batch and reads in every layer (block masks, index tensors)."""
+
+    def __post_init__(self) -> None:
+        num_tokens = self.reach_T.size
+        assert (self.reach_T > np.arange(num_tokens)).all(), "a token sees itself: reach[k] > k"
+        assert (self.reach_T <= num_tokens).all(), "reach ends inside the micro-batch"
+        assert self.segments is not None  # derives them, and asserts that reach is laminar
+        if self.last_T is not None:
+            same_reach = self.reach_T[self.last_T] == self.reach_T
+            assert same_reach.all(), "no tree cuts a block that sees itself both ways"
+
+    @cached_property
+    def depth_T(self) -> IntArray:
+        return depth_of(self.reach_T)
+
+    @cached_property
+    def max_depth(self) -> int:
+        return int(self.depth_T.max())
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments in flat order. Asserts laminarity: k < k' < reach[k] implies reach[k'] <= reach[k]."""
+        starts = np.flatnonzero(np.diff(self.reach_T, prepend=-1))
+        stops = np.append(starts[1:], self.reach_T.size)
+        segments: list[Segment] = []
+        open_segments: list[int] = []
+        for index, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+            while open_segments and segments[open_segments[-1]].reach <= start:
+                open_segments.pop()
+            reach = int(self.reach_T[start])
+            parent = open_segments[-1] if open_segments else -1
+            above = segments[parent].reach if open_segments else self.reach_T.size
+            assert stop <= reach <= above, f"reach is not laminar at token {start}"
+            segments.append(Segment(start, stop, reach, int(self.depth_T[start]), parent))
+            open_segments.append(index)
+        return tuple(segments)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """No prefix is shared: every segment is a whole sample."""
+        return all(segment.parent < 0 and segment.reach == segment.stop for segment in self.segments)
+
+    @cached_property
+    def paths(self) -> tuple[IntArray, ...]:
+        """For each segment the flat indices of its ancestors' tokens, then its own: entry j has depth j."""
+        paths: list[IntArray] = []
+        for segment in self.segments:
+            own = np.arange(segment.start, segment.stop)
+            above = paths[segment.parent] if segment.parent >= 0 else own[:0]
+            paths.append(np.concatenate([above, own]))
+        return tuple(paths)
+
+    @cached_property
+    def key_index(self) -> Tensor:
+        """int64 [sum of path lengths]: which keys each segment reads, one segment after the other."""
+        return torch.from_numpy(np.concatenate(self.paths)).to(self.device)
+
+    @cached_property
+    def cu_seqlens_q(self) -> Tensor:
+        """int32 [num_segments + 1]: where each segment's queries start."""
+        bounds = [segment.start for segment in self.segments] + [self.reach_T.size]
+        return torch.tensor(bounds, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def cu_seqlens_k(self) -> Tensor:
+        """int32 [num_segments + 1]: where each segment's keys start in ``key_index``."""
+        bounds = np.cumsum([0, *(path.size for path in self.paths)])
+        return torch.tensor(bounds, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def max_seqlen_q(self) -> int:
+        return max(segment.stop - segment.start for segment in self.segments)
+
+    @cached_property
+    def max_seqlen_k(self) -> int:
+        return max(path.size for path in self.paths)
+
+    def num_pairs(self, window: int | None = None) -> int:
+        """How many (query, key) pairs are visible: the attention work of one layer. Ignores ``last``."""
+        seen_T = self.depth_T + 1
+        return int(np.minimum(seen_T, window).sum() if window else seen_T.sum())
+
+    def visible(self, query: IntArray, key: IntArray, window: int | None = None) -> Tensor:
+        """bool [len(query), len(key)]: which keys (flat indices) each query (flat indices) sees."""
+        causal = (key[None, :] <= query[:, None]) & (query[:, None] < self.reach_T[key][None, :])
+        if window:
+            causal &= self.depth_T[query][:, None] - self.depth_T[key][None, :] < window
+        if self.last_T is not None:
+            causal |= self.last_T[query][:, None] == self.last_T[key][None, :]
+        return torch.from_numpy(causal)
+
+    def dense_mask(self, window: int | None = None) -> Tensor:
+        """bool [T, T]: the whole visibility matrix, for tests and tiny inputs."""
+        everything = np.arange(self.reach_T.size)
+        return self.visible(everything, everything, window)
+
+    def mask_mod(self, window: int | None = None) -> MaskMod:
+        """The same rule as a FlexAttention ``mask_mod``."""
+        reach_T = torch.from_numpy(self.reach_T).to(self.device)
+        depth_T = torch.from_numpy(self.depth_T).to(self.device)
+        last_T = None if self.last_T is None else torch.from_numpy(self.last_T).to(self.device)
+
+        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            allowed = (key <= query) & (query < reach_T[key])
+            if window:
+                allowed = allowed & (depth_T[query] - depth_T[key] < window)
+            if last_T is not None:
+                allowed = allowed | (last_T[query] == last_T[key])
+            return allowed
+
+        return visible

@@ -1,0 +1,166 @@
+"""Attention on any device, from ``scaled_dot_product_attention`` kernels and slices. No gather, no [T, T].
+
+Two exact ways to the same numbers, chosen per call by what the layer asks for:
+
+``tree_attention`` (no window that bites, no softcap, no sinks, no two-way block; CPU): a segment [a, b) whose subtree
+ends at e is attended by its own tokens causally and by all its descendants [b, e) fully, so a tree is a list of
+contiguous rectangles of (queries, keys). Each goes through the flash kernel, and the parts of one query are merged by
+their log-sum-exp. The kernel's backward, given the merged output and log-sum-exp, returns each part's exact share of
+the gradient (as in ring attention, arXiv:2310.01889).
+
+``path_attention`` (everything else): per segment, its queries in chunks against the keys on its path, with a boolean
+mask from depth; through SDPA, or an explicit softmax where a softcap or sinks are asked for.
+
+Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K]. Only attention/select.py imports this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from taut.attention.call import Call
+from taut.attention.layout import Layout, Segment
+
+QUERY_CHUNK = 512
+"""Rows of the boolean mask or of the explicit scores that exist at a time."""
+
+Part = tuple[int, int, int, int, bool, bool]
+"""(first query, last, first key, last, is_causal, is_first): one rectangle; is_first: its queries have no part yet."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
+    """One layer's attention; see the module docstring for shapes."""
+    is_windowed = call.window is not None and layout.max_depth >= call.window
+    is_plain = not is_windowed and call.softcap is None and call.sinks is None and layout.last_T is None
+    if is_plain and query.device.type == "cpu":
+        groups = query.shape[1] // key.shape[1]
+        key, value = _repeat(key, groups), _repeat(value, groups)
+        result: Tensor = TreeAttention.apply(query, key, value, parts(layout), call.scale)
+        return result
+    return path_attention(query, key, value, layout, call)
+
+
+def parts(layout: Layout) -> list[Part]:
+    """The rectangles of a layout, ancestors before descendants."""
+    found: list[Part] | None = layout.cache.get("parts")
+    if found is None:
+        found = []
+        for segment in layout.segments:
+            is_first = segment.parent < 0
+            found.append((segment.start, segment.stop, segment.start, segment.stop, True, is_first))
+            if segment.reach > segment.stop:
+                found.append((segment.stop, segment.reach, segment.start, segment.stop, False, is_first))
+        layout.cache["parts"] = found
+    return found
+
+
+class TreeAttention(torch.autograd.Function):
+    """Merged flash attention over rectangles; heads already repeated. q, k, v [1, H, T, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Part], scale: float) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        wide = torch.promote_types(q.dtype, torch.float32)
+        is_merged = not all(is_first for *_, is_first in parts)
+        out = torch.empty(
+            (q.shape[0], q.shape[2], q.shape[1], q.shape[3]), dtype=wide if is_merged else q.dtype
+        ).transpose(1, 2)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide).transpose(1, 2)
+        for q0, q1, k0, k1, is_causal, is_first in parts:
+            some_out, some_lse = kernel(
+                q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], 0.0, is_causal, scale=scale
+            )
+            if is_first:
+                out[:, :, q0:q1], lse[:, :, q0:q1] = some_out, some_lse
+            else:
+                _merge(out[:, :, q0:q1], lse[:, :, q0:q1], some_out, some_lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad = grads[0].contiguous()
+        wide = torch.promote_types(q.dtype, torch.float32)
+        is_merged = len(ctx.parts) > 1
+        sums = [torch.zeros(x.shape, dtype=wide if is_merged else x.dtype) for x in (q, k, v)]
+        for q0, q1, k0, k1, is_causal, _ in ctx.parts:
+            rows, columns = slice(q0, q1), slice(k0, k1)
+            shares = kernel(
+                grad[:, :, rows],
+                q[:, :, rows],
+                k[:, :, columns],
+                v[:, :, columns],
+                out[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                is_causal,
+                scale=ctx.scale,
+            )
+            for total, where, share in zip(sums, (rows, columns, columns), shares, strict=True):
+                total[:, :, where] += share
+        return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype), None, None
+
+
+def _merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
+    """Add one part of the keys to a running softmax average, in place."""
+    total = torch.logaddexp(lse, some_lse)
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    out.add_(some_out * torch.exp(some_lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def path_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
+    """Queries of each segment, in chunks, against the keys on the segment's path."""
+    groups = query.shape[1] // key.shape[1]
+    outs = []
+    for segment, path in zip(layout.segments, layout.paths, strict=True):
+        for start in range(segment.start, segment.stop, QUERY_CHUNK):
+            stop = min(start + QUERY_CHUNK, segment.stop)
+            keys = path[_key_range(segment, start, stop, layout, call.window)]
+            mask = layout.visible(np.arange(start, stop), keys, call.window).to(query.device)
+            index = torch.from_numpy(keys).to(query.device)
+            some_key = _repeat(key.index_select(2, index), groups)
+            some_value = _repeat(value.index_select(2, index), groups)
+            some_query = query[:, :, start:stop]
+            if call.softcap is None and call.sinks is None:
+                out = functional.scaled_dot_product_attention(
+                    some_query, some_key, some_value, attn_mask=mask, scale=call.scale
+                )
+            else:
+                out = _explicit(some_query, some_key, some_value, mask, call)
+            outs.append(out)
+    return torch.cat(outs, dim=2)
+
+
+def _key_range(segment: Segment, start: int, stop: int, layout: Layout, window: int | None) -> slice:
+    """Which depths the queries [start, stop) of a segment can see at all."""
+    first = segment.depth + start - segment.start
+    if layout.last_T is not None:
+        return slice(0, segment.depth + int(layout.last_T[start:stop].max()) + 1 - segment.start)
+    return slice(max(0, first - window + 1) if window else 0, first + stop - start)
+
+
+def _explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, call: Call) -> Tensor:
+    """softmax(softcap(q k^T)) v with sinks, in at least float32 for the softmax."""
+    scores = query @ key.transpose(-1, -2) * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~mask, -torch.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    return weights[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _repeat(heads: Tensor, groups: int) -> Tensor:
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)

@@ -1,0 +1,192 @@
+"""Which attention runs, why, and its registration with the library's attention interface.
+
+``select`` answers before the model is loaded; the name it returns is what the model is loaded with. Each backend is
+registered under ``taut_<name>`` for the attention function and for the mask function, and the layout of a
+micro-batch reaches every layer as the keyword ``taut_layout`` of the model's forward. The mask function returns None:
+visibility comes from the layout. Inside ``observe`` it first evaluates the library's mask on a grid of indices and
+records what it is, and every layer that calls is recorded too; models/prove.py reads that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from taut.attention import flex, reference, varlen
+from taut.attention.call import Call, read_call
+from taut.attention.layout import Layout
+from taut.errors import AttentionError
+
+Attend = Callable[[Tensor, Tensor, Tensor, Layout, Call], Tensor]
+
+BACKENDS: dict[str, Attend] = {
+    "reference": reference.attend,
+    "varlen": varlen.attend,
+    "flex": flex.attend,
+}
+"""name -> function. Every entry is held to the invariants in tests/invariants."""
+
+PREFIX = "taut_"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The attention that will run."""
+
+    name: str
+    reason: str
+
+    @property
+    def implementation(self) -> str:
+        """What the library knows it as."""
+        return PREFIX + self.name
+
+
+def select(
+    requested: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
+) -> Chosen:
+    """Which backend runs for a model on a device with a compute dtype, and why.
+
+    Raises AttentionError where ``requested`` is unknown or is asked for by name and is not to be had.
+    """
+    if requested not in ("auto", *BACKENDS):
+        raise AttentionError(
+            f"attention={requested} is not known; expected auto, {', '.join(BACKENDS)}"
+        )
+    obstacles = {name: _obstacle(name, device, dtype, config) for name in BACKENDS}
+    if requested != "auto":
+        if obstacles[requested]:
+            raise AttentionError(
+                f"attention={requested} cannot run: {obstacles[requested]}; set attention=auto"
+            )
+        return Chosen(requested, "asked for by name")
+    for name in ("varlen", "flex"):
+        if obstacles[name] is None:
+            passed = [f"{other}: {why}" for other, why in obstacles.items() if why and other != name]
+            return Chosen(name, "; ".join(["the fastest exact kernel here", *passed]))
+    return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
+
+
+def _obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
+) -> str | None:
+    """Why a backend cannot train this model here; None: it can."""
+    if name == "reference":
+        return None
+    if device.type != "cuda":
+        return f"the device is {device.type}; its backward needs CUDA"
+    if name == "flex":
+        return None
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel computes in 16 bit and dtype is {dtype}".replace("torch.", "")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the kernel needs compute capability 8.0 or newer"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "the model has an attention softcap"
+    if config.model_type.startswith("gpt_oss"):
+        return "the model has attention sinks"
+    return None
+
+
+@dataclass
+class Observation:
+    """What was seen while a model ran inside ``observe``."""
+
+    layers: list[nn.Module] = field(default_factory=list)
+    """The attention module of each call, in order."""
+    windows_called: set[int | None] = field(default_factory=set)
+    """The sliding windows the layers asked for."""
+    windows_masked: set[int | None] = field(default_factory=set)
+    """The windows of the masks the library would have built; None: plain causal."""
+
+
+_observation: Observation | None = None
+
+
+@contextmanager
+def observe() -> Iterator[Observation]:
+    """Record every attention call and every mask the library asks for, until the block ends."""
+    global _observation
+    assert _observation is None, "observe does not nest"
+    _observation = Observation()
+    try:
+        yield _observation
+    finally:
+        _observation = None
+
+
+def _attention(
+    backend: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    taut_layout: Layout | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The function the library calls in every attention layer. q [1, H, T, K] -> ([1, T, H, K], None)."""
+    if taut_layout is None:
+        raise AttentionError(
+            f"{type(module).__name__} was called without a layout; this model was loaded for taut's forward; "
+            "call it through taut, or load it again for use elsewhere"
+        )
+    assert attention_mask is None, "a mask reached a taut attention function"
+    assert query.shape[:3:2] == (1, taut_layout.reach_T.size), f"a flat run is expected, got {query.shape}"
+    call = read_call(module, query.shape[-1], keywords)
+    if _observation is not None:
+        _observation.layers.append(module)
+        _observation.windows_called.add(call.window)
+    out = BACKENDS[backend](query, key, value, taut_layout, call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(**request: Any) -> None:
+    """The mask function the library calls before the layers: None, since the layout says what is visible."""
+    if request.get("attention_mask") is not None:
+        raise AttentionError(
+            "an attention_mask was passed to the model; taut's layout says what is visible; pass none"
+        )
+    if _observation is not None:
+        _observation.windows_masked.add(window_of(request["mask_function"], request["config"]))
+
+
+def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
+    """Which window a library mask has: None for plain causal, W for a sliding window.
+
+    The function is evaluated on a grid of indices around powers of two and the window, so that a structure far out
+    (chunks of 8,192) shows. Raises AttentionError for a mask that is neither.
+    """
+    window = getattr(config, "sliding_window", None)
+    bounds = [2**power for power in range(20)] + ([window, 2 * window] if window else [])
+    near = sorted({max(0, bound + offset) for bound in bounds for offset in (-1, 0, 1)})
+    query, key = torch.meshgrid(torch.tensor(near), torch.tensor(near), indexing="ij")
+    zero = torch.zeros_like(query)
+    allowed = torch.as_tensor(mask_function(zero, zero, query, key)).expand_as(query)
+    causal = key <= query
+    if torch.equal(allowed, causal):
+        return None
+    if window and torch.equal(allowed, causal & (query - key < window)):
+        return int(window)
+    wrong = (allowed != causal).nonzero()[0]
+    q, k = (near[int(index)] for index in wrong)
+    raise AttentionError(
+        f"the model {config.model_type} builds an attention mask that is neither causal nor its sliding window: "
+        f"token {q} {'sees' if allowed[tuple(wrong)] else 'does not see'} token {k} (chunked attention, for one); "
+        "taut cannot carry it exactly; train a model with full or sliding-window attention"
+    )
+
+
+
+
+for _name in BACKENDS:
+    AttentionInterface.register(PREFIX + _name, partial(_attention, _name))
+    AttentionMaskInterface.register(PREFIX + _name, _mask)
