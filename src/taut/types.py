@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -130,14 +131,15 @@ class Packed:
         return replace(self, **moved, streams=moved_streams)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Scores:
+class Scores(NamedTuple):
     """What a model says of a micro-batch's targets, in float32 (float64 stays float64)."""
 
     logp_N: Tensor
     """log-probability of each target."""
     entropy_N: Tensor | None = None
-    """entropy of the distribution each target was drawn from, where asked for."""
+    """Entropy of the distribution that predicts each target, where asked for."""
+    linear_sum: Tensor | None = None
+    """sum of ``linear_N * logp_N`` for the coefficients the scorer was given: then the way to the gradient."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,0 +1,156 @@
+"""Samples -> one flat micro-batch, common prefixes laid out once. Never a pad token.
+
+Samples are sorted by their ids, so equal prefixes are neighbours. The lengths of the neighbours' common prefixes
+define a tree; a branching point is kept where it saves at least ``min_saved_tokens`` tokens. Laid out depth first, a
+token's reach is the end of the subtree below it. Two prefixes are equal when their ids and position ids are.
+
+Every target keeps its own entry (a target inside a shared prefix is listed once per row), so sharing never changes
+what is learned. Nothing here draws random numbers or knows of steps and ranks: that is data/plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from taut.attention.layout import depth_of
+from taut.types import IntArray, Packed, Sample
+
+
+class PackPolicy(NamedTuple):
+    """How prefixes are shared."""
+
+    share_prefixes: bool = True
+    min_saved_tokens: int = 16
+    """A prefix is merged where that saves at least so many tokens."""
+
+
+ALONE = PackPolicy(share_prefixes=False)
+"""Every sample laid out for itself."""
+
+
+def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed:  # noqa: B008 (a NamedTuple)
+    """Lay samples out as one micro-batch; rows are in the order of the layout."""
+    order, shared = shared_prefixes(samples, policy)
+    ordered = [samples[index] for index in order]
+    indices, reach_T = _lay_out([sample.num_tokens for sample in ordered], shared)
+    ids_T = np.empty(reach_T.size, dtype=np.int64)
+    for sample, index_T in zip(ordered, indices, strict=True):
+        ids_T[index_T] = sample.ids_T
+    return Packed(
+        ids_T=torch.from_numpy(ids_T),
+        reach_T=torch.from_numpy(reach_T),
+        position_ids=_positions(ordered, indices, reach_T),
+        predictor_N=_join(
+            [index[s.target_at_N - 1] for s, index in zip(ordered, indices, strict=True)], np.int64
+        ),
+        target_N=_join([s.ids_T[s.target_at_N] for s in ordered], np.int64),
+        weight_N=_join([s.weight_N for s in ordered], np.float64),
+        row_N=_join([np.full(s.num_targets, row) for row, s in enumerate(ordered)], np.int64),
+        read_R=torch.tensor([int(index[-1]) for index in indices]),
+        row_R=torch.arange(len(ordered)),
+        sample_ids=tuple(sample.id for sample in ordered),
+        num_tokens_unshared=sum(sample.num_tokens for sample in ordered),
+        streams={
+            name: _join([sample.streams[name] for sample in ordered], np.float64)
+            for name in ordered[0].streams
+        },
+        spans=() if any(shared) else tuple((int(i[0]), int(i[-1]) + 1) for i in indices),
+    )
+
+
+def num_distinct_tokens(samples: Sequence[Sample], policy: PackPolicy) -> int:
+    """How many tokens ``pack`` would lay out."""
+    _, shared = shared_prefixes(samples, policy)
+    return sum(sample.num_tokens for sample in samples) - sum(shared)
+
+
+def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list[int], list[int]]:
+    """An order of the samples, and for each how many leading tokens it shares with the one before it."""
+    if not policy.share_prefixes or len(samples) == 1:
+        return list(range(len(samples))), [0] * len(samples)
+    order = prefix_order(samples)
+    common = [0] + [
+        common_prefix(samples[left], samples[right])
+        for left, right in zip(order, order[1:], strict=False)
+    ]
+    return order, _worthwhile(common, policy.min_saved_tokens)
+
+
+def prefix_order(samples: Sequence[Sample]) -> list[int]:
+    """Indices of the samples, sorted by their ids: equal prefixes become neighbours. Ties keep their order."""
+    keys = [sample.ids_T.astype(">u4").tobytes() for sample in samples]
+    return sorted(range(len(samples)), key=keys.__getitem__)
+
+
+def common_prefix(left: Sample, right: Sample) -> int:
+    """How many leading tokens two samples share, ids and position ids both."""
+    size = min(left.num_tokens, right.num_tokens)
+    differs = left.ids_T[:size] != right.ids_T[:size]
+    if (left.positions is None) != (right.positions is None):
+        return 0
+    if left.positions is not None and right.positions is not None:
+        differs |= (left.positions[..., :size] != right.positions[..., :size]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _worthwhile(common: list[int], min_saved: int) -> list[int]:
+    """Lower each neighbour's common prefix to the deepest branching point that saves enough.
+
+    ``common[i]`` belongs to samples i - 1 and i. In a run of samples whose shortest common prefix is m, sharing the
+    tokens between the branching point above and m saves (samples - 1) * (m - above).
+    """
+    kept = [0] * len(common)
+    runs = [(0, len(common), 0)]
+    while runs:
+        start, stop, above = runs.pop()
+        if stop - start < 2:
+            continue
+        shortest = min(common[start + 1 : stop])
+        if (stop - start - 1) * (shortest - above) >= min_saved:
+            above = shortest
+        cuts = [i for i in range(start + 1, stop) if common[i] == shortest]
+        for i in cuts:
+            kept[i] = above
+        bounds = [start, *cuts, stop]
+        runs.extend((left, right, above) for left, right in zip(bounds, bounds[1:], strict=False))
+    return kept
+
+
+def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[IntArray], IntArray]:
+    """Depth-first layout: the flat index of every token of every sample, and reach."""
+    num_tokens = sum(lengths) - sum(shared)
+    reach_T = np.full(num_tokens, num_tokens, dtype=np.int64)
+    indices: list[IntArray] = []
+    path: IntArray = np.empty(0, dtype=np.int64)
+    at = 0
+    for length, prefix in zip(lengths, shared, strict=True):
+        own = np.arange(at, at + length - prefix)
+        closed = path[prefix:]
+        reach_T[closed[reach_T[closed] == num_tokens]] = at
+        path = np.concatenate([path[:prefix], own])
+        indices.append(path)
+        at += own.size
+    return indices, reach_T
+
+
+def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray) -> Tensor:
+    """The depth, or what the samples brought ([3, T]; a sample without takes its depth on every axis)."""
+    depth_T = depth_of(reach_T)
+    if all(sample.positions is None for sample in samples):
+        return torch.from_numpy(depth_T)
+    axes = next(s.positions.shape[0] for s in samples if s.positions is not None)
+    positions = np.tile(depth_T, (axes, 1))
+    for sample, index_T in zip(samples, indices, strict=True):
+        if sample.positions is not None:
+            positions[:, index_T] = sample.positions
+    return torch.from_numpy(positions)
+
+
+def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype))

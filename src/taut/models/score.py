@@ -1,0 +1,234 @@
+"""The Scorer: a micro-batch in, the log-probability of each listed target out.
+
+One module owns the backbone and the head. The backbone runs once over the flat tokens with the layout as a keyword;
+``lm_head`` runs on predictors only, in chunks, and [N, V] never exists:
+
+    z = softcap(scale * (h W^T + b))        logp = log_softmax(z)[target]        entropy = -sum p log p
+
+log-softmax is taken in at least float32. Two ways through the head:
+
+- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in the forward, three matrix
+  products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
+- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
+
+The Scorer is the root of sharding; nobody calls inner modules from outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from taut.attention.layout import Layout
+from taut.models.anatomy import HeadSpec, decoder, head
+from taut.types import Packed, Scores
+
+MIN_CHUNK_ROWS = 256
+"""Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
+CHUNK_ELEMENTS = 2**24
+"""Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
+
+
+class Scorer(nn.Module):
+    """Scores micro-batches with a Hugging Face causal language model loaded with a taut attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward(
+        self, packed: Packed, linear_N: Tensor | None = None, with_entropy: bool = False
+    ) -> Scores:
+        """Scores of the N listed targets; see the module docstring for ``linear_N``."""
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, self.device)
+        packed = packed.to(self.device)
+        positions = packed.position_ids
+        hidden_TD = decoder(self.model)(
+            input_ids=packed.ids_T.unsqueeze(0),
+            position_ids=positions.unsqueeze(-2),
+            use_cache=False,
+            taut_layout=layout,
+        ).last_hidden_state.squeeze(0)
+        hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
+        if linear_N is not None:
+            linear_N = linear_N.to(self.device)
+        return score_hidden(hidden_ND, packed.target_N, head(self.model), linear_N, with_entropy)
+
+
+def score_hidden(
+    hidden_ND: Tensor,
+    target_N: Tensor,
+    spec: HeadSpec,
+    linear_N: Tensor | None = None,
+    with_entropy: bool = False,
+) -> Scores:
+    """The head alone: hidden states of the predictors -> scores of the targets."""
+    if linear_N is None:
+        logp_N, entropy_N = _Head.apply(
+            hidden_ND, spec.weight, spec.bias, target_N, spec, with_entropy
+        )
+        return Scores(logp_N, entropy_N if with_entropy else None)
+    total, logp_N, entropy_N = _LinearHead.apply(
+        hidden_ND, spec.weight, spec.bias, target_N, linear_N, spec, with_entropy
+    )
+    return Scores(logp_N, entropy_N if with_entropy else None, total)
+
+
+class _Chunks:
+    """The arithmetic of the head on a chunk of rows, shared by both ways through it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec) -> None:
+        device_type = hidden.device.type
+        is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
+        self.dtype = torch.get_autocast_dtype(device_type) if is_autocast else weight.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
+        self.bias, self.spec = bias, spec
+        rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
+        self.slices = [slice(at, at + rows) for at in range(0, hidden.shape[0], rows)]
+
+    def logits(self, rows: Slice) -> Tensor:
+        """[rows, V] after bias, scale and softcap."""
+        z = (self.hidden[rows] @ self.weight.T).to(self.wide)
+        if self.bias is not None:
+            z += self.bias
+        if self.spec.scale != 1.0:
+            z *= self.spec.scale
+        if self.spec.softcap is not None:
+            z = torch.tanh_(z.div_(self.spec.softcap)).mul_(self.spec.softcap)
+        return z
+
+    def to_raw(self, grad: Tensor, z: Tensor | None) -> Tensor:
+        """The gradient with respect to ``h W^T + b`` from the one with respect to the logits ``z``; in place."""
+        if self.spec.softcap is not None:
+            assert z is not None
+            grad.mul_(1 - (z / self.spec.softcap) ** 2)
+        return grad.mul_(self.spec.scale) if self.spec.scale != 1.0 else grad
+
+
+Slice = slice
+
+
+class _Sums:
+    """Gradients of hidden, weight and bias, accumulated over chunks; only those that are needed."""
+
+    def __init__(self, chunks: _Chunks, needs: tuple[bool, ...], weight: Tensor) -> None:
+        wide = chunks.wide
+        self.chunks = chunks
+        self.hidden = torch.empty_like(chunks.hidden) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        has_bias = chunks.bias is not None and needs[2]
+        self.bias = torch.zeros_like(chunks.bias, dtype=wide) if has_bias else None
+
+    def add(self, rows: Slice, grad: Tensor) -> None:
+        """``grad`` [rows, V]: gradient with respect to h W^T + b."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        narrow = grad.to(self.chunks.dtype)
+        if self.hidden is not None:
+            torch.mm(narrow, self.chunks.weight, out=self.hidden[rows])
+        if self.weight is not None and self.chunks.dtype == self.weight.dtype:
+            self.weight.addmm_(narrow.T, self.chunks.hidden[rows])
+        elif self.weight is not None:
+            self.weight += narrow.T @ self.chunks.hidden[rows]
+
+
+class _Head(torch.autograd.Function):
+    """logp and entropy of the targets; the logits are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        spec: HeadSpec,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = _Chunks(hidden, weight, bias, spec)
+        logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
+        entropy = torch.zeros_like(logp)
+        for rows in chunks.slices:
+            every = torch.log_softmax(chunks.logits(rows), dim=-1)
+            logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+            if with_entropy:
+                entropy[rows] = -(every.exp() * every).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, target, entropy)
+        ctx.spec, ctx.dtype = spec, chunks.dtype
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.with_entropy = with_entropy
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, entropy = ctx.saved_tensors
+        grad_logp, grad_entropy = grads
+        is_narrow = ctx.dtype != weight.dtype
+        with torch.autocast(hidden.device.type, dtype=ctx.dtype if is_narrow else None, enabled=is_narrow):
+            chunks = _Chunks(hidden, weight, bias, ctx.spec)
+        sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
+        for rows in chunks.slices:
+            z = chunks.logits(rows)
+            every = torch.log_softmax(z, dim=-1)
+            p = every.exp()
+            share = grad_logp[rows, None]
+            grad = -share * p
+            grad.scatter_add_(1, target[rows, None], share.to(grad.dtype))
+            if ctx.with_entropy:
+                grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
+            sums.add(rows, chunks.to_raw(grad, z))
+        return _cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias, None, None, None
+
+
+class _LinearHead(torch.autograd.Function):
+    """sum of linear_N * logp_N, with its gradient formed in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        linear: Tensor,
+        spec: HeadSpec,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chunks = _Chunks(hidden, weight, bias, spec)
+        sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
+        linear = linear.to(chunks.wide)
+        logp = torch.empty_like(linear)
+        entropy = torch.zeros_like(logp)
+        for rows in chunks.slices:
+            z = chunks.logits(rows)
+            every = torch.log_softmax(z, dim=-1)
+            z = z if spec.softcap is not None else None
+            logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+            if with_entropy:
+                entropy[rows] = -(every.exp() * every).sum(1)
+            share = linear[rows, None]
+            grad = every.exp_().mul_(-share)
+            grad.scatter_add_(1, target[rows, None], share)
+            sums.add(rows, chunks.to_raw(grad, z))
+        ctx.save_for_backward(_cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias)
+        ctx.mark_non_differentiable(logp, entropy)
+        return (linear * logp).sum(), logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if grad is None else grad * grads[0] for grad in ctx.saved_tensors]
+        return (*scaled, None, None, None, None)
+
+
+def _cast(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(like.dtype)
