@@ -131,8 +131,7 @@ def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[IntArray], Int
     at = 0
     for length, prefix in zip(lengths, shared, strict=True):
         own = np.arange(at, at + length - prefix)
-        closed = path[prefix:]
-        reach_T[closed[reach_T[closed] == num_tokens]] = at
+        reach_T[path[prefix:]] = at
         path = np.concatenate([path[:prefix], own])
         indices.append(path)
         at += own.size

@@ -1,0 +1,278 @@
+"""Who goes in which step, rank and micro-batch: pure functions of the data, the seed and the step.
+
+``Order`` says which samples a step has; it knows nothing of ranks or micro-batches. ``assign`` divides a step's trees
+among ranks and micro-batches within a token budget, balanced by predicted cost; it knows nothing of steps. Neither
+depends on whether prefixes are shared in the end, on a restart, or on anything random but the seed.
+
+Tokens are counted as distinct tokens (a shared prefix once): that is what a micro-batch holds. With
+``batch.share_prefixes=false`` the same micro-batches are laid out in as many parts as the budget asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from taut.config import configclass
+from taut.data.pack import PackPolicy, pack, prefix_order, shared_prefixes
+from taut.data.pack import common_prefix as common_prefix_of
+from taut.types import FloatArray, IntArray, Packed, Sample, Tree
+
+
+@configclass
+class BatchConfig:
+    """What makes up an optimizer step, and how it is cut to fit."""
+
+    samples_per_step: int = 32
+    """Samples in an optimizer step, over all ranks and micro-batches."""
+    tokens_per_microbatch: int = 8192
+    """Most tokens computed at a time on one rank; a single longer sample gets a micro-batch of its own."""
+    share_prefixes: bool = True
+    """Compute a prefix that several samples of a micro-batch have in common once. Never changes the plan or the numbers."""
+    min_saved_tokens: int = 16
+    """Merge a prefix where that saves at least so many tokens."""
+    group_prefixes: bool = False
+    """Keep samples with a long common prefix (questions about one document) in one step: the shuffle moves whole groups."""
+    group_min_tokens: int = 64
+    """How long a common prefix has to be for group_prefixes."""
+    shuffle: bool = True
+    """Shuffle the samples anew in each epoch; false: the order of the data files."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples each step has. Epochs follow each other without a gap, so a step may span two."""
+
+    weights: FloatArray
+    """Per sample: how many times an epoch has it; fractions are chosen anew each epoch. Equal within a source."""
+    seed: int
+    samples_per_step: int
+    is_shuffled: bool = True
+    groups: IntArray | None = None
+    """Per sample the group it is kept with; None: every sample moves alone."""
+
+    @cached_property
+    def epoch_size(self) -> int:
+        """Samples in an epoch, the same for every epoch."""
+        return sum(self._quota(weight) for weight in np.unique(self.weights))
+
+    def num_steps(self, epochs: float) -> int:
+        """Steps in so many epochs; the last may be smaller."""
+        return max(1, int(np.ceil(round(epochs * self.epoch_size, 6) / self.samples_per_step)))
+
+    def step(self, step: int, epochs: float | None = None) -> list[int]:
+        """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they go round and round."""
+        start = (step - 1) * self.samples_per_step
+        stop = start + self.samples_per_step
+        if epochs is not None:
+            stop = min(stop, round(epochs * self.epoch_size))
+        chosen: list[int] = []
+        while start < stop:
+            epoch, offset = divmod(start, self.epoch_size)
+            part = self.epoch(epoch)[offset : offset + stop - start]
+            chosen.extend(part.tolist())
+            start += part.size
+        return chosen
+
+    def epoch(self, epoch: int) -> IntArray:
+        """All sample indices of an epoch (counted from 0), in order."""
+        cached = self.__dict__.get("_epoch")
+        if cached is None or cached[0] != epoch:
+            cached = (epoch, self._make_epoch(epoch))
+            self.__dict__["_epoch"] = cached
+        order: IntArray = cached[1]
+        return order
+
+    def _make_epoch(self, epoch: int) -> IntArray:
+        random = np.random.default_rng([self.seed, epoch])
+        members = []
+        for weight in np.unique(self.weights):
+            rows = np.flatnonzero(self.weights == weight)
+            times, rest = divmod(self._quota(weight), rows.size)
+            members.append(np.tile(rows, times))
+            members.append(random.permutation(rows)[:rest])
+        chosen = np.sort(np.concatenate(members))
+        if not self.is_shuffled:
+            return chosen
+        if self.groups is None:
+            return random.permutation(chosen)
+        chosen = random.permutation(chosen)
+        rank_of_group = random.permutation(int(self.groups.max()) + 1)
+        return chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
+
+    def _quota(self, weight: float) -> int:
+        return round(float(weight) * int((self.weights == weight).sum()))
+
+
+def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
+    """For each sample the number of the group it belongs to: samples that share a document.
+
+    A group is a run of at least two samples with a common prefix of ``min_tokens`` in which no smaller run shares
+    ``min_tokens`` more: a system prompt common to all does not make one group of everything.
+    """
+    order = prefix_order(samples)
+    neighbours = zip(order, order[1:], strict=False)
+    common = [0, *(common_prefix_of(samples[left], samples[right]) for left, right in neighbours)]
+    group_of = np.full(len(samples), -1, dtype=np.int64)
+    num_groups = 0
+    runs = [(0, len(order))]
+    while runs:
+        start, stop = runs.pop()
+        shortest = min(common[start + 1 : stop], default=0)
+        inner = _runs_above(common, start, stop, shortest + min_tokens)
+        if inner:
+            runs.extend(inner)
+        elif shortest >= min_tokens:
+            group_of[order[start:stop]] = num_groups
+            num_groups += 1
+    alone = group_of < 0
+    group_of[alone] = np.arange(num_groups, num_groups + int(alone.sum()))
+    return group_of
+
+
+def _runs_above(common: list[int], start: int, stop: int, least: int) -> list[tuple[int, int]]:
+    """Maximal runs of two or more neighbours inside [start, stop) that share at least ``least`` tokens."""
+    runs, at = [], start
+    for i in range(start + 1, stop + 1):
+        if i == stop or common[i] < least:
+            if i - at > 1:
+                runs.append((at, i))
+            at = i
+    return runs
+
+
+class CostModel(NamedTuple):
+    """Predicted cost of a micro-batch, in FLOPs: per token, per visible pair of tokens, per target."""
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+    per_target: float = 0.0
+
+
+class Budget(NamedTuple):
+    """How a step is divided."""
+
+    tokens_per_microbatch: int
+    num_ranks: int = 1
+    cost: CostModel = CostModel()
+    min_saved_tokens: int = 16
+    one_sample: bool = False
+    """Every micro-batch is one sample: for models with state across tokens."""
+
+
+class Piece(NamedTuple):
+    """Samples that stay in one micro-batch."""
+
+    samples: tuple[Sample, ...]
+    num_tokens: int
+    cost: float
+
+
+def assign(trees: Sequence[Tree], budget: Budget) -> list[list[tuple[Sample, ...]]]:
+    """The micro-batches of every rank: ``[rank][micro-batch] -> samples``. A rank may have none.
+
+    Atoms are never split; other samples are pooled, so that prefixes common to several trees are found too.
+    """
+    pool = [sample for tree in trees if not tree.is_atom for sample in tree.samples]
+    atoms = [_piece(tree.samples, budget) for tree in trees if tree.is_atom]
+    total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost if pool else 0.0
+    best: list[list[Piece]] = []
+    for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
+        pieces = atoms + _pieces(pool, budget, max_cost=share * total / budget.num_ranks)
+        ranks = _balance(pieces, budget.num_ranks)
+        if not best or _largest_cost(ranks) < 0.97 * _largest_cost(best):
+            best = ranks
+    return [_fill(pieces, budget) for pieces in best]
+
+
+def imbalance(ranks: Sequence[Sequence[tuple[Sample, ...]]], budget: Budget) -> float:
+    """Largest over mean predicted cost of the ranks."""
+    costs = [sum(_piece(samples, budget).cost for samples in rank) for rank in ranks]
+    return max(costs) / (sum(costs) / len(costs))
+
+
+def layouts(samples: Sequence[Sample], policy: PackPolicy, tokens: int) -> list[Packed]:
+    """One planned micro-batch as it is computed: one layout, or several within the budget where sharing is off."""
+    if policy.share_prefixes:
+        return [pack(samples, policy)]
+    bins = _first_fit([Piece((s,), s.num_tokens, 0.0) for s in samples], tokens)
+    return [pack([piece.samples[0] for piece in some], policy) for some in bins]
+
+
+def _piece(samples: Sequence[Sample], budget: Budget) -> Piece:
+    """Samples laid out together, with their distinct tokens and predicted cost."""
+    order, shared = shared_prefixes(samples, PackPolicy(True, budget.min_saved_tokens))
+    lengths = np.array([samples[index].num_tokens for index in order])
+    prefixes = np.array(shared)
+    num_tokens = int((lengths - prefixes).sum())
+    pairs = (lengths * (lengths + 1) - prefixes * (prefixes + 1)).sum() / 2
+    num_targets = sum(sample.num_targets for sample in samples)
+    rates = budget.cost
+    cost = rates.per_token * num_tokens + rates.per_pair * pairs + rates.per_target * num_targets
+    return Piece(tuple(samples[index] for index in order), num_tokens, float(cost))
+
+
+def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Piece]:
+    """Samples with common prefixes together, cut where the shared prefix is shortest until all fit."""
+    if not pool:
+        return []
+    if budget.one_sample:
+        return [_piece([sample], budget) for sample in pool]
+    order, shared = shared_prefixes(pool, PackPolicy(True, budget.min_saved_tokens))
+    starts = [i for i, prefix in enumerate(shared) if prefix == 0]
+    todo = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(order)], strict=True)]
+    done: list[Piece] = []
+    while todo:
+        run = todo.pop()
+        piece = _piece([pool[order[i]] for i in run], budget)
+        fits = piece.num_tokens <= budget.tokens_per_microbatch and piece.cost <= max_cost
+        if fits or len(run) == 1:
+            done.append(piece)
+            continue
+        middle = len(run) / 2
+        cut = min(range(1, len(run)), key=lambda i: (shared[run[i]], abs(i - middle)))
+        todo += [run[cut:], run[:cut]]
+    return done
+
+
+def _balance(pieces: Sequence[Piece], num_ranks: int) -> list[list[Piece]]:
+    """Largest first, to the rank with the least cost so far."""
+    ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for piece in sorted(pieces, key=lambda piece: -piece.cost):
+        rank = loads.index(min(loads))
+        ranks[rank].append(piece)
+        loads[rank] += piece.cost
+    return ranks
+
+
+def _largest_cost(ranks: Sequence[Sequence[Piece]]) -> float:
+    return max(sum(piece.cost for piece in rank) for rank in ranks)
+
+
+def _fill(pieces: Sequence[Piece], budget: Budget) -> list[tuple[Sample, ...]]:
+    """A rank's pieces in micro-batches."""
+    if budget.one_sample:
+        return [piece.samples for piece in pieces]
+    bins = _first_fit(pieces, budget.tokens_per_microbatch)
+    return [tuple(sample for piece in some for sample in piece.samples) for some in bins]
+
+
+def _first_fit(pieces: Sequence[Piece], tokens: int) -> list[list[Piece]]:
+    """First fit, longest first. A piece over the budget gets a bin of its own."""
+    bins: list[list[Piece]] = []
+    room: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.num_tokens):
+        fitting = (index for index, free in enumerate(room) if free >= piece.num_tokens)
+        index = next(fitting, None)
+        if index is None:
+            bins.append([])
+            room.append(tokens)
+            index = len(bins) - 1
+        bins[index].append(piece)
+        room[index] -= piece.num_tokens
+    return bins
