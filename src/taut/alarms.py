@@ -1,0 +1,142 @@
+"""Alarms: what the first steps must show, and what no step may show.
+
+- ``FirstStep``: the first step's log-probabilities equal those of the same samples run one at a time through the library's
+  own attention and head (taken before training by ``alone``); a difference stops the run before the update.
+- ``Untouched``: after the first backward every trainable tensor has a gradient, and within ``PATIENCE`` steps one
+  that is not zero; a tensor outside the graph stops the run, one that is always zero is reported.
+- ``Spikes``: a gradient norm far above the recent median is reported.
+
+Called by the loop through its ``Alarm`` protocol.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from taut.errors import CheckFailed
+from taut.loop import Job, StepReport
+
+PATIENCE = 3
+"""Steps after which a trainable tensor whose gradient was always zero is reported (LoRA's A is zero at step 1)."""
+SPIKE = 10.0
+"""A gradient norm this many times the recent median is reported."""
+
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Largest mean difference of a sample's log-probabilities (nats per target) that is rounding, by compute dtype."""
+
+
+@dataclass
+class FirstStep:
+    """Compares the first step with the same samples alone."""
+
+    alone: Mapping[str, Tensor]
+    """Sample id -> logp_N of the sample run alone."""
+    tolerance: float
+
+    def __call__(self, report: StepReport, job: Job) -> None:
+        if not self.alone:
+            return
+        worst, worst_id, compared = 0.0, "", 0
+        for packed, scores in report.scored:
+            logp_N = scores.logp_N.cpu()
+            for row, sample_id in enumerate(packed.sample_ids):
+                if sample_id not in self.alone:
+                    continue
+                difference = logp_N[packed.row_N == row] - self.alone[sample_id]
+                compared += 1
+                gap = float(difference.abs().mean())
+                if not gap <= worst:
+                    worst, worst_id = gap, sample_id
+        found = job.ranks.max([worst])[0]
+        total = int(job.ranks.sum([compared])[0])
+        self.alone = {}
+        is_sound = found <= self.tolerance
+        job.emit(
+            "check",
+            name="first_step",
+            outcome="passed" if is_sound else "failed",
+            value=found,
+            detail=f"{total} samples: packed against alone, mean |difference| of log-probs, worst sample",
+        )
+        if not is_sound:
+            raise CheckFailed(
+                f"step {report.step}: the log-probs of {worst_id or 'a sample on another rank'} differ by {found:.3g} nats a "
+                f"token from the same sample run alone (at most {self.tolerance:g} is rounding); the packed forward does not "
+                "compute this model; nothing was updated; set attention=reference, and please report the model"
+            )
+
+
+@dataclass
+class Untouched:
+    """Finds trainable tensors that training does not reach."""
+
+    names: dict[nn.Parameter, str]
+    silent: set[str] = field(default_factory=set)
+    steps: int = 0
+
+    @classmethod
+    def watching(cls, model: nn.Module) -> Untouched:
+        """Watch every trainable tensor of a model."""
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        return cls(names, set(names.values()))
+
+    def __call__(self, report: StepReport, job: Job) -> None:
+        if self.steps > PATIENCE or not self.silent:
+            return
+        self.steps += 1
+        absent = sorted(name for p, name in self.names.items() if p.grad is None)
+        if absent:
+            raise CheckFailed(
+                f"step {report.step}: {len(absent)} trainable tensors get no gradient ({', '.join(absent[:4])}); "
+                "every trainable tensor is expected to take part in the loss; leave them out with the key freeze"
+            )
+        flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
+        reached = job.ranks.max(flags)
+        self.silent -= {name for name, flag in zip(self.names.values(), reached, strict=True) if flag}
+        if self.silent and self.steps == PATIENCE:
+            some = sorted(self.silent)
+            job.emit(
+                "warning",
+                name="zero_gradient",
+                step=report.step,
+                detail=f"{len(some)} trainable tensors have had a gradient of exactly zero for {PATIENCE} steps",
+                tensors=some[:20],
+            )
+
+
+@dataclass
+class Spikes:
+    """Reports gradient norms far above the recent median."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+
+    def __call__(self, report: StepReport, job: Job) -> None:
+        if len(self.recent) >= 10:
+            median = statistics.median(self.recent)
+            if report.grad_norm > SPIKE * median:
+                job.emit(
+                    "warning",
+                    name="grad_norm_spike",
+                    step=report.step,
+                    detail=f"gradient norm {report.grad_norm:.3g} is {report.grad_norm / median:.0f} times the recent median",
+                    sample_ids=report.sample_ids,
+                )
+        self.recent.append(report.grad_norm)
+
+
+def ids_to_compare(sizes: Sequence[tuple[str, int]], most_tokens: int) -> list[str]:
+    """Which samples of the first step are run alone: the shortest, up to ``most_tokens`` in all, at least one."""
+    chosen: list[str] = []
+    used = 0
+    for sample_id, size in sorted(sizes, key=lambda item: item[1]):
+        if chosen and used + size > most_tokens:
+            break
+        chosen.append(sample_id)
+        used += size
+    return chosen

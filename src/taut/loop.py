@@ -1,0 +1,255 @@
+"""The one training loop. It is blind to algorithms: a method prepares trees, a loss says what to sum.
+
+    loss = sum over terms of  sum_i / count_i
+
+``count_i`` is taken over all micro-batches and ranks before the first backward, and the gradient is divided by it in
+exactly one place (``scales`` below). So any split of a step into micro-batches and ranks gives the same numbers.
+
+Alarms watch the steps and may stop the run (taut/alarms.py); events go to the sinks the caller passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from taut import losses, parallel
+from taut.data.pack import PackPolicy
+from taut.data.plan import Budget, assign, layouts
+from taut.errors import NonFiniteError
+from taut.losses import Loss
+from taut.models.noise import Noise
+from taut.parallel import Ranks
+from taut.types import Packed, Sample, Scores, Tree
+
+
+class Method(Protocol):
+    """What the loop knows of a training method."""
+
+    @property
+    def loss(self) -> Loss:
+        """What is minimised."""
+
+    def prepare(self, step: int) -> list[Tree]:
+        """The trees of a step (counted from 1), every stream the loss needs included."""
+
+
+class Scored(NamedTuple):
+    """A micro-batch and what the model said of it, kept for the alarms."""
+
+    packed: Packed
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step saw, before the update. Sums are over all ranks; ``scored`` is this rank's."""
+
+    step: int
+    loss: float
+    metrics: dict[str, float]
+    num_targets: int
+    num_tokens: int
+    num_tokens_unshared: int
+    sample_ids: list[str]
+    scored: list[Scored]
+    grad_norm: float = float("nan")
+
+
+class Alarm(Protocol):
+    """Called after the backward of each step and before the update; raises CheckFailed to stop the run."""
+
+    def __call__(self, report: StepReport, job: Job) -> None: ...
+
+
+@dataclass
+class Job:
+    """Everything a run needs, built by taut.run."""
+
+    scorer: nn.Module
+    method: Method
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    num_steps: int
+    budget: Budget
+    policy: PackPolicy
+    ranks: Ranks
+    compute: Callable[[], AbstractContextManager[Any]]
+    """The precision context a step runs in."""
+    emit: Callable[..., None]
+    """Writes an event: ``emit(kind, **fields)``."""
+    clip_grad_norm: float | None = None
+    noise: Noise | None = None
+    alarms: Sequence[Alarm] = ()
+    first_step: int = 1
+    after_step: Sequence[Callable[[int], None]] = ()
+    """Evaluation and checkpoints: called with the step just finished."""
+    trained: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def train(job: Job) -> StepReport | None:
+    """Run every step from ``job.first_step`` to ``job.num_steps``; the last step's report."""
+    report = None
+    for step in range(job.first_step, job.num_steps + 1):
+        began = time.perf_counter()
+        report = train_step(job, step)
+        job.emit(
+            "step",
+            step=step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            learning_rate=job.learning_rate(step),
+            num_targets=report.num_targets,
+            num_tokens=report.num_tokens,
+            num_tokens_unshared=report.num_tokens_unshared,
+            seconds=time.perf_counter() - began,
+            sample_ids=report.sample_ids,
+            **report.metrics,
+        )
+        for act in job.after_step:
+            act(step)
+    return report
+
+
+def train_step(job: Job, step: int) -> StepReport:
+    """One optimizer step."""
+    trees = job.method.prepare(step)
+    loss = job.method.loss
+    microbatches = microbatches_of(trees, job)
+    scales = {term: 1.0 / count for term, count in denominators(loss, microbatches, job.ranks).items()}
+    job.scorer.train()
+    scored = []
+    with job.compute():
+        for packed, is_real in padded(microbatches, trees, job):
+            scored_one = backward(job, loss, packed, scales if is_real else dict.fromkeys(scales, 0.0), step)
+            if is_real:
+                scored.append(scored_one)
+    report = reduce_report(step, trees, loss, scored, scales, job.ranks)
+    require_finite(report.loss, "loss", report, job)
+    norm = parallel.clip_gradients(job.trained, job.clip_grad_norm)
+    report = StepReport(**{**vars(report), "grad_norm": float(norm)})
+    require_finite(report.grad_norm, "gradient norm", report, job)
+    for alarm in job.alarms:
+        alarm(report, job)
+    for group in job.optimizer.param_groups:
+        group["lr"] = job.learning_rate(step)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return report
+
+
+def backward(job: Job, loss: Loss, packed: Packed, scales: dict[str, float], step: int) -> Scored:
+    """Add one micro-batch's share to the gradient."""
+    if job.noise is not None:
+        job.noise.set(step, packed)
+    linear = loss.linear_weights(packed)
+    if linear is not None:
+        linear_N = torch.stack([scales[term] * weight_N for term, weight_N in linear.items()]).sum(0)
+        scores: Scores = job.scorer(packed, linear_N)
+        assert scores.linear_sum is not None
+        scores.linear_sum.backward()  # type: ignore[no-untyped-call]
+    else:
+        scores = job.scorer(packed)
+        terms = loss(scores, packed.to(scores.logp_N.device)).terms
+        torch.stack([scales[term] * total for term, total in terms.items()]).sum().backward()  # type: ignore[no-untyped-call]
+    return Scored(packed, Scores(scores.logp_N.detach()))
+
+
+def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
+    """This rank's micro-batches of a step."""
+    mine = assign(trees, job.budget)[job.ranks.rank]
+    return [
+        packed
+        for samples in mine
+        for packed in layouts(samples, job.policy, job.budget.tokens_per_microbatch)
+    ]
+
+
+def padded(
+    microbatches: list[Packed], trees: Sequence[Tree], job: Job
+) -> list[tuple[Packed, bool]]:
+    """The micro-batches, and as many that count for nothing as it takes for all ranks to run equally many backwards."""
+    most = int(job.ranks.max([len(microbatches)])[0])
+    shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
+    filler = layouts([shortest], job.policy, job.budget.tokens_per_microbatch)
+    missing = most - len(microbatches)
+    return [(packed, True) for packed in microbatches] + [(filler[0], False)] * missing
+
+
+def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
+    """Each term's count over all micro-batches and ranks, from what is listed, before any forward."""
+    units = loss.units
+    counts = [
+        sum(losses.count(unit, packed) for packed in microbatches) for unit in units.values()
+    ]
+    totals = dict(zip(units, ranks.sum(counts), strict=True))
+    assert all(count > 0 for count in totals.values()), f"a step without anything to learn: {totals}"
+    return totals
+
+
+def reduce_report(
+    step: int,
+    trees: Sequence[Tree],
+    loss: Loss,
+    scored: Sequence[Scored],
+    scales: dict[str, float],
+    ranks: Ranks,
+) -> StepReport:
+    """Sum what the micro-batches and ranks saw."""
+    terms = dict.fromkeys(scales, 0.0)
+    metrics: dict[str, list[float]] = {}
+    for packed, scores in scored:
+        sums = loss(scores, packed.to(scores.logp_N.device))
+        for term, total in sums.terms.items():
+            terms[term] += float(total)
+        for name, (total, number) in sums.metrics.items():
+            have = metrics.setdefault(name, [0.0, 0.0])
+            have[:] = [have[0] + float(total), have[1] + float(number)]
+    sizes = [
+        sum(packed.num_targets for packed, _ in scored),
+        sum(packed.num_tokens for packed, _ in scored),
+        sum(packed.num_tokens_unshared for packed, _ in scored),
+    ]
+    names = sorted(set().union(*ranks.gather(set(metrics))))
+    flat = [value for name in names for value in metrics.get(name, [0.0, 0.0])]
+    reduced = ranks.sum([*terms.values(), *flat, *sizes])
+    totals, flat, sizes_all = reduced[: len(terms)], reduced[len(terms) : -3], reduced[-3:]
+    return StepReport(
+        step=step,
+        loss=sum(scale * total for scale, total in zip(scales.values(), totals, strict=True)),
+        metrics={n: flat[2 * i] / flat[2 * i + 1] for i, n in enumerate(names) if flat[2 * i + 1]},
+        num_targets=int(sizes_all[0]),
+        num_tokens=int(sizes_all[1]),
+        num_tokens_unshared=int(sizes_all[2]),
+        sample_ids=[sample.id for tree in trees for sample in tree.samples],
+        scored=list(scored),
+    )
+
+
+def require_finite(value: float, what: str, report: StepReport, job: Job) -> None:
+    """Stop before the update if ``value`` is not finite, and name the samples."""
+    if torch.isfinite(torch.tensor(value)):
+        return
+    mine = {id_ for packed, scores in report.scored for id_ in _not_finite(packed, scores.logp_N)}
+    guilty = sorted(set().union(*job.ranks.gather(mine)))
+    named = guilty or report.sample_ids
+    whose = "samples with a log-probability that is not finite" if guilty else "the step's samples"
+    raise NonFiniteError(
+        f"step {report.step}: the {what} is {value}; the weights are those of step {report.step - 1}; "
+        f"{whose}: {', '.join(named[:8])}{f' and {len(named) - 8} more' if len(named) > 8 else ''}; "
+        "look at them with `taut show`, or lower optim.learning_rate"
+    )
+
+
+def _not_finite(packed: Packed, logp_N: Tensor) -> set[str]:
+    rows = packed.row_N[~torch.isfinite(logp_N).cpu()]
+    return {packed.sample_ids[int(row)] for row in rows.unique()}

@@ -1,0 +1,129 @@
+"""Ranks: the process group, sharding with FSDP2, and the only collectives of the package.
+
+One process is the default and touches no process group. Under torchrun the model is sharded with ``fully_shard`` per
+decoder layer and at the Scorer, the root. Reduction over ranks is SUM on every sharded module: gradients are divided by
+the step's one denominator in the loop and nowhere else.
+
+Imports config and errors only. torch.distributed is imported here and in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from taut.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks, in float64."""
+        return self._reduce(values, "sum")
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+        return self._reduce(values, "max")
+
+    def _reduce(self, values: Sequence[float], how: str) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small Python object, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def start(device: str = "auto") -> Ranks:
+    """Join the process group torchrun announces, or stand alone. ``device``: auto, cpu, cuda or cuda:N."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    has_cuda = torch.cuda.is_available()
+    if device.startswith("cuda") and not has_cuda:
+        raise ConfigError(f"device={device} was asked for and no CUDA device is to be had; set device=cpu")
+    if device not in ("auto", "cpu") and not device.startswith("cuda"):
+        raise ConfigError(f"device={device} is not known; expected auto, cpu, cuda or cuda:N")
+    if device == "cpu" or not has_cuda:
+        chosen = torch.device("cpu")
+    elif size > 1 or device in ("auto", "cuda"):
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    return Ranks(rank, size, chosen)
+
+
+def stop(ranks: Ranks) -> None:
+    """Leave the process group."""
+    if ranks.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
+    """Shard every layer and the root over all ranks; gradients arrive summed."""
+    if ranks.size == 1:
+        return
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    mesh = dist.init_device_mesh(ranks.device.type, (ranks.size,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    """The gradient's total norm over all ranks, float64 or float32; gradients are scaled down to ``max_norm``."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if max_norm is not None and bool(torch.isfinite(whole)):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
+    return whole
+
+
+def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Every tensor of the module, gathered on the CPU of the writer; None on the other ranks."""
+    if ranks.size == 1:
+        return dict(module.state_dict())
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(module, options=options)
+    return dict(state) if ranks.is_writer else None
