@@ -1,0 +1,109 @@
+"""Compute dtypes: which one runs and why, and the contexts that put it in force.
+
+    float32    parameters and arithmetic in float32
+    bfloat16   float32 parameters (the masters the optimizer updates), arithmetic under autocast
+    float64    parameters and arithmetic in float64, the library's hidden casts to float32 included: RMSNorm, softmax
+               and RoPE of most models compute in float32 by name; ``Wide`` turns those casts into float64
+
+float64 is for proofs: two layouts of the same samples agree to 1e-12 or better instead of 1e-8. Nothing here changes
+a parameter. Anyone above ``types`` may import it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from taut.errors import ConfigError, ModelError
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDtype:
+    """The compute dtype that will run."""
+
+    dtype: torch.dtype
+    reason: str
+
+    @property
+    def parameters(self) -> torch.dtype:
+        """The dtype of the parameters that the optimizer updates."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+    """The compute dtype for a run on ``device``; None: bfloat16 where the hardware computes in it, else float32."""
+    if requested is not None and requested not in DTYPES:
+        raise ConfigError(
+            f"dtype={requested} is not known; expected one of {', '.join(DTYPES)}"
+        )
+    if requested is not None:
+        if (
+            requested == "bfloat16"
+            and device.type == "cuda"
+            and not torch.cuda.is_bf16_supported(False)
+        ):
+            raise ModelError(
+                f"dtype=bfloat16: {device} has no bf16 arithmetic; set dtype=float32"
+            )
+        return ChosenDtype(DTYPES[requested], "asked for by name")
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return ChosenDtype(torch.bfloat16, "the GPU has bf16 arithmetic")
+        return ChosenDtype(torch.float32, "the GPU has no bf16 arithmetic")
+    if device.type == "cpu":
+        found = [
+            name
+            for name in ("amx_bf16", "avx512_bf16")
+            if torch.cpu.get_capabilities().get(name)
+        ]
+        if found:
+            return ChosenDtype(
+                torch.bfloat16, f"the CPU has bf16 arithmetic ({found[0]})"
+            )
+        return ChosenDtype(
+            torch.float32, "the CPU has neither avx512_bf16 nor amx_bf16"
+        )
+    return ChosenDtype(
+        torch.float32, f"bf16 arithmetic of device type {device.type} is not known"
+    )
+
+
+class Wide(TorchDispatchMode):
+    """Turns every request for a narrower float dtype into float64, wherever it is made."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in _NARROW:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def compute_context(
+    dtype: torch.dtype, device: torch.device
+) -> AbstractContextManager[Any]:
+    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, nothing for float32."""
+    if dtype == torch.bfloat16:
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return backward_context(dtype)
+
+
+def backward_context(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The context of a backward pass: ``Wide`` for float64, else nothing (autocast belongs around forwards only)."""
+    return Wide() if dtype == torch.float64 else nullcontext()
