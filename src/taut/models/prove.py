@@ -1,0 +1,184 @@
+"""Proofs on the loaded model, before it trains: a fraction of a second on a few dozen tokens.
+
+- every attention layer calls the chosen function, once, and no mask of the library's says more than the layers ask for;
+- a sample's log-probs do not change when its neighbour in the pack does (a neighbour longer than the sample included),
+  nor when a later token of its own does;
+- the chunked head gives the model's own logits.
+
+A model whose layers carry state across tokens fails the neighbour proof; it is then run one sample at a time, which the
+caller records. Anything else that fails is an error that names the layer or the number.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from taut.attention.layout import Layout
+from taut.attention.select import Observation, observe
+from taut.data.pack import ALONE, pack
+from taut.errors import AttentionError, ModelError
+from taut.models import anatomy
+from taut.models.score import Scorer
+from taut.types import Packed, Sample
+
+LENGTHS = (24, 40)
+"""Tokens of the two probe samples: the neighbour is the longer one."""
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.5}
+"""Largest difference of a log-prob (nats) that is rounding, by compute dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was measured."""
+
+    num_attention_layers: int
+    windows: tuple[int, ...]
+    neighbour: float
+    """Largest change of a log-prob when the neighbour changes."""
+    future: float
+    """Largest change of a log-prob when a later token changes."""
+    head: float
+    """Largest difference between the chunked head's log-probs and those from the model's own logits."""
+    one_sample: str | None
+    """Why this model must run one sample at a time; None: it packs."""
+
+
+def prove(
+    scorer: Scorer,
+    compute: AbstractContextManager[Any],
+    dtype: torch.dtype,
+    max_length: int,
+) -> Proof:
+    """Run the proofs. Raises AttentionError or ModelError for what cannot be trained exactly."""
+    reasons = [*_one_sample_reasons(scorer.model, max_length)]
+    was_training = scorer.training
+    scorer.eval()
+    with torch.no_grad(), compute:
+        seen = _observe(scorer)
+        neighbour, future = _perturb(scorer)
+        head = _head_difference(scorer)
+    scorer.train(was_training)
+    limit = TOLERANCE[dtype]
+    _require_calls(scorer.model, seen)
+    if not head <= limit:
+        raise ModelError(
+            f"the head of {type(scorer.model).__name__} is not understood: its logits differ from taut's by {head:.3g} "
+            f"nats (at most {limit:g} is rounding); the architecture does more after the last layer than scale, bias and "
+            "softcap; please report it"
+        )
+    if not future <= limit:
+        raise AttentionError(
+            f"a later token changes an earlier log-prob by {future:.3g} nats in {type(scorer.model).__name__}; "
+            "taut trains causal language models"
+        )
+    if not neighbour <= limit and not reasons:
+        raise AttentionError(
+            f"packed samples see each other in {type(scorer.model).__name__} ({neighbour:.3g} nats) and no layer with "
+            "state across tokens was found to explain it; the model cannot be packed; please report it"
+        )
+    windows = tuple(
+        sorted(window for window in seen.windows_called if window is not None)
+    )
+    return Proof(
+        len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None
+    )
+
+
+def _one_sample_reasons(model: PreTrainedModel, max_length: int) -> list[str]:
+    """What in this architecture forbids packing."""
+    reasons = []
+    stateful = anatomy.stateful_layers(model)
+    if stateful:
+        reasons.append(f"layers with state across tokens ({', '.join(stateful[:3])})")
+    rope = anatomy.length_dependent_rope(model)
+    if rope is not None and max_length > rope[1]:
+        kind, original = rope
+        if kind != "longrope":
+            raise ModelError(
+                f"{kind} RoPE depends on the longest position seen so far, and data.max_length={max_length} exceeds "
+                f"the model's original {original}; set data.max_length={original} or less"
+            )
+        reasons.append(f"longrope depends on the longest position (beyond {original})")
+    return reasons
+
+
+def _observe(scorer: Scorer) -> Observation:
+    """One sample alone, seen by ``observe``."""
+    with observe() as seen:
+        scorer(pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
+    return seen
+
+
+def _require_calls(model: PreTrainedModel, seen: Observation) -> None:
+    expected = anatomy.attention_layer_count(model)
+    if len(seen.layers) != expected or len(set(seen.layers)) != expected:
+        raise AttentionError(
+            f"{len(set(seen.layers))} of {expected} attention layers of {type(model).__name__} called the chosen attention "
+            f"({len(seen.layers)} calls); expected each of them once; the model does not use the library's attention "
+            "interface throughout and cannot be trained exactly"
+        )
+    unasked = seen.windows_masked - seen.windows_called
+    if expected and unasked - {None}:
+        raise AttentionError(
+            f"{type(model).__name__} masks a sliding window of {max(w for w in unasked if w)} that no attention layer asks "
+            "for by keyword; it would be dropped, so the model is refused"
+        )
+
+
+def _perturb(scorer: Scorer) -> tuple[float, float]:
+    """How much the second sample's log-probs move when its neighbour, and when its own last token, changes."""
+    long, short = (
+        _probe("a", LENGTHS[1], scorer, seed=1),
+        _probe("b", LENGTHS[0], scorer, seed=2),
+    )
+    other = _probe("a", LENGTHS[1], scorer, seed=3)
+    changed = short.ids_T.copy()
+    changed[-1] = (changed[-1] + 1) % scorer.model.config.get_text_config().vocab_size
+    late = Sample("b", changed, short.target_at_N, short.weight_N)
+    with_long, with_other, with_late = (
+        _logps(scorer, pack(pair, ALONE))
+        for pair in ((long, short), (other, short), (long, late))
+    )
+    alone = _logps(scorer, pack([short], ALONE))
+    neighbour = max(_gap(with_long, with_other), _gap(with_long, alone))
+    return neighbour, _gap(with_long[:-1], with_late[:-1])
+
+
+def _head_difference(scorer: Scorer) -> float:
+    packed = pack([_probe("a", LENGTHS[0], scorer, seed=4)], ALONE)
+    ours = scorer(packed).logp_N
+    layout = Layout(packed.reach_T.numpy(), device=scorer.device)
+    on_device = packed.to(scorer.device)
+    logits = scorer.model(
+        input_ids=on_device.ids_T[None],
+        position_ids=on_device.position_ids[None],
+        use_cache=False,
+        taut_layout=layout,
+    ).logits[0]
+    every = torch.log_softmax(logits.to(ours.dtype), dim=-1)[on_device.predictor_N]
+    return _gap(ours, every.gather(1, on_device.target_N[:, None]).squeeze(1))
+
+
+def _logps(scorer: Scorer, packed: Packed) -> Tensor:
+    """log-probs of the last sample's targets."""
+    logp_N: Tensor = scorer(packed).logp_N
+    return logp_N[packed.row_N.to(logp_N.device) == packed.num_samples - 1]
+
+
+def _gap(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+def _probe(name: str, length: int, scorer: Scorer, seed: int) -> Sample:
+    """Random tokens, all targets."""
+    vocabulary = scorer.model.config.get_text_config().vocab_size
+    ids_T = np.random.default_rng(seed).integers(0, vocabulary, length)
+    return Sample(name, ids_T, np.arange(1, length), np.ones(length - 1))
