@@ -1,8 +1,9 @@
 """Tiny models with random weights, one for each architecture whose maths differs, for every test.
 
-Weights are large enough, and the query and key projections enlarged on top, for each token's logits to depend on the
-very keys it sees: with the library's own initialisation a leak between samples hardly shows. Norms, biases, sinks and
-scales are random too, so that forgetting one changes the numbers.
+Weights are large enough, and the query and key projections enlarged on top, for each token's
+logits to depend on the very keys it sees: with the library's own initialisation a leak between
+samples hardly shows. Norms, biases, sinks and scales are random too, so that forgetting one
+changes the numbers.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def tiny_model(
     attention: str = "eager",
     **changes: Any,
 ) -> PreTrainedModel:
-    """A random model of an architecture of ``_SPECIAL``, in train mode, with ``attention`` in force.
+    """A random model of an architecture of ``_SPECIAL``, in train mode, with ``attention`` in
+    force.
 
     ``changes`` go to the model's config. The same seed gives the same weights whatever the dtype.
     """
@@ -180,9 +182,7 @@ def tiny_model(
 def _sharpen(model: PreTrainedModel) -> None:
     """Larger queries and keys; norms, biases and sinks that are neither 0 nor 1."""
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
-        ):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")):
             parameter.mul_(1.5)
         if "qkv_proj" in name:
             parameter[: -parameter.shape[0] // 4].mul_(1.5)
@@ -198,7 +198,9 @@ def save_tiny(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Path:
-    """Write ``tiny_model(name, **options)`` as a model directory; with a tokenizer, the vocabulary covers it."""
+    """Write ``tiny_model(name, **options)`` as a model directory; with a tokenizer, the vocabulary
+    covers it.
+    """
     if tokenizer is not None:
         options.setdefault("vocab_size", len(tokenizer) + 7)
         tokenizer.save_pretrained(directory)

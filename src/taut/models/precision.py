@@ -2,11 +2,13 @@
 
     float32    parameters and arithmetic in float32
     bfloat16   float32 parameters (the masters the optimizer updates), arithmetic under autocast
-    float64    parameters and arithmetic in float64, the library's hidden casts to float32 included: RMSNorm, softmax
-               and RoPE of most models compute in float32 by name; ``Wide`` turns those casts into float64
+    float64    parameters and arithmetic in float64, the library's hidden casts to float32
+    included: RMSNorm, softmax
+               and RoPE of most models compute in float32 by name; ``Wide`` turns those casts into
+               float64
 
-float64 is for proofs: two layouts of the same samples agree to 1e-12 or better instead of 1e-8. Nothing here changes
-a parameter. Anyone above ``types`` may import it.
+float64 is for proofs: two layouts of the same samples agree to 1e-12 or better instead of 1e-8.
+Nothing here changes a parameter. Anyone above ``types`` may import it.
 """
 
 from __future__ import annotations
@@ -42,20 +44,18 @@ class ChosenDtype:
 
 
 def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
-    """The compute dtype for a run on ``device``; None: bfloat16 where the hardware computes in it, else float32."""
+    """The compute dtype for a run on ``device``; None: bfloat16 where the hardware computes in it,
+    else float32.
+    """
     if requested is not None and requested not in DTYPES:
-        raise ConfigError(
-            f"dtype={requested} is not known; expected one of {', '.join(DTYPES)}"
-        )
+        raise ConfigError(f"dtype={requested} is not known; expected one of {', '.join(DTYPES)}")
     if requested is not None:
         if (
             requested == "bfloat16"
             and device.type == "cuda"
             and not torch.cuda.is_bf16_supported(False)
         ):
-            raise ModelError(
-                f"dtype=bfloat16: {device} has no bf16 arithmetic; set dtype=float32"
-            )
+            raise ModelError(f"dtype=bfloat16: {device} has no bf16 arithmetic; set dtype=float32")
         return ChosenDtype(DTYPES[requested], "asked for by name")
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -63,20 +63,12 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
         return ChosenDtype(torch.float32, "the GPU has no bf16 arithmetic")
     if device.type == "cpu":
         found = [
-            name
-            for name in ("amx_bf16", "avx512_bf16")
-            if torch.cpu.get_capabilities().get(name)
+            name for name in ("amx_bf16", "avx512_bf16") if torch.cpu.get_capabilities().get(name)
         ]
         if found:
-            return ChosenDtype(
-                torch.bfloat16, f"the CPU has bf16 arithmetic ({found[0]})"
-            )
-        return ChosenDtype(
-            torch.float32, "the CPU has neither avx512_bf16 nor amx_bf16"
-        )
-    return ChosenDtype(
-        torch.float32, f"bf16 arithmetic of device type {device.type} is not known"
-    )
+            return ChosenDtype(torch.bfloat16, f"the CPU has bf16 arithmetic ({found[0]})")
+        return ChosenDtype(torch.float32, "the CPU has neither avx512_bf16 nor amx_bf16")
+    return ChosenDtype(torch.float32, f"bf16 arithmetic of device type {device.type} is not known")
 
 
 class Wide(TorchDispatchMode):
@@ -95,15 +87,17 @@ class Wide(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def compute_context(
-    dtype: torch.dtype, device: torch.device
-) -> AbstractContextManager[Any]:
-    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, nothing for float32."""
+def compute_context(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, nothing for
+    float32.
+    """
     if dtype == torch.bfloat16:
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return backward_context(dtype)
 
 
 def backward_context(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The context of a backward pass: ``Wide`` for float64, else nothing (autocast belongs around forwards only)."""
+    """The context of a backward pass: ``Wide`` for float64, else nothing (autocast belongs around
+    forwards only).
+    """
     return Wide() if dtype == torch.float64 else nullcontext()

@@ -1,0 +1,298 @@
+"""What taut must know of a Hugging Face causal LM: its parts, its head, and what in it a layout
+cannot carry.
+
+Found by structure and configuration. The head is also proved: ``prove_head`` compares it with the
+model's own logits on random hidden states, so an architecture whose head does something not listed
+here is refused, not guessed.
+
+Parts are looked up anew by every call (wrapping by peft or FSDP moves them). Anyone above
+``types`` may import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from taut.errors import ModelError
+
+STATEFUL_TYPES = frozenset(
+    {
+        "linear_attention",
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        "mamba",
+        "mamba2",
+        "recurrent",
+        "ssm",
+        "rwkv",
+    }
+)
+"""Layer types, in a config, with state from token to token."""
+SPARSE_TYPES = frozenset(
+    {
+        "indexed_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "minimax_m3_sparse",
+        "window_attention",
+        "reference_sliding_attention",
+    }
+)
+"""Layer types whose attention is neither full nor a plain sliding window, so a layout does not
+describe it.
+"""
+_STATEFUL_CLASS = re.compile(
+    r"Mamba|SSM|Ssm|DeltaNet|DeltaAttention|ShortConv|Recurrent|RgLru|R[wW][kK][vV]|[Ll]ightningAttention|LinearAttention"
+    r"|xLSTM|[ms]LSTM|RetNet|Hyena"
+)
+_MULTIPLIES = ("logit_scale", "lm_head_multiplier")
+_DIVIDES = ("logits_scaling",)
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeadSpec:
+    """logits = softcap(scale * (hidden @ weight^T + bias)), softcap(x) = c * tanh(x / c)."""
+
+    weight: nn.Parameter
+    """[V, D]"""
+    bias: nn.Parameter | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The equation above, in the dtype of ``hidden``; the reference for the chunked head."""
+        logits = nn.functional.linear(hidden, self.weight, self.bias) * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The library's causal LM inside a peft wrapper, or the model itself."""
+    wrapped: Any = model
+    inner = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+    if not isinstance(inner, PreTrainedModel):
+        raise ModelError(
+            f"{type(inner).__name__} is not a transformers model; expected a PreTrainedModel"
+        )
+    return inner
+
+
+def text_config(model: nn.Module) -> PreTrainedConfig:
+    """The configuration of the language model (of a vision-language model too)."""
+    return unwrap(model).config.get_text_config()
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The backbone: its forward takes ``input_ids`` and gives ``last_hidden_state``, after the
+    final norm.
+    """
+    inner = unwrap(model)
+    for name in (inner.base_model_prefix, "model", "transformer"):
+        backbone = getattr(inner, name, None)
+        if isinstance(backbone, nn.Module) and backbone is not inner:
+            return backbone
+    raise ModelError(
+        f"{type(inner).__name__} has no backbone apart from its head; "
+        "expected a ForCausalLM model of transformers"
+    )
+
+
+def layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks, in order."""
+    backbone = decoder(model)
+    inner: Any = backbone
+    text = inner.get_decoder() if isinstance(backbone, PreTrainedModel) else inner
+    depth = text_config(model).num_hidden_layers
+    found = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    children = [m for m in text.children() if any(m is other for other in found)]
+    for candidates in (children, found):
+        if len(candidates) == 1:
+            blocks = candidates[0]
+            assert isinstance(blocks, nn.ModuleList)
+            return blocks
+    raise ModelError(
+        f"{type(text).__name__} has {len(found)} lists of {depth} layers; expected one"
+    )
+
+
+def embedding(model: nn.Module) -> nn.Module:
+    """The module that turns token ids into vectors (of an adapter's copy, where peft saves one)."""
+    found = unwrap(model).get_input_embeddings()
+    if not isinstance(found, nn.Module):
+        raise ModelError(f"{type(unwrap(model)).__name__} has no input embedding")
+    return found
+
+
+def head(model: nn.Module) -> HeadSpec:
+    """The output head. Holds the parameters themselves, so call it again after wrapping or
+    resizing.
+    """
+    inner: Any = unwrap(model)
+    module = inner.get_output_embeddings()
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        raise ModelError(
+            f"{type(inner).__name__} has no linear output head; expected an lm_head with a weight "
+            "[V, D]"
+        )
+    config = text_config(model)
+    scale = 1.0
+    for name in (*_MULTIPLIES, *_DIVIDES):
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and value:
+            scale = scale * value if name in _MULTIPLIES else scale / value
+    softcaps = [getattr(config, name) for name in _SOFTCAPS if getattr(config, name, None)]
+    return HeadSpec(weight, getattr(module, "bias", None), softcaps[0] if softcaps else None, scale)
+
+
+@torch.no_grad()
+def prove_head(model: nn.Module) -> float:
+    """The largest difference between ``head(model)`` and the model's own logits on random hidden
+    states.
+
+    The backbone is replaced by the random states for one call, so neither attention nor layout
+    takes part. Raises ModelError where the two differ by more than rounding.
+    """
+    inner = unwrap(model)
+    backbone, spec = decoder(model), head(model)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, spec.weight.shape[1], generator=generator, dtype=torch.float64)
+    hidden = hidden.to(spec.weight.device, spec.weight.dtype)
+    ids = torch.zeros(1, 3, dtype=torch.long, device=hidden.device)
+    own_forward = backbone.__dict__.get("forward")
+    backbone.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        theirs = inner(input_ids=ids, use_cache=False).logits
+    finally:
+        del backbone.forward
+        if own_forward is not None:
+            backbone.forward = own_forward
+    ours = spec.logits(hidden)
+    tolerance = 1e-4 if ours.dtype == torch.float32 else 1e-9
+    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
+    if not error <= tolerance * (1.0 + float(ours.abs().max())):
+        raise ModelError(
+            f"the logits of {type(inner).__name__} are not softcap(scale * lm_head(hidden)): they "
+            f"differ by {error:.2g}; "
+            "taut cannot score with this head"
+        )
+    return error
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether head and embedding are one parameter."""
+    return getattr(embedding(model), "weight", None) is head(model).weight
+
+
+def layer_types(model: nn.Module) -> list[str]:
+    """Each decoder block's type, from the configuration; ``full_attention`` where it says
+    nothing.
+    """
+    config = text_config(model)
+    for name in ("layer_types", "layers_block_type"):
+        types = getattr(config, name, None)
+        if types:
+            return [str(kind) for kind in types]
+    windowed = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
+    return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of the decoder blocks whose forward calls the library's attention interface."""
+    return [m for m in layers(model).modules() if _calls_interface(type(m))]
+
+
+def attention_layer_count(model: nn.Module) -> int:
+    """How many attention calls one forward makes."""
+    return len(attention_modules(model))
+
+
+def stateful_layers(model: nn.Module) -> list[str]:
+    """The names of decoder blocks (or modules in them) with state from token to token: a neighbour
+    in the same run reaches them whatever the layout says. By layer type, by class name, and by any
+    1-D convolution."""
+    found: dict[str, None] = {}
+    types = layer_types(model)
+    for index, block in enumerate(layers(model)):
+        if types[index] in STATEFUL_TYPES:
+            found[f"layers.{index} ({types[index]})"] = None
+            continue
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Conv1d) or _STATEFUL_CLASS.search(type(module).__name__):
+                found[f"layers.{index}.{name} ({type(module).__name__})"] = None
+                break
+    return list(found)
+
+
+def sparse_attention(model: nn.Module) -> list[str]:
+    """The names of decoder blocks whose attention chooses its keys in a way that no layout
+    describes.
+    """
+    return [
+        f"layers.{i} ({kind})" for i, kind in enumerate(layer_types(model)) if kind in SPARSE_TYPES
+    ]
+
+
+def chunked_attention(model: nn.Module) -> int | None:
+    """The chunk size of a model with chunked attention (Llama 4); None: it has none."""
+    size = getattr(text_config(model), "attention_chunk_size", None)
+    return int(size) if size and "chunked_attention" in layer_types(model) else None
+
+
+def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:
+    """(kind, longest length of the first regime) where RoPE depends on the longest position of the
+    batch.
+    """
+    config = text_config(model)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        kind = str(rope.get("rope_type", "default"))
+        if kind == "longrope":
+            return kind, int(rope["original_max_position_embeddings"])
+        if "dynamic" in kind:
+            return kind, int(config.max_position_embeddings)
+    return None
+
+
+def match_names(pattern: str, names: list[str]) -> list[str]:
+    """The names that a glob, or a regular expression between slashes, matches."""
+    if len(pattern) > 2 and pattern.startswith("/") and pattern.endswith("/"):
+        try:
+            expression = re.compile(pattern[1:-1])
+        except re.error as error:
+            raise ModelError(
+                f"{pattern} is not a regular expression: {error}; write it as in Python's re"
+            ) from error
+        return [name for name in names if expression.search(name)]
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
+def suggest(pattern: str, names: list[str]) -> str:
+    """What a user who wrote ``pattern`` may have meant."""
+    around = [name for name in names if pattern.strip("*/.") and pattern.strip("*/.") in name]
+    if around:
+        return (
+            f"did you mean '*{pattern.strip('*/.')}*' ({len(around)} names, {around[0]} for one)?"
+        )
+    close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+    return f"the nearest name is {close[0]}" if close else "there are no names"
+
+
+def _calls_interface(kind: type[nn.Module]) -> bool:
+    forward: Any = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

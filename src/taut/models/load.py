@@ -1,0 +1,311 @@
+"""A model directory or hub name -> the model and its tokenizer, ready for taut's forward, or one
+line why not.
+
+What is in force after ``load_model``: parameters in float32 (float64 for float64), the attention
+asked for in the config of every submodule, no cache, no router auxiliary loss, no dropout, eager
+experts in float64, and a head whose logits equal the model's own. What it deliberately does not
+do: choose the attention, wrap adapters, move weights between ranks, or initialise a weight the
+checkpoint lacks.
+
+May import errors and models.anatomy. Run, checks and the command line import it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from taut.errors import ModelError
+from taut.models import anatomy
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tokenizer_config.json",
+    "tekken.json",
+)
+
+
+def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's configuration, before any weight is read."""
+    _require_model_directory(path)
+    with _one_line(path, "a configuration"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The causal language model at ``path`` for computing in ``dtype``, in train mode, on
+    ``device``.
+
+    ``attention`` is the name it is registered under with the library's attention interface. Raises
+    ModelError where the checkpoint is incomplete or something asked for is not in force.
+    """
+    config = load_config(path, trust_remote_code)
+    options: dict[str, Any] = {}
+    if dtype == torch.float64 and _has_experts(config):
+        options["experts_implementation"] = "eager"
+    with _one_line(path, "a causal language model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            weights_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    model, report = loaded
+    assert isinstance(model, PreTrainedModel)
+    _require_complete(path, report)
+    if dtype == torch.float64:
+        model.double()  # buffers too: from_pretrained leaves RoPE's frequencies in float32
+    _switch_off(model)
+    require_attention(model, attention)
+    _require_no_dropout(model)
+    anatomy.prove_head(model)
+    model.to(device)
+    return model.train()
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer at ``path``, of the class that its users will get."""
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(
+            f"{path} has no tokenizer; expected tokenizer.json beside config.json; copy it from "
+            "the base model"
+        )
+    with _one_line(path, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's chat template; needed for data made of messages only."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and the data is made "
+            "of messages; "
+            "name a file with one (data.template=FILE)"
+        )
+    return str(template)
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype the checkpoint's weights were saved in, which a tuned model is saved in too.
+
+    Read it from ``load_config``, before loading: a loaded model's config names the dtype it was
+    loaded in.
+    """
+    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def require_attention(model: PreTrainedModel, attention: str) -> None:
+    """Raise ModelError unless every text submodule's config has ``attention`` in force."""
+    for name, module in anatomy.decoder(model).named_modules():
+        config = getattr(module, "config", None)
+        found = getattr(config, "_attn_implementation", None)
+        if isinstance(config, PreTrainedConfig) and found != attention and not _is_vision(name):
+            raise ModelError(
+                f"{name or type(module).__name__} has the attention {found} in force; expected "
+                f"{attention}: the "
+                "model does not use the library's attention interface"
+            )
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
+    """Stop training every parameter whose name matches one of ``patterns``; returns the names.
+
+    A pattern is a glob over the whole name (``*.mlp.*``, ``model.embed_tokens.weight``) or,
+    between slashes, a regular expression searched in it (``/layers\\.[0-3]\\./``). One that
+    matches nothing is an error.
+    """
+    frozen: dict[str, nn.Parameter] = {}
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matches = anatomy.match_names(pattern, list(parameters))
+        if not matches:
+            raise ModelError(
+                f"freeze pattern {pattern!r} matches no parameter; "
+                f"{anatomy.suggest(pattern, list(parameters))}"
+            )
+        frozen |= {name: parameters[name] for name in matches}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    if frozen and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ModelError(f"freeze={patterns} leaves no parameter to train; name fewer")
+    return list(frozen)
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The longest sequence the model was made for; None where its config does not say."""
+    text = config.get_text_config()
+    for name in (
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "seq_length",
+    ):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _require_model_directory(path: str) -> None:
+    """Say what is wrong with a path before the library guesses."""
+    directory = Path(path)
+    if not directory.exists():
+        if _HUB_NAME.fullmatch(path):
+            return
+        raise ModelError(
+            f"model={path} does not exist; expected a model directory or a hub name like org/name"
+        )
+    if not directory.is_dir():
+        raise ModelError(
+            f"model={path} is a file; expected a model directory; name the folder that holds "
+            "config.json"
+        )
+    if not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model={path} is an adapter; expected a model; set lora.adapter={path} and model "
+                "to its base model"
+            )
+        raise ModelError(
+            f"model={path} has no config.json; expected a model directory in Hugging Face format"
+        )
+    try:
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(
+            f"{path}/config.json is not JSON ({error}); copy it from the base model"
+        ) from error
+    if not any(
+        (directory / name).is_file() or (directory / f"{name}.index.json").is_file()
+        for name in _WEIGHTS
+    ):
+        raise ModelError(
+            f"model={path} has no weights; expected model.safetensors; copy them from the base "
+            "model"
+        )
+
+
+@contextmanager
+def _one_line(path: str, wanted: str) -> Iterator[None]:
+    """Turn what the library raises for a bad directory into one line. Its own warnings stay quiet
+    meanwhile.
+    """
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def _require_complete(path: str, report: dict[str, Any]) -> None:
+    """Refuse a checkpoint that would leave weights at random."""
+    for kind, said in (
+        ("missing_keys", "lacks"),
+        ("mismatched_keys", "has the wrong shape for"),
+    ):
+        names = sorted(
+            str(name[0] if isinstance(name, tuple) else name) for name in report.get(kind, ())
+        )
+        if names:
+            raise ModelError(
+                f"model={path} {said} {len(names)} weight(s), {names[0]} the first; expected a "
+                "complete checkpoint; "
+                "copy the files again"
+            )
+    if report.get("error_msgs"):
+        raise ModelError(f"model={path} cannot be loaded: {report['error_msgs'][0]}")
+
+
+def _switch_off(model: PreTrainedModel) -> None:
+    """No cache and no router auxiliary loss, in the config of every submodule."""
+    configs = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    for config in configs.values():
+        for name in ("use_cache", "output_router_logits"):
+            if getattr(config, name, False):
+                setattr(config, name, False)
+
+
+def _require_no_dropout(model: PreTrainedModel) -> None:
+    """Dropout inside the model would depend on how samples are packed."""
+    for name, module in model.named_modules():
+        p = (
+            module.p
+            if isinstance(module, nn.Dropout)
+            else getattr(module, "attention_dropout", 0.0)
+        )
+        if isinstance(p, float) and p > 0:
+            raise ModelError(
+                f"{name} has dropout {p}; taut has none inside a model, since its noise depends on "
+                "how samples are "
+                "packed; set it to 0 in the model's config.json (lora.dropout and "
+                "noise.neftune_alpha are independent of it)"
+            )
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    text = config.get_text_config()
+    return any(
+        getattr(text, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+
+
+def _is_vision(name: str) -> bool:
+    return any(part in name for part in ("visual", "vision", "image", "audio"))
