@@ -1,0 +1,51 @@
+# The commands of the project. Each one first makes .venv what pyproject.toml and constraints.txt say.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Which build of torch: see docs/install.md for CUDA.
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin
+PIP := $(RUN)/python -m pip --disable-pip-version-check --no-input
+PYTEST := $(RUN)/python -m pytest
+STAMP := $(VENV)/.taut-installed
+
+# Threads that spin while they wait make small steps slow on a shared machine.
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-real lint format bench
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+venv: $(STAMP) ## create .venv with taut and its tools in it
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## train a small real model for a few minutes and show what changed
+	$(RUN)/python -m taut demo
+
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## all tests that need neither a GPU nor a downloaded model
+	$(PYTEST) -q -n 2 -m "not real and not gpu" $(ARGS)
+
+test-real: $(STAMP) ## tests on the small real model (run make demo once before)
+	$(PYTEST) -q -m real $(ARGS)
+
+lint: $(STAMP) ## format, lint, types, import rules
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanical
+	$(RUN)/ruff format .
+	$(RUN)/ruff check --fix .
+
+bench: $(STAMP) ## taut beside its peers, in one run
+	$(RUN)/python benchmarks/sft.py $(ARGS)
