@@ -1,0 +1,123 @@
+"""Every backend against attention written out with a dense mask, forward and backward, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from taut.attention import flex, reference, varlen
+from taut.attention.call import Call, read_call
+from taut.attention.layout import Layout
+from taut.errors import AttentionError
+from tests import emulation
+
+TREE = np.array([16] * 5 + [13] * 3 + [10] * 2 + [13] * 3 + [16] * 3 + [20] * 4)
+FLAT = np.array([7] * 7 + [12] * 5 + [20] * 8)
+SINKS = torch.linspace(-1, 1, 4, dtype=torch.float64)
+CALLS = {
+    "plain": Call(0.3),
+    "window": Call(0.3, window=4),
+    "window_of_one": Call(0.3, window=1),
+    "softcap": Call(0.3, softcap=2.0),
+    "sinks": Call(0.3, sinks=SINKS),
+    "window_sinks": Call(0.3, window=3, sinks=SINKS),
+}
+
+
+def heads(num_tokens: int, requires_grad: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, num_tokens, 8), (1, 2, num_tokens, 8), (1, 2, num_tokens, 8)]
+    drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    return [heads.requires_grad_(requires_grad) for heads in drawn]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
+    """softmax over a [T, T] matrix, written out."""
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = query @ key.mT * call.scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(~layout.dense_mask(call.window), -torch.inf)
+    total = scores.exp().sum(-1, keepdim=True)
+    if call.sinks is not None:
+        total = total + call.sinks.exp().view(1, -1, 1, 1)
+    return scores.exp() / total @ value
+
+
+def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return list(torch.autograd.grad((out * weights).sum(), inputs))
+
+
+@pytest.mark.parametrize("reach", [TREE, FLAT], ids=["tree", "flat"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_reference_equals_dense(reach: np.ndarray, call: str) -> None:
+    layout, inputs = Layout(reach), heads(20)
+    ours = reference.attend(*inputs, layout, CALLS[call])
+    expected = dense(*inputs, layout, CALLS[call])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+    for grad, wanted in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-13)
+
+
+def test_long_segments_are_cut_into_query_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 3)
+    for call in CALLS.values():
+        inputs = heads(20)
+        layout = Layout(TREE)
+        ours = reference.path_attention(*inputs, layout, call)
+        torch.testing.assert_close(ours, dense(*inputs, layout, call), rtol=0, atol=1e-13)
+
+
+def test_two_way_blocks() -> None:
+    last = np.arange(20)
+    last[1:4] = 3
+    last[14:16] = 15
+    layout, inputs = Layout(TREE, last), heads(20)
+    for call in (CALLS["plain"], CALLS["window"]):
+        ours = reference.attend(*inputs, layout, call)
+        torch.testing.assert_close(ours, dense(*inputs, layout, call), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("reach", [TREE, FLAT], ids=["tree", "flat"])
+@pytest.mark.parametrize("call", ["plain", "window", "window_of_one"])
+def test_varlen_indices_through_the_emulation(
+    reach: np.ndarray, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", emulation.varlen_attn)
+    layout, inputs = Layout(reach), heads(20)
+    ours = varlen.attend(*inputs, layout, CALLS[call])
+    expected = dense(*inputs, layout, CALLS[call])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+    for grad, wanted in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("call", ["softcap", "sinks"])
+def test_varlen_refuses_what_it_cannot_honour(call: str) -> None:
+    with pytest.raises(AttentionError, match="set attention=flex"):
+        varlen.attend(*heads(20), Layout(FLAT), CALLS[call])
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_forward_equals_dense(call: str) -> None:
+    layout, inputs = Layout(TREE), heads(20, requires_grad=False)
+    ours = flex.attend(*inputs, layout, CALLS[call])
+    torch.testing.assert_close(ours, dense(*inputs, layout, CALLS[call]), rtol=0, atol=1e-6)
+
+
+def test_keywords_are_carried_or_refused() -> None:
+    module = nn.Identity()
+    call = read_call(module, 16, {"scaling": 0.5, "sliding_window": 3, "softcap": None, "position_ids": 1})
+    assert (call.scale, call.window, call.softcap) == (0.5, 3, None)
+    assert read_call(module, 16, {}).scale == 0.25
+    for keywords, named in (
+        ({"dropout": 0.1}, "attention_dropout"),
+        ({"is_causal": False}, "not causal"),
+        ({"alibi_slopes": 1}, "alibi_slopes"),
+    ):
+        with pytest.raises(AttentionError, match=named):
+            read_call(module, 16, keywords)
