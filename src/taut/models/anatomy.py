@@ -56,6 +56,7 @@ _STATEFUL_CLASS = re.compile(
     r"Mamba|SSM|Ssm|DeltaNet|DeltaAttention|ShortConv|Recurrent|RgLru|R[wW][kK][vV]|[Ll]ightningAttention|LinearAttention"
     r"|xLSTM|[ms]LSTM|RetNet|Hyena"
 )
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MULTIPLIES = ("logit_scale", "lm_head_multiplier")
 _DIVIDES = ("logits_scaling",)
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -195,6 +196,16 @@ def is_tied(model: nn.Module) -> bool:
     return getattr(embedding(model), "weight", None) is head(model).weight
 
 
+def table_names(model: nn.Module) -> list[str]:
+    """The names of the embedding's and the head's module; one name where they are tied."""
+    inner: Any = unwrap(model)
+    names = {id(module): name for name, module in inner.named_modules()}
+    tables = (
+        [embedding(model)] if is_tied(model) else [embedding(model), inner.get_output_embeddings()]
+    )
+    return [names[id(table)] for table in tables]
+
+
 def layer_types(model: nn.Module) -> list[str]:
     """Each decoder block's type, from the configuration; ``full_attention`` where it says
     nothing.
@@ -266,6 +277,58 @@ def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:
         if "dynamic" in kind:
             return kind, int(config.max_position_embeddings)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Training FLOPs (forward and backward, nothing computed twice): what a step cannot do
+    without.
+    """
+
+    per_token: float
+    """Weights of the decoder blocks: 6 per active one that trains, 4 where it is frozen."""
+    per_pair: float
+    """Per query and key that see each other, over the layers with full attention."""
+    per_window_pair: float
+    """The same over the layers with a sliding window; count the pairs inside the window."""
+    per_target: float
+    """The head's row for one target."""
+    window: int | None
+    """The sliding window of those layers."""
+
+
+def flops(model: nn.Module) -> Flops:
+    """The cost of training ``model``, for balancing and for utilisation. State-space scans are not
+    counted.
+    """
+    config = text_config(model)
+    num_experts = next(
+        (n for name in _EXPERTS if (n := getattr(config, name, None)) is not None), 0
+    )
+    used = (getattr(config, "num_experts_per_tok", None) or num_experts) / max(1, num_experts)
+    per_token = 0.0
+    for name, p in layers(model).named_parameters():
+        if p.ndim >= 2:
+            share = used if num_experts and _is_expert(name, p, num_experts) else 1.0
+            per_token += share * p.numel() * (6.0 if p.requires_grad else 4.0)
+    heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
+    per_layer = 12.0 * heads * (dim or config.hidden_size // heads)
+    kinds = [kind for kind in layer_types(model) if kind not in STATEFUL_TYPES]
+    windowed = sum(kind == "sliding_attention" for kind in kinds)
+    weight = head(model).weight
+    return Flops(
+        per_token=per_token,
+        per_pair=per_layer * (len(kinds) - windowed),
+        per_window_pair=per_layer * windowed,
+        per_target=(6.0 if weight.requires_grad else 4.0) * weight.numel(),
+        window=getattr(config, "sliding_window", None) if windowed else None,
+    )
+
+
+def _is_expert(name: str, parameter: nn.Parameter, num_experts: int) -> bool:
+    """An expert's weights: stacked over experts, or one of a list of experts."""
+    stacked = parameter.ndim == 3 and parameter.shape[0] == num_experts
+    return "experts" in name and "shared" not in name and (stacked or ".experts." in name)
 
 
 def match_names(pattern: str, names: list[str]) -> list[str]:

@@ -84,7 +84,6 @@ def load_model(
             **options,
         )
     model, report = loaded
-    assert isinstance(model, PreTrainedModel)
     _require_complete(path, report)
     if dtype == torch.float64:
         model.double()  # buffers too: from_pretrained leaves RoPE's frequencies in float32
@@ -92,8 +91,8 @@ def load_model(
     require_attention(model, attention)
     _require_no_dropout(model)
     anatomy.prove_head(model)
-    model.to(device)
-    return model.train()
+    ready: PreTrainedModel = model.to(device).train()
+    return ready
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -226,15 +225,25 @@ def _require_model_directory(path: str) -> None:
 
 
 @contextmanager
-def _one_line(path: str, wanted: str) -> Iterator[None]:
-    """Turn what the library raises for a bad directory into one line. Its own warnings stay quiet
-    meanwhile.
-    """
+def quiet_library() -> Iterator[None]:
+    """The library's warnings and progress bars stay quiet."""
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.ERROR)
     logging.disable_progress_bar()
     try:
         yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _one_line(path: str, wanted: str) -> Iterator[None]:
+    """Turn what the library raises for a bad directory into one line."""
+    try:
+        with quiet_library():
+            yield
     except (
         OSError,
         ValueError,
@@ -246,10 +255,6 @@ def _one_line(path: str, wanted: str) -> Iterator[None]:
     ) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
-    finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
 
 
 def _require_complete(path: str, report: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
     return ChosenDtype(torch.float32, f"bf16 arithmetic of device type {device.type} is not known")
 
 
-class Wide(TorchDispatchMode):
+class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
     """Turns every request for a narrower float dtype into float64, wherever it is made."""
 
     def __torch_dispatch__(
@@ -100,4 +100,6 @@ def backward_context(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """The context of a backward pass: ``Wide`` for float64, else nothing (autocast belongs around
     forwards only).
     """
-    return Wide() if dtype == torch.float64 else nullcontext()
+    if dtype == torch.float64:
+        return Wide()  # type: ignore[no-untyped-call]  # torch: no types
+    return nullcontext()

@@ -1,0 +1,266 @@
+"""Low-rank adapters through peft: LoRA (arXiv:2106.09685), rsLoRA (2312.03732), DoRA (2402.09353).
+
+``apply_lora`` wraps a loaded model in place and refuses what would not be honoured: targets that
+match nothing, the output head as a target (it is scored in chunks, not called), one half of a tied
+pair. ``plain_model`` gives back a model of the library with the adapter merged, built beside the
+one in training, for saving.
+
+peft is imported here only, and only when an adapter is used. May import errors, config and
+models.anatomy.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from taut.config import configclass
+from taut.errors import ConfigError, ModelError
+from taut.models import anatomy
+
+
+@configclass
+class LoraConfig:
+    """Low-rank adapters; off while ``rank`` is 0 and ``adapter`` is not given."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: train the model itself."""
+    alpha: float | None = None
+    """Scale: alpha / rank (alpha / sqrt(rank) with rslora). Twice the rank if not given."""
+    dropout: float = 0.0
+    """Dropout on the adapters' input, keyed per sample; it turns prefix sharing off."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Linear modules to adapt, by the end of their names (q_proj, mlp.up_proj); all-linear: every
+    one but the head.
+    """
+    rslora: bool = False
+    """Scale by 1 / sqrt(rank)."""
+    dora: bool = False
+    """Weight-decomposed adapters."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules trained whole beside the adapters, by the end of their names: embed_tokens,
+    lm_head.
+    """
+    adapter: str | None = None
+    """Directory of an adapter to go on from; its own settings hold."""
+
+    def __post_init__(self) -> None:
+        if (
+            self.rank < 0
+            or not 0 <= self.dropout < 1
+            or (self.alpha is not None and self.alpha <= 0)
+        ):
+            raise ConfigError(
+                f"lora: rank={self.rank}, dropout={self.dropout}, alpha={self.alpha}; "
+                "expected rank >= 0, 0 <= dropout < 1, alpha > 0"
+            )
+        changed = [
+            name
+            for name, field_ in type(self).__dataclass_fields__.items()  # type: ignore[attr-defined]
+            if name not in ("rank", "adapter") and getattr(self, name) != _default(field_)
+        ]
+        if changed and (not self.is_on or self.adapter):
+            why = (
+                "the adapter's own settings hold"
+                if self.adapter
+                else "lora.rank is 0, so no adapter is trained"
+            )
+            raise ConfigError(f"lora.{changed[0]} is set and would be ignored: {why}; remove it")
+        if self.adapter and self.rank:
+            raise ConfigError(
+                f"lora.rank={self.rank} and lora.adapter are both set: the adapter has its rank; "
+                "remove lora.rank"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0 or self.adapter is not None
+
+
+def _default(field_: Any) -> Any:
+    return field_.default_factory() if callable(field_.default_factory) else field_.default
+
+
+def apply_lora(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> nn.Module:
+    """Wrap ``model`` in a peft model in which only adapters (and modules_to_save) train; off: the
+    model itself.
+
+    The adapters' first matrices are drawn from ``seed``, so that all ranks draw the same.
+    """
+    if not config.is_on:
+        return model
+    from peft import PeftModel, get_peft_model
+
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
+        torch.manual_seed(seed)
+        if config.adapter is not None:
+            _require_adapter(config.adapter)
+            try:
+                wrapped: Any = PeftModel.from_pretrained(model, config.adapter, is_trainable=True)
+            except (RuntimeError, ValueError, KeyError) as error:
+                reason = " ".join(str(error).split())[:300]
+                raise ModelError(
+                    f"lora.adapter={config.adapter} does not fit this model: {reason}"
+                ) from error
+        else:
+            _require_targets(model, config)
+            wrapped = get_peft_model(model, _peft_config(model, config))
+    for parameter in wrapped.parameters():
+        assert parameter.dtype in (torch.float32, torch.float64), (
+            "adapters are trained in full precision"
+        )
+    assert isinstance(wrapped, nn.Module)
+    return wrapped
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model carries adapters."""
+    return hasattr(model, "peft_config")
+
+
+def plain_model(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """The library's model with ``model``'s weights and any adapter merged, sharing storage where
+    nothing changed.
+
+    ``state_dict`` holds the full weights under ``model``'s names where they are not in it
+    (sharded). The result has no buffers that are not saved: it is for saving, not for running.
+    ``model`` itself stays as it is.
+    """
+    weights = model.state_dict() if state_dict is None else state_dict
+    base = anatomy.unwrap(model)
+    kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = None
+    with torch.device("meta"):
+        plain: Any = kind(config)
+    if not is_adapted(model):
+        _assign(plain, weights)
+    else:
+        plain = _merged(model, plain, weights)
+    plain.tie_weights()
+    plain.generation_config = copy.deepcopy(base.generation_config)
+    for name in ("_weight_conversions", "_auto_class"):
+        if hasattr(base, name):
+            setattr(plain, name, getattr(base, name))
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+def save_adapter(
+    model: nn.Module, directory: Path, state_dict: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the adapter (and modules_to_save) in peft's format, safetensors."""
+    inner: Any = model
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # that embedding layers are not saved: only what was trained is
+        inner.save_pretrained(str(directory), state_dict=state_dict, save_embedding_layers=False)
+
+
+def _merged(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
+    """``plain`` with the adapter that ``weights`` (of the peft model) holds merged into it."""
+    from peft import get_peft_model
+
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
+    _assign(wrapped, weights)
+    wrapped.base_model.model.tie_weights()
+    return wrapped.merge_and_unload(safe_merge=True)
+
+
+def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put ``weights`` into a module on the meta device. What it lacks is an error."""
+    own = {name: tensor.detach() for name, tensor in weights.items()}
+    missing, unexpected = module.load_state_dict(own, strict=False, assign=True)
+    assert not missing and not unexpected, (
+        f"weights missing: {missing[:3]}, unexpected: {unexpected[:3]}"
+    )
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftLoraConfig
+
+    saves_tied = anatomy.is_tied(model) and bool(config.modules_to_save)
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=config.targets,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        modules_to_save=list(config.modules_to_save) or None,
+        ensure_weight_tying=saves_tied and _names_embedding(model, config.modules_to_save),
+    )
+
+
+def _names_embedding(model: PreTrainedModel, names: list[str]) -> bool:
+    return any(_ends(anatomy.table_names(model)[0], name) for name in names)
+
+
+def _ends(full_name: str, name: str) -> bool:
+    """peft's rule: a name is matched by its last parts."""
+    return full_name == name or full_name.endswith(f".{name}")
+
+
+def _require_targets(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse targets and modules_to_save that would not be honoured."""
+    modules = dict(model.named_modules())
+    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)]
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    for target in config.targets if config.targets != "all-linear" else ():
+        matches = [name for name in linear if _ends(name, target)]
+        if not matches:
+            raise ModelError(
+                f"lora.targets: {target!r} matches no linear module; "
+                f"{anatomy.suggest(target, linear)}"
+            )
+        if any(modules[name] is head for name in matches):
+            raise ModelError(
+                f"lora.targets: {target!r} is the output head, which is scored in chunks and takes "
+                "no adapter; "
+                "train it whole with lora.modules_to_save, or leave it out"
+            )
+    for saved in config.modules_to_save:
+        matches = [name for name in modules if _ends(name, saved)]
+        if not matches:
+            raise ModelError(
+                f"lora.modules_to_save: {saved!r} matches no module; "
+                f"{anatomy.suggest(saved, list(modules))}"
+            )
+        if any(modules[name] is head for name in matches) and anatomy.is_tied(model):
+            raise ModelError(
+                f"lora.modules_to_save: {saved!r} is tied to the embedding; "
+                f"name the embedding instead ({anatomy.table_names(model)[0]}): both are then "
+                "trained as one"
+            )
+
+
+def _require_adapter(path: str) -> None:
+    directory = Path(path)
+    if not (directory / "adapter_config.json").is_file():
+        raise ModelError(
+            f"lora.adapter={path} has no adapter_config.json; expected the directory of a saved "
+            "adapter"
+        )
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise ModelError(
+            f"lora.adapter={path} has no adapter_model.safetensors; expected an adapter saved as "
+            "safetensors"
+        )

@@ -1,0 +1,157 @@
+"""Noise that does not depend on how samples are packed: NEFTune (arXiv:2310.05914) and adapter
+dropout.
+
+Every token's noise is a function of (seed, step, sample, depth, layer): a sample draws the same
+noise alone, packed with others, on any rank and when activation checkpointing computes a layer
+twice. Each (seed, step, sample, layer) seeds a generator of its own; depth is the row it draws.
+
+    NEFTune          embedding += uniform(-1, 1) * alpha / sqrt(length * D)
+    adapter dropout  x * keep / (1 - p), before an adapter's first matrix
+
+A shared prefix would need the noise of several samples at once, so noise wants unshared layouts
+(``Packed.spans``). It is off in eval mode and without gradients; a training forward before ``set``
+is an error. Dropout inside the model itself is refused elsewhere.
+
+May import types, errors, config and models.anatomy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from taut.config import configclass
+from taut.errors import ConfigError, ModelError
+from taut.models import anatomy
+from taut.types import Packed
+
+
+@configclass
+class NoiseConfig:
+    """Noise added in training."""
+
+    neftune_alpha: float = 0.0
+    """NEFTune's alpha: noise on the embeddings, 5 to 15 in the paper; 0 is off."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.neftune_alpha < float("inf"):
+            raise ConfigError(
+                f"noise.neftune_alpha={self.neftune_alpha} is not a number >= 0; 0 is off, 5 is "
+                "usual"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What the noise of one micro-batch is drawn from."""
+
+    step: int
+    sample_ids: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+def install_noise(model: nn.Module, config: NoiseConfig, seed: int) -> Noise | None:
+    """The model's noise, attached; None where it has none (and prefixes may be shared)."""
+    noise = Noise(config.neftune_alpha, seed)
+    noise.attach(model)
+    return noise if noise.is_on else None
+
+
+class Noise:
+    """All noise of one model: the hook on its embedding, and the key its dropouts draw from."""
+
+    def __init__(self, alpha: float, seed: int) -> None:
+        self.alpha = alpha
+        self.seed = seed
+        self._key: _Key | None = None
+        self._hook: RemovableHandle | None = None
+        self._dropouts = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything was attached."""
+        return self._hook is not None or self._dropouts > 0
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the embedding (alpha > 0) and put keyed dropout in the place of every adapter's
+        own.
+        """
+        if self.alpha > 0:
+            self._hook = anatomy.embedding(model).register_forward_hook(self._add_to_embedding)
+        for name, module in list(model.named_modules()):
+            if name.endswith("lora_dropout") and isinstance(module, nn.ModuleDict):
+                for adapter, dropout in list(module.items()):
+                    if isinstance(dropout, nn.Dropout) and dropout.p > 0:
+                        module[adapter] = KeyedDropout(dropout.p, f"{name}.{adapter}", self)
+                        self._dropouts += 1
+
+    def detach(self) -> None:
+        """Remove the embedding's hook. Keyed dropouts stay: without them an adapter's own would
+        come back.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def set(self, step: int, packed: Packed) -> None:
+        """What the next forward draws from, and its backward (recomputed layers draw again)."""
+        if len(packed.spans) != packed.num_samples:
+            raise ModelError(
+                "noise (noise.neftune_alpha, lora.dropout) needs a layout without shared prefixes; "
+                "set batch.share_prefixes=false"
+            )
+        self._key = _Key(step, packed.sample_ids, packed.spans)
+
+    def generators(
+        self, layer: str, device: torch.device
+    ) -> Iterator[tuple[slice, torch.Generator]]:
+        """Each sample's place in the micro-batch, with the generator of its noise in ``layer``."""
+        key = self._key
+        assert key is not None, "a training forward ran before Noise.set"
+        for sample_id, (start, stop) in zip(key.sample_ids, key.spans, strict=True):
+            words = f"{self.seed}/{key.step}/{sample_id}/{layer}".encode()
+            number = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+            yield slice(start, stop), torch.Generator(device).manual_seed(number)
+
+    def _add_to_embedding(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Forward hook: output [1, T, D] or [T, D] plus NEFTune's noise."""
+        if not module.training or not torch.is_grad_enabled():
+            return output
+        noise = torch.zeros_like(output, dtype=torch.float32, requires_grad=False)
+        for span, generator in self.generators("embedding", output.device):
+            rows = noise[..., span, :]
+            rows.uniform_(-1.0, 1.0, generator=generator)
+            rows.mul_(self.alpha / (rows.shape[-2] * rows.shape[-1]) ** 0.5)
+        return output + noise.to(output.dtype)
+
+
+class KeyedDropout(nn.Module):
+    """Dropout of an adapter's input [1, T, D] or [T, D], drawn per sample."""
+
+    def __init__(self, p: float, layer: str, noise: Noise) -> None:
+        super().__init__()
+        self.p, self.layer, self._noise = p, layer, noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not torch.is_grad_enabled():
+            return x
+        keep = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        num_drawn = 0
+        for span, generator in self._noise.generators(self.layer, x.device):
+            keep[..., span, :].bernoulli_(1.0 - self.p, generator=generator)
+            num_drawn = max(num_drawn, span.stop)
+        if num_drawn != x.shape[-2]:
+            raise ModelError(
+                f"{self.layer} sees {x.shape[-2]} tokens of a micro-batch of {num_drawn} (experts "
+                "see some of them): its dropout cannot be drawn per sample; set lora.dropout=0"
+            )
+        return x * (keep / (1.0 - self.p)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

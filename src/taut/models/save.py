@@ -1,0 +1,182 @@
+"""A trained model -> a model directory in Hugging Face format that stops where it should in any
+server.
+
+The stop set (turn end first, then what else ends an answer, then what ended the base model's) goes
+into generation_config; the turn end becomes eos of tokenizer and config; the template in use is
+saved with the tokenizer. The pad token is never the turn end where another candidate exists: tools
+that mask pads by id would unteach it. An adapter is merged. The directory is written beside its
+place and renamed, and the tokenizer is read back first.
+
+May import errors, models.anatomy and models.lora. Only the rank that writes calls it.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.errors import OutputError
+from taut.models.load import quiet_library
+from taut.models.lora import plain_model
+
+_PADS = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<|endoftext|>",
+    "<|finetune_right_pad_id|>",
+    "<|end_of_text|>",
+)
+"""Pad tokens of well-known vocabularies, taken where the tokenizer names none that can be used."""
+_PROBE = "Stop, then: say it again (12 x 3.5 = 42)!\n\n  naïve 東京 def f(x):\treturn x\n"
+
+
+def save_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    stop_ids: Sequence[int],
+    template: str | None,
+    dtype: torch.dtype,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write model, tokenizer and template to ``directory``, which is replaced if it exists.
+
+    ``stop_ids``: the template's turn end first. ``template``: the chat template in use, None for
+    plain text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one
+    started from). ``state_dict``: the full weights under ``model``'s names, where ``model`` holds
+    shards.
+    """
+    directory = Path(directory)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    served = serving_tokenizer(tokenizer, stop_ids, template)
+    with torch.no_grad(), quiet_library():
+        plain = plain_model(model, state_dict).to(dtype)
+        _set_stops(plain, served, stop_ids)
+        try:
+            partial.mkdir(parents=True)
+            plain.save_pretrained(partial)
+            served.save_pretrained(partial)
+            _require_same_ids(served, partial)
+            replace_directory(partial, directory)
+        except OSError as error:
+            raise OutputError(
+                f"{directory} cannot be written: {error}; expected room and permission for the "
+                "model"
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def serving_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], template: str | None
+) -> PreTrainedTokenizerBase:
+    """A copy with the template in use, whose eos is the turn end and whose pad is not."""
+    served = copy.deepcopy(tokenizer)
+    if template is not None:
+        served.chat_template = template
+    if stop_ids:
+        served.eos_token = _token(served, stop_ids[0])
+    served.pad_token = _pad_token(served)
+    return served
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, number: int) -> str:
+    token = tokenizer.convert_ids_to_tokens(number)
+    assert isinstance(token, str), f"id {number} is no token"
+    return token
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The tokenizer's own pad; if that is the turn end or missing, another; the turn end if there
+    is none.
+    """
+    if tokenizer.pad_token is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return str(tokenizer.pad_token)
+    vocabulary = tokenizer.get_vocab()
+    for token in (*_PADS, tokenizer.unk_token):
+        if token in vocabulary and token != tokenizer.eos_token:
+            return str(token)
+    return None if tokenizer.eos_token is None else str(tokenizer.eos_token)
+
+
+def _set_stops(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
+) -> None:
+    """Stop set, pad and cache in config and generation_config; sampling settings that have no
+    effect are dropped.
+    """
+    config: Any = model.config
+    generation = model.generation_config
+    if generation is None:
+        generation = GenerationConfig()
+    stops = list(
+        dict.fromkeys(
+            [*stop_ids, *_as_list(generation.eos_token_id), *_as_list(config.eos_token_id)]
+        )
+    )
+    for settings in {id(c): c for c in (config, config.get_text_config())}.values():
+        settings.eos_token_id = stop_ids[0] if stop_ids else settings.eos_token_id
+        settings.pad_token_id = tokenizer.pad_token_id
+        if hasattr(settings, "use_cache"):
+            settings.use_cache = True
+    generation.eos_token_id = stops or None
+    generation.pad_token_id = tokenizer.pad_token_id
+    if not generation.do_sample:
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+        ):
+            setattr(generation, name, None)
+    model.generation_config = generation
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def _require_same_ids(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Users read the tokenizer with the class that config.json implies; it must give the ids
+    trained on.
+    """
+    if "auto_map" in tokenizer.init_kwargs:
+        return  # its code is not run without the user's leave
+    reread = AutoTokenizer.from_pretrained(directory)
+    probe = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
+    wanted = tokenizer.encode(probe, add_special_tokens=False)
+    found = reread.encode(probe, add_special_tokens=False)
+    if wanted != found:
+        raise OutputError(
+            f"the tokenizer saved to {directory.name} reads back as {type(reread).__name__} and "
+            "gives other ids "
+            f"({found[:5]}... for {wanted[:5]}...); load the base model's tokenizer with "
+            "AutoTokenizer and save it again"
+        )
+
+
+def replace_directory(partial: Path, directory: Path) -> None:
+    """Put a finished directory in its place; at no moment is a half-written one there."""
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""Added tokens: into the tokenizer, and rows for them in the embedding and the head.
+
+A tokenizer's length and a model's rows differ in practice, so rows are added only where an id has
+none, and never removed. Every new token's row, added or one of the spare rows a model came with,
+starts as the mean of the rows of the tokens there were (and its head bias as their mean bias).
+Tied parameters stay tied.
+
+May import errors, config and models.anatomy. Before adapters are applied and weights are sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+import torch
+from torch import Tensor, nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.config import configclass
+from taut.errors import ConfigError, ModelError
+from taut.models import anatomy
+
+
+@configclass
+class TokensConfig:
+    """Tokens the vocabulary lacks."""
+
+    add: list[str] = field(default_factory=list)
+    """Tokens to add, each one id from then on: special tokens, never split. One that exists is
+    left alone.
+    """
+
+    def __post_init__(self) -> None:
+        wrong = [token for token in self.add if not token or token != token.strip()]
+        if wrong or len(set(self.add)) != len(self.add):
+            raise ConfigError(
+                f"tokens.add={self.add} has an empty, padded or repeated token; list each once, "
+                "without spaces around"
+            )
+
+
+def add_tokens_to_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TokensConfig) -> list[int]:
+    """Add what the vocabulary lacks; returns the ids of the tokens that are new."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in config.add if token not in vocabulary]
+    if not missing:
+        return []
+    tokenizer.add_tokens(missing, special_tokens=True)
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in missing]
+    for token, number in zip(missing, ids, strict=True):
+        if tokenizer.encode(token, add_special_tokens=False) != [number]:
+            raise ModelError(
+                f"tokens.add: {token!r} does not become one id in this tokenizer; choose another "
+                "spelling, like <|name|>"
+            )
+    return [int(number) for number in ids]
+
+
+@torch.no_grad()
+def add_tokens(model: nn.Module, new_ids: list[int]) -> int:
+    """Give every id of ``new_ids`` a row that starts as the mean of the tokens' before it; returns
+    rows added.
+    """
+    if not new_ids:
+        return 0
+    inner = anatomy.unwrap(model)
+    num_before = _rows(anatomy.embedding(inner)).shape[0]
+    num_added = max(0, max(new_ids) + 1 - num_before)
+    if num_added:
+        inner.resize_token_embeddings(num_before + num_added, mean_resizing=False)
+    num_known = min(num_before, min(new_ids))
+    head = anatomy.head(inner)
+    tables: list[Tensor] = [_rows(anatomy.embedding(inner))]
+    if not anatomy.is_tied(inner):
+        tables.append(head.weight)
+    if head.bias is not None:
+        tables.append(head.bias)
+    for table in tables:
+        table[torch.tensor(new_ids, device=table.device)] = table[:num_known].mean(0)
+    return num_added
+
+
+def require_trained(model: nn.Module, new_ids: list[int]) -> None:
+    """Raise ModelError where new tokens' rows would stay as they were initialised (adapters,
+    freezing).
+    """
+    if not new_ids:
+        return
+    inner = anatomy.unwrap(model)
+    trained = {
+        name: any(p is table and p.requires_grad for p in model.parameters())
+        for name, table in (
+            ("embedding", _rows(anatomy.embedding(inner))),
+            ("head", anatomy.head(inner).weight),
+        )
+    }
+    frozen = [name for name, is_trained in trained.items() if not is_trained]
+    if frozen:
+        raise ModelError(
+            f"tokens.add: the rows of {len(new_ids)} new token(s) are frozen in the "
+            f"{' and the '.join(frozen)}; "
+            f"set lora.modules_to_save={anatomy.table_names(inner)}, or do not freeze them"
+        )
+
+
+def _rows(embedding: nn.Module) -> Tensor:
+    weight = getattr(embedding, "weight", None)
+    assert isinstance(weight, Tensor), "an embedding has a weight"
+    return weight

@@ -1,0 +1,150 @@
+"""The optimizer: parameter groups, learning-rate schedules, AdamW.
+
+    warm-up    rate * t / W                        for t <= W
+    constant   rate
+    linear     rate * (m + (1 - m) (1 - x))
+    cosine     rate * (m + (1 - m) (1 + cos(pi x)) / 2)
+
+with t counted from 1, W warm-up steps, x = (t - W - 1) / (total - W) the part of the decay that is
+done, and m = ``min_learning_rate_ratio``. The first step's rate is
+never 0 and the last step still has one. The rate is a pure function of (step, total): a resumed run
+has no scheduler state. Weight decay (arXiv:1711.05101) leaves out norms, biases and every parameter
+of fewer than two dimensions. Clipping itself belongs to the loop, which holds the gradients' norm.
+
+Imports torch, config and errors. The loop and run import it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from taut.config import configclass
+from taut.errors import ConfigError
+
+
+@configclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 1e-5
+    """The highest learning rate, reached at the end of the warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; norms and biases have none."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean of gradients."""
+    beta2: float = 0.999
+    """AdamW's decay of the mean of squared gradients."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; excludes ``warmup_ratio``."""
+    warmup_ratio: float | None = None
+    """Warm-up as a part of all steps, rounded up; 0.03 if neither is given."""
+    min_learning_rate_ratio: float = 0.0
+    """Where the decay ends, as a part of ``learning_rate``."""
+    clip_grad_norm: float | None = 1.0
+    """The largest norm of the whole gradient; larger ones are scaled down to it. None: no
+    clipping.
+    """
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} and "
+                f"optim.warmup_ratio={self.warmup_ratio} "
+                "are both set; keep one"
+            )
+        ranges: dict[str, tuple[float, bool]] = {
+            "learning_rate": (self.learning_rate, self.learning_rate > 0),
+            "weight_decay": (self.weight_decay, self.weight_decay >= 0),
+            "beta1": (self.beta1, 0 <= self.beta1 < 1),
+            "beta2": (self.beta2, 0 <= self.beta2 < 1),
+            "eps": (self.eps, self.eps > 0),
+            "warmup_steps": (self.warmup_steps or 0, (self.warmup_steps or 0) >= 0),
+            "warmup_ratio": (self.warmup_ratio or 0.0, 0 <= (self.warmup_ratio or 0.0) <= 1),
+            "min_learning_rate_ratio": (
+                self.min_learning_rate_ratio,
+                0 <= self.min_learning_rate_ratio <= 1,
+            ),
+            "clip_grad_norm": (
+                self.clip_grad_norm or 0.0,
+                self.clip_grad_norm is None or self.clip_grad_norm > 0,
+            ),
+        }
+        for name, (value, is_possible) in ranges.items():
+            if not (is_possible and math.isfinite(value)):
+                raise ConfigError(f"optim.{name}={value} is out of range; see `taut show`")
+
+
+def num_warmup_steps(total: int, config: OptimConfig) -> int:
+    """Steps of warm-up in a run of ``total`` steps."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    ratio = 0.03 if config.warmup_ratio is None else config.warmup_ratio
+    return math.ceil(ratio * total)
+
+
+def learning_rate(step: int, total: int, config: OptimConfig) -> float:
+    """The rate of ``step`` (from 1) of ``total``."""
+    assert step >= 1, f"steps count from 1, got {step}"
+    warmup = num_warmup_steps(total, config)
+    if step <= warmup:
+        return config.learning_rate * step / warmup
+    done = min(1.0, (step - warmup - 1) / max(1, total - warmup))
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[config.schedule]
+    if config.schedule == "constant":
+        return config.learning_rate
+    floor = config.min_learning_rate_ratio
+    return config.learning_rate * (floor + (1.0 - floor) * shape)
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: with weight decay, and without. A tied one is listed
+    once.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (others if _is_exempt(name, parameter) else decayed).append(parameter)
+    if not decayed and not others:
+        raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
+    groups = [(decayed, config.weight_decay), (others, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over ``parameter_groups``, fused where the device has a fused kernel."""
+    groups = parameter_groups(model, config)
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=devices <= {"cpu", "cuda"},
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The rate of the next update, in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _is_exempt(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay leaves a parameter out. DoRA's magnitudes are vectors, and so left
+    out.
+    """
+    parts = name.lower().split(".")
+    return parameter.ndim < 2 or "bias" in parts[-1] or any("norm" in part for part in parts)
