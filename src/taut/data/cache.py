@@ -1,0 +1,127 @@
+"""Tokenised sources on disk: flat arrays in a directory named by the hash of all that they depend
+on.
+
+    <cache>/<key>/ids.npy             int32 [T]     the tokens of all samples, one after another
+                  offsets.npy         int64 [S+1]   where each sample begins
+                  target_at.npy       int32 [N]     positions inside the sample
+                  target_offsets.npy  int64 [S+1]
+                  line.npy            int64 [S]     the line or record each sample comes from
+                  part.npy            int32 [S]     which sample of that row; 0: the only one
+                  meta.json           rows read, incidents, and the SHA-256 of each array
+
+An entry is written beside and renamed, so it is there whole or not at all; when read, every array
+is checked against its hash, and an entry that fails is reported and made anew, never used. Does not
+know how a key is made (``dataset.py``, which imports it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taut.data.length import Incident
+from taut.errors import OutputError
+
+ARRAYS = {
+    "ids": np.int32,
+    "offsets": np.int64,
+    "target_at": np.int32,
+    "target_offsets": np.int64,
+    "line": np.int64,
+    "part": np.int32,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One tokenised source."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    num_rows: int
+    incidents: tuple[Incident, ...]
+    """Places relative to the source: ``17`` or ``17#2``."""
+
+
+def default_directory() -> Path:
+    """$TAUT_CACHE, else the user's cache directory."""
+    if chosen := os.environ.get("TAUT_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "taut"
+
+
+def load(directory: Path, key: str) -> tuple[Entry | None, str]:
+    """The entry, memory-mapped; or None and the reason why there is none that can be used."""
+    entry = directory / key
+    if not entry.is_dir():
+        return None, "not in the cache"
+    try:
+        meta = json.loads((entry / "meta.json").read_text())
+        for name in ARRAYS:
+            if _digest(entry / f"{name}.npy") != meta["sha256"][name]:
+                return None, f"the cached {name} is damaged"
+        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        incidents = tuple(Incident(**incident) for incident in meta["incidents"])
+        return Entry(arrays, int(meta["num_rows"]), incidents), ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"the cached entry is damaged ({type(error).__name__})"
+
+
+def save(directory: Path, key: str, entry: Entry) -> None:
+    """Write an entry; one that is already there under the key is replaced."""
+    with _beside(directory, key) as fresh:
+        digests = {}
+        for name, kind in ARRAYS.items():
+            path = fresh / f"{name}.npy"
+            with path.open("wb") as file:
+                np.save(file, np.asarray(entry.arrays[name], dtype=kind))
+                file.flush()
+                os.fsync(file.fileno())
+            digests[name] = _digest(path)
+        incidents = [asdict(incident) for incident in entry.incidents]
+        meta = {"num_rows": entry.num_rows, "incidents": incidents, "sha256": digests}
+        (fresh / "meta.json").write_text(json.dumps(meta))
+
+
+@contextmanager
+def _beside(directory: Path, key: str) -> Iterator[Path]:
+    """A directory to fill, renamed to its key at the end, and removed if anything fails."""
+    fresh = directory / f".{key}.{uuid.uuid4().hex}"
+    retired = fresh.with_suffix(".old")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        if (directory / key).exists():
+            (directory / key).rename(retired)
+        try:
+            fresh.rename(directory / key)
+        except OSError:
+            if not (
+                directory / key
+            ).is_dir():  # else another process was faster, with the same content
+                raise
+    except OSError as error:
+        raise OutputError(
+            f"the cache {directory} cannot be written: {error.strerror or error}; expected a "
+            "directory with space; "
+            "set data.cache or TAUT_CACHE"
+        ) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

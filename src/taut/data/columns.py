@@ -1,0 +1,243 @@
+"""Which columns of a record mean what: recognition of formats, column mapping, and the alpaca and
+sharegpt presets.
+
+    messages      messages; tools, system            (a list of role/content, or of from/value)
+    sharegpt      conversations; tools, system       (the same, under its usual name)
+    completion    prompt, completion; tools          (both texts, or both lists of messages)
+    alpaca        instruction, output; input, system, history
+    text          text
+
+A record that fits none, or more than one, is an error that names the columns found. A mapping names
+taut's column and the one in the data: ``data.columns = {messages = "dialog"}``; formats whose
+columns are mapped take precedence. Imported by ``dataset.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from taut.data.formats import (
+    Completion,
+    Conversation,
+    Document,
+    Message,
+    Row,
+    did_you_mean,
+    parse_if_text,
+    read_call,
+    read_conversation,
+    read_text,
+    shown,
+)
+from taut.errors import ConfigError, DataError
+
+Format: TypeAlias = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+OPTIONAL = ("tools", "system", "input", "history")
+COLUMN_NAMES = (*(name for names in REQUIRED.values() for name in names), *OPTIONAL)
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How the records of one source are to be read."""
+
+    format: Format = "auto"
+    mapping: Mapping[str, str] = field(default_factory=dict)
+    """taut's column -> the data's column."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages that may be there and are not used."""
+
+    def __post_init__(self) -> None:
+        for name in self.mapping:
+            if name not in COLUMN_NAMES:
+                hint = did_you_mean(name, COLUMN_NAMES)
+                known = ", ".join(COLUMN_NAMES)
+                raise ConfigError(f"data.columns names {name!r}; expected one of {known}{hint}")
+
+
+def read_row(record: object, place: str, columns: Columns) -> Row:
+    """Validate one record of a file."""
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{place}: the row is {shown(record)}; expected an object with named columns"
+        )
+    named = _rename(record, place, columns)
+    chosen = _recognise(named, place, columns)
+    if chosen == "text":
+        return Document(place, read_text(named["text"], f"{place}: text"))
+    if chosen == "completion":
+        return _read_completion(named, place, columns)
+    if chosen == "alpaca":
+        return _read_alpaca(named, place)
+    column = REQUIRED[chosen][0]
+    return _read_turns(named, place, column, columns)
+
+
+def _rename(record: dict[str, Any], place: str, columns: Columns) -> dict[str, Any]:
+    taken = set(columns.mapping.values())
+    named = {key: value for key, value in record.items() if key not in taken and value is not None}
+    for ours, theirs in columns.mapping.items():
+        if theirs not in record:
+            hint = did_you_mean(theirs, record)
+            found = shown(record)
+            raise DataError(
+                f"{place}: data.columns.{ours} is {theirs!r}, and the row is {found}{hint}"
+            )
+        if record[theirs] is not None:
+            named[ours] = record[theirs]
+        else:
+            named.pop(ours, None)
+    return named
+
+
+def _recognise(named: dict[str, Any], place: str, columns: Columns) -> str:
+    if columns.format != "auto":
+        missing = [name for name in REQUIRED[columns.format] if name not in named]
+        if missing:
+            raise DataError(
+                f"{place}: the row is {shown(named)}, without {missing[0]}; expected "
+                f"{' and '.join(REQUIRED[columns.format])} (format {columns.format}); set "
+                "data.columns"
+            )
+        return columns.format
+    fitting = [name for name, required in REQUIRED.items() if all(key in named for key in required)]
+    mapped = [name for name in fitting if any(key in columns.mapping for key in REQUIRED[name])]
+    fitting = mapped or fitting
+    if not fitting:
+        raise DataError(
+            f"{place}: the row is {shown(named)}; expected messages, prompt and completion, text, "
+            "conversations, "
+            "or instruction and output; name your columns in data.columns"
+        )
+    if len(fitting) > 1:
+        raise DataError(
+            f"{place}: the columns fit the formats {' and '.join(fitting)}; expected one; set "
+            "data.format"
+        )
+    return fitting[0]
+
+
+def _read_turns(named: dict[str, Any], place: str, column: str, columns: Columns) -> Conversation:
+    turns = parse_if_text(named[column], f"{place}: {column}")
+    if isinstance(turns, list):
+        first = turns[0] if turns else None
+        if isinstance(first, dict) and "from" in first and "role" not in first:
+            turns = [
+                _from_sharegpt(turn, f"{place}: {column}[{i}]") for i, turn in enumerate(turns)
+            ]
+            turns = [turn for turn in turns if turn != {"role": "system", "content": ""}]
+        system = _system(named, place)
+        if system and turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
+            raise DataError(f"{place}: a system column and a system message; expected one of them")
+        turns = [*system, *turns]
+    ignore = columns.ignore_keys
+    return read_conversation(turns, place, named.get("tools"), ignore=ignore, column=column)
+
+
+def _from_sharegpt(turn: object, where: str) -> Message:
+    if not isinstance(turn, dict):
+        raise DataError(f"{where} is {shown(turn)}; expected an object with from and value")
+    speaker = turn.get("from")
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
+        raise DataError(
+            f"{where}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
+        )
+    value = turn.get("value")
+    if not isinstance(value, str):
+        raise DataError(f"{where}.value is {shown(value)}; expected a string")
+    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    message: Message = {"role": SHAREGPT_ROLES[speaker], "content": value, **rest}
+    if speaker == "function_call":
+        calls = parse_if_text(value, f"{where}.value")
+        calls = calls if isinstance(calls, list) else [calls]
+        message["content"] = ""
+        message["tool_calls"] = [read_call(call, f"{where}.value") for call in calls]
+    return message
+
+
+def _system(named: dict[str, Any], place: str) -> list[Message]:
+    """The system column as a message; empty means none, as these data sets mean it."""
+    system = named.get("system", "")
+    if not isinstance(system, str):
+        raise DataError(f"{place}: system is {shown(system)}; expected a string")
+    return [{"role": "system", "content": system}] if system.strip() else []
+
+
+def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row:
+    prompt, completion = named["prompt"], named["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        if not completion:
+            raise DataError(f"{place}: completion is an empty list; expected messages")
+        turns = [*prompt, *completion]
+        tools, ignore = named.get("tools"), columns.ignore_keys
+        return read_conversation(
+            turns,
+            place,
+            tools,
+            ignore=ignore,
+            first_learned=len(prompt),
+            column="prompt+completion",
+        )
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise DataError(
+            f"{place}: prompt is {shown(prompt)} and completion is {shown(completion)}; "
+            "expected two texts or two lists of messages"
+        )
+    prompt = read_text(prompt, f"{place}: prompt")
+    return Completion(place, prompt, read_text(completion, f"{place}: completion"))
+
+
+def _read_alpaca(named: dict[str, Any], place: str) -> Conversation:
+    """One user message of instruction, newline, input; earlier exchanges from ``history``."""
+    messages = _system(named, place)
+    history = parse_if_text(named.get("history") or [], f"{place}: history")
+    if not isinstance(history, list):
+        raise DataError(
+            f"{place}: history is {shown(history)}; expected a list of [question, answer]"
+        )
+    for index, exchange in enumerate(history):
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise DataError(
+                f"{place}: history[{index}] is {shown(exchange)}; expected [question, answer]"
+            )
+        messages.append(
+            {"role": "user", "content": read_text(exchange[0], f"{place}: history[{index}][0]")}
+        )
+        messages.append(
+            {
+                "role": "assistant",
+                "content": read_text(exchange[1], f"{place}: history[{index}][1]"),
+            }
+        )
+    question = read_text(named["instruction"], f"{place}: instruction")
+    extra = named.get("input", "")
+    if not isinstance(extra, str):
+        raise DataError(f"{place}: input is {shown(extra)}; expected a string")
+    question = f"{question}\n{extra}" if extra.strip() else question
+    answer = read_text(named["output"], f"{place}: output")
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return read_conversation(messages, place, column="alpaca")

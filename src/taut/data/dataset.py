@@ -1,0 +1,313 @@
+"""Data from files to samples: read, validate, render, fit to length, cache, and look up by index.
+
+``load_dataset`` gives a Dataset: a sequence of samples built on demand from memory-mapped arrays,
+with lengths, target counts and weights as arrays for the planner. A second load of the same content
+with the same tokenizer, template and options reads the cache and tokenises nothing. Errors come
+before anything is written.
+
+Does not shuffle, choose fractions, pack or plan. Under torchrun let one rank load first. Imported
+by ``taut.run``, methods, checks and evals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from taut.config import configclass
+from taut.data import cache
+from taut.data.columns import Columns, Format, read_row
+from taut.data.formats import Document
+from taut.data.length import Incident, Limits, TooLong, fit
+from taut.data.render import Renderer, Targets
+from taut.data.sources import Opened, Source, open_source
+from taut.errors import ConfigError, DataError
+from taut.types import FloatArray, IntArray, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CACHE_VERSION = 1
+"""Raise it whenever the same row could give other ids or targets: it is part of every cache key."""
+BATCH_ROWS = 256
+
+
+@configclass
+class DataConfig:
+    """What to train on."""
+
+    train: str | list[str | Source] | None = None
+    """A path, a list of paths, or a mixture: a list of tables with path and weight."""
+    eval: str | list[str | Source] | None = None
+    """Held-out data, as train."""
+    format: Format = "auto"
+    """How rows are read; auto recognises them by their columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """taut's name of a column -> its name in the data."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages that may be there and are not used."""
+    targets: Targets = "assistant"
+    """What is learned of a conversation: all assistant turns, the last one, or all tokens."""
+    template: str | None = None
+    """A file with a chat template to use in place of the tokenizer's own."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens a sample may have; by default the model's context."""
+    too_long: TooLong = "error"
+    """What happens to longer samples."""
+    min_length: Annotated[int, Field(ge=0)] = 0
+    """Shorter samples are left out."""
+    without_targets: Literal["error", "drop"] = "error"
+    """What happens to rows in which nothing is to be learned."""
+    cache: str | None = None
+    """Where tokenised data is kept; by default $TAUT_CACHE or the user's cache directory."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What came of the rows."""
+
+    num_rows: int
+    num_samples: int
+    num_tokens: int
+    num_targets: int
+    dropped: tuple[Incident, ...]
+    cut: tuple[Incident, ...]
+    is_cached: bool
+    """True where every source came from the cache."""
+    decisions: tuple[str, ...]
+    """Where each source came from, and why."""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.num_rows:,} rows, {self.num_samples:,} samples, {self.num_tokens:,} tokens, "
+            f"{self.num_targets:,} targets"
+        )
+        for name, incidents in (("dropped", self.dropped), ("cut", self.cut)):
+            if incidents:
+                first = incidents[0]
+                text += f", {len(incidents):,} {name} (first {first.place}: {first.reason})"
+        return text + (", from the cache" if self.is_cached else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One tokenised source inside a data set."""
+
+    path: str
+    weight: float
+    key: str
+    entry: cache.Entry
+
+    def sample(self, index: int) -> Sample:
+        arrays = self.entry.arrays
+        start, stop = arrays["offsets"][index : index + 2]
+        first, last = arrays["target_offsets"][index : index + 2]
+        target_at_N = arrays["target_at"][first:last].astype(np.int64)
+        ids_T = arrays["ids"][start:stop].astype(np.int64)
+        return Sample(self.name(index), ids_T, target_at_N, np.ones(target_at_N.size))
+
+    def name(self, index: int) -> str:
+        line, part = self.entry.arrays["line"][index], self.entry.arrays["part"][index]
+        return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
+
+
+class Dataset(Sequence[Sample]):
+    """Samples by index, in the order of sources and rows."""
+
+    def __init__(
+        self, parts: Sequence[Part], decisions: Sequence[str] = (), is_cached: bool = False
+    ) -> None:
+        self.parts = tuple(parts)
+        self.lengths: IntArray = _joined([np.diff(part.entry.arrays["offsets"]) for part in parts])
+        self.num_targets: IntArray = _joined(
+            [np.diff(part.entry.arrays["target_offsets"]) for part in parts]
+        )
+        counts = [len(part.entry.arrays["line"]) for part in parts]
+        self.weights: FloatArray = np.repeat([part.weight for part in parts], counts)
+        """How many times each sample is seen per epoch."""
+        self._starts: IntArray = np.cumsum([0, *counts])
+        identity = json.dumps([[part.key, part.weight] for part in parts])
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        self.report = self._report(decisions, is_cached)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        part, offset = self._locate(index)
+        return part.sample(offset)
+
+    def sample_id(self, index: int) -> str:
+        """The sample's id, without building it."""
+        part, offset = self._locate(index)
+        return part.name(offset)
+
+    def _locate(self, index: int) -> tuple[Part, int]:
+        index = int(index) + len(self) if index < 0 else int(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.parts[number], index - int(self._starts[number])
+
+    def _report(self, decisions: Sequence[str], is_cached: bool) -> DataReport:
+        incidents = [
+            Incident(f"{part.path}:{incident.place}", incident.kind, incident.reason)
+            for part in self.parts
+            for incident in part.entry.incidents
+        ]
+        return DataReport(
+            num_rows=sum(part.entry.num_rows for part in self.parts),
+            num_samples=len(self),
+            num_tokens=int(self.lengths.sum()),
+            num_targets=int(self.num_targets.sum()),
+            dropped=tuple(incident for incident in incidents if incident.kind == "dropped"),
+            cut=tuple(incident for incident in incidents if incident.kind == "cut"),
+            is_cached=is_cached,
+            decisions=tuple(decisions),
+        )
+
+
+def build_renderer(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    """The renderer a data config asks for."""
+    if config.template is None:
+        return Renderer(tokenizer, None, config.targets)
+    try:
+        template = Path(config.template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(
+            f"data.template: cannot read {config.template}: {reason}; expected a file with a chat "
+            "template"
+        ) from None
+    return Renderer(tokenizer, template, config.targets)
+
+
+def load_dataset(
+    config: DataConfig,
+    split: Literal["train", "eval"],
+    renderer: Renderer,
+    max_length: int,
+    cache_dir: Path | None = None,
+) -> Dataset:
+    """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them."""
+    sources = _sources(config, split)
+    directory = cache_dir or (
+        Path(config.cache).expanduser() if config.cache else cache.default_directory()
+    )
+    limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
+    columns = [_columns(config, source) for source in sources]
+    opened = [open_source(source) for source in sources]
+    identity = renderer.identity()
+    parts, decisions, is_cached = [], [], True
+    for source, how, found in zip(sources, columns, opened, strict=True):
+        key = _key(found, how, limits, identity)
+        entry, reason = cache.load(directory, key)
+        if entry is None:
+            is_cached = False
+            cache.save(directory, key, _tokenise(found, how, limits, renderer))
+            entry, trouble = cache.load(directory, key)
+            assert entry is not None, f"a fresh cache entry cannot be read: {trouble}"
+        decisions.append(
+            f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
+        )
+        parts.append(Part(source.path, source.weight, key, entry))
+    return Dataset(parts, decisions, is_cached)
+
+
+def _sources(config: DataConfig, split: Literal["train", "eval"]) -> list[Source]:
+    given = config.train if split == "train" else config.eval
+    if not given:
+        raise ConfigError(
+            f"data.{split} is not set; expected a path or a list; set data.{split}=FILE.jsonl"
+        )
+    items = [given] if isinstance(given, str) else given
+    return [Source(path=item) if isinstance(item, str) else item for item in items]
+
+
+def _columns(config: DataConfig, source: Source) -> Columns:
+    mapping = config.columns if source.columns is None else source.columns
+    return Columns(source.format or config.format, mapping, config.ignore_keys)
+
+
+def _key(found: Opened, columns: Columns, limits: Limits, identity: str) -> str:
+    parts = [CACHE_VERSION, found.digest, identity, repr(columns), repr(limits)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
+    """Read, render and fit every row of a source; nothing is written."""
+    flat = _Flat()
+    records = iter(found.records())
+    while batch := list(islice(records, BATCH_ROWS)):
+        rows = [read_row(record, f"{found.path}:{number}", columns) for number, record in batch]
+        for (number, _), row, samples in zip(batch, rows, renderer.render_all(rows), strict=True):
+            flat.num_rows += 1
+            for sample in samples:
+                kept, incident = fit(sample, limits, is_document=isinstance(row, Document))
+                flat.add(number, row.place, kept, incident)
+    if not flat.num_rows:
+        raise DataError(
+            f"{found.path}: the file has no rows; expected at least one; check the path"
+        )
+    if not flat.lines:
+        first = flat.incidents[0]
+        raise DataError(
+            f"{found.path}: none of its {flat.num_rows} rows is left (row {first.place}: "
+            f"{first.reason}); "
+            "expected some; change data.max_length, data.min_length or data.too_long"
+        )
+    return flat.entry()
+
+
+class _Flat:
+    """Samples on their way into flat arrays."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.ids: list[NDArray[np.int32]] = []
+        self.target_at: list[NDArray[np.int32]] = []
+        self.lines: list[int] = []
+        self.part_numbers: list[int] = []
+        self.incidents: list[Incident] = []
+
+    def add(
+        self, number: int, place: str, samples: Sequence[Sample], incident: Incident | None
+    ) -> None:
+        for sample in samples:
+            self.ids.append(sample.ids_T.astype(np.int32))
+            self.target_at.append(sample.target_at_N.astype(np.int32))
+            self.lines.append(number)
+            self.part_numbers.append(int(sample.id[len(place) + 1 :] or 0))
+        if incident is not None:
+            where = f"{number}{incident.place[len(place) :]}"
+            self.incidents.append(Incident(where, incident.kind, incident.reason))
+
+    def entry(self) -> cache.Entry:
+        arrays = {
+            "ids": np.concatenate(self.ids),
+            "offsets": np.cumsum([0, *map(len, self.ids)]),
+            "target_at": np.concatenate(self.target_at),
+            "target_offsets": np.cumsum([0, *map(len, self.target_at)]),
+            "line": np.asarray(self.lines),
+            "part": np.asarray(self.part_numbers),
+        }
+        return cache.Entry(arrays, self.num_rows, tuple(self.incidents))
+
+
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate(arrays)

@@ -1,0 +1,238 @@
+"""Rows to token ids and exact targets, through the tokenizer's chat template.
+
+For each assistant turn i to be learned,
+
+    P_i = the rendering of messages[:i] with the generation prompt: what the model will see
+    R_i = the rendering of messages[:i + 1]
+
+are tokenised whole, and P_i's ids must be a prefix of R_i's: the first len(P_i) tokens are context,
+what follows is what the model has to write, up to and with the LAST token that ends the turn. What
+the template writes after that token (ChatML's newline) is no target, and neither is the role
+header. If the whole conversation begins with every R_i up to its end token, the row is one sample;
+else (templates that strip thinking from history) one per turn.
+
+A row that cannot be rendered exactly is a RenderError. Two tokenisations are never glued together
+and no end token is ever made up. A template that writes none is refused; so is one that passes over
+tools, tool calls or reasoning.
+
+Does not read files (``sources.py``) and does not cut (``length.py``). Imported by ``dataset.py``
+and by whoever needs prompts or the stop set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from taut.data.formats import Completion, Conversation, Document, Message, Row, Tool, shown
+from taut.data.template import Ids, Template, Text, checked
+from taut.errors import RenderError
+from taut.types import IntArray, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Targets: TypeAlias = Literal["assistant", "last", "all"]
+IdsOf: TypeAlias = Mapping[Text, Ids]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An assistant turn: what is seen before it and what is there after it."""
+
+    index: int
+    prompt: Text
+    row: Text
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A row whose texts are known and whose ids are not yet."""
+
+    texts: tuple[Text, ...]
+    finish: Callable[[IdsOf], list[Sample]]
+
+
+class Renderer:
+    """Renders rows with one tokenizer, one template and one choice of targets."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        targets: Targets = "assistant",
+    ) -> None:
+        self.template = Template(tokenizer, template)
+        self.tokenizer = tokenizer
+        self.targets: Targets = targets
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The token or tokens that end an assistant turn."""
+        return self.template.stop_ids
+
+    def identity(self) -> str:
+        """Changes whenever the ids or targets of some row could."""
+        return f"{self.template.identity()} {self.targets}"
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> IntArray:
+        """History and generation prompt: what an engine feeds the model for its next turn."""
+        text = self.template.apply(messages, tuple(tools or ()), "prompt", is_prompt=True)
+        return np.asarray(self.template.encode([text])[text], dtype=np.int64)
+
+    def render(self, row: Row) -> list[Sample]:
+        """The samples of one row: one, or one per learned turn."""
+        return self.render_all([row])[0]
+
+    def render_all(self, rows: Sequence[Row]) -> list[list[Sample]]:
+        """The samples of each row; the tokenizer is called at most twice for all of them."""
+        drafts = [self._draft(row) for row in rows]
+        ids_of = self.template.encode(text for draft in drafts for text in draft.texts)
+        return [draft.finish(ids_of) for draft in drafts]
+
+    def _draft(self, row: Row) -> _Draft:
+        if isinstance(row, Conversation):
+            return self._draft_conversation(row)
+        if isinstance(row, Completion):
+            prompt = checked(row.prompt, row.place, is_rendering=False)
+            whole = checked(row.prompt + row.completion, row.place, is_rendering=False)
+            return _Draft(
+                (prompt, whole),
+                lambda ids_of: [self._finish_completion(row, ids_of[prompt], ids_of[whole])],
+            )
+        text = checked(row.text, row.place, is_rendering=False)
+        return _Draft((text,), lambda ids_of: [self._finish_document(row, ids_of[text])])
+
+    def _draft_conversation(self, row: Conversation) -> _Draft:
+        full = self.template.apply(row.messages, row.tools, row.place)
+        turns = [self._draft_turn(row, index) for index in self._turns_to_render(row)]
+        texts = [full, *(text for turn in turns for text in (turn.prompt, turn.row))]
+        _check_nothing_ignored(row, full, turns)
+        finish = self._finish_all if self.targets == "all" else self._finish_turns
+        return _Draft(tuple(texts), lambda ids_of: finish(row, ids_of[full], turns, ids_of))
+
+    def _turns_to_render(self, row: Conversation) -> tuple[int, ...]:
+        if self.targets == "assistant":
+            return row.learned
+        if self.targets == "last":
+            last = max(
+                (i for i, message in enumerate(row.messages) if message["role"] == "assistant"),
+                default=-1,
+            )
+            return tuple(index for index in row.learned if index == last)
+        return tuple(sorted({*row.excluded, *row.learned[-1:]} - {0}))
+
+    def _draft_turn(self, row: Conversation, index: int) -> _Turn:
+        if index == 0:
+            raise RenderError(
+                f"{row.place}: messages[0] is an assistant message; expected a user message to "
+                "answer; "
+                "add one, or write train: false on it"
+            )
+        place = f"{row.place}: messages[{index}]"
+        prompt = self.template.apply(row.messages[:index], row.tools, place, is_prompt=True)
+        return _Turn(
+            index, prompt, self.template.apply(row.messages[: index + 1], row.tools, place)
+        )
+
+    def _finish_document(self, row: Document, ids: Ids) -> Sample:
+        ids = [*ids, *self._missing_eos(ids, row.place)]
+        return self._sample(row.place, ids, range(1, len(ids)))
+
+    def _finish_completion(self, row: Completion, prompt: Ids, ids: Ids) -> Sample:
+        if prompt[-1:] == [self.tokenizer.eos_token_id] and ids[: len(prompt)] != prompt:
+            prompt = prompt[:-1]  # a tokenizer that itself ends each text with eos
+        start = self.template.context_length(prompt, ids, row.place)
+        ids = [*ids, *self._missing_eos(ids, row.place)]
+        first = 1 if self.targets == "all" else max(start, 1)
+        return self._sample(row.place, ids, range(first, len(ids)))
+
+    def _missing_eos(self, ids: Ids, place: str) -> Ids:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise RenderError(
+                f"{place}: plain text has to end with the tokenizer's eos token, and it has none; "
+                "expected one; "
+                "set eos_token in the tokenizer's configuration"
+            )
+        return [] if ids[-1:] == [eos] else [int(eos)]
+
+    def _finish_turns(
+        self, row: Conversation, full: Ids, turns: Sequence[_Turn], ids_of: IdsOf
+    ) -> list[Sample]:
+        spans = [self._span(row, turn, ids_of) for turn in turns]
+        rows = [ids_of[turn.row] for turn in turns]
+        if all(full[:stop] == ids[:stop] for ids, (_, stop) in zip(rows, spans, strict=True)):
+            at = [position for start, stop in spans for position in range(start, stop)]
+            return [self._sample(row.place, full, at)]
+        if len(turns) == 1:
+            return [self._sample(row.place, rows[0], range(*spans[0]))]
+        return [
+            self._sample(f"{row.place}#{number}", ids, range(*span))
+            for number, (ids, span) in enumerate(zip(rows, spans, strict=True), start=1)
+        ]
+
+    def _finish_all(
+        self, row: Conversation, full: Ids, turns: Sequence[_Turn], ids_of: IdsOf
+    ) -> list[Sample]:
+        """Every token but the first, and but the turns marked train: false."""
+        kept = np.ones(len(full), dtype=bool)
+        kept[:1] = False
+        for turn in turns:
+            start, stop = self._span(row, turn, ids_of)
+            if turn.index not in row.excluded:
+                continue
+            if full[:stop] != ids_of[turn.row][:stop]:
+                raise RenderError(
+                    f"{row.place}: messages[{turn.index}] has train: false and is written "
+                    "differently once history; "
+                    "expected targets=assistant or last for such templates; set data.targets"
+                )
+            kept[start:stop] = False
+        return [self._sample(row.place, full, np.flatnonzero(kept))]
+
+    def _span(self, row: Conversation, turn: _Turn, ids_of: IdsOf) -> tuple[int, int]:
+        """Where the targets of a turn lie in R_i: [start, stop)."""
+        place = f"{row.place}: messages[{turn.index}]"
+        ids = ids_of[turn.row]
+        start = self.template.context_length(ids_of[turn.prompt], ids, place)
+        return start, self.template.end_of_turn(ids, start, place) + 1
+
+    def _sample(self, name: str, ids: Ids, target_at: Iterable[int]) -> Sample:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            raise RenderError(
+                f"{name}: the row begins with two BOS tokens; expected one; "
+                "remove it from the content or the template"
+            )
+        if not ids:
+            raise RenderError(
+                f"{name}: the row renders to no token at all; expected text; correct the row"
+            )
+        at = np.fromiter(target_at, dtype=np.int64)
+        return Sample(name, np.asarray(ids, dtype=np.int64), at, np.ones(at.size))
+
+
+def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]) -> None:
+    """A template that leaves things out would train on something else than the row says."""
+    wanted = [("tools", tool["function"]["name"], full) for tool in row.tools]
+    for index, message in enumerate(row.messages):
+        for call in message.get("tool_calls", ()):
+            wanted.append((f"messages[{index}].tool_calls", call["function"]["name"], full))
+    for turn in turns:
+        message = row.messages[turn.index]
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            wanted.append((f"messages[{turn.index}].{key}", message.get(key, "").strip(), turn.row))
+    for where, words, text in wanted:
+        if words not in text.text:
+            raise RenderError(
+                f"{row.place}: {where} has {shown(words)}, which the chat template does not "
+                "write; expected a "
+                "template that does; remove it from the row or give another one with "
+                "data.template=FILE"
+            )

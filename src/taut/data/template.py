@@ -1,0 +1,220 @@
+"""A tokenizer and its chat template: messages to text, text to ids, and the token that ends an
+assistant turn.
+
+Special tokens are never added to a rendering: the template writes them. Whatever a template raises
+on messages it does not take becomes a RenderError that names the row. Knows nothing of rows and
+targets (``render.py``, its only importer).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TypeAlias
+
+import jinja2
+
+from taut.data.formats import Message, Tool
+from taut.errors import ModelError, RenderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Ids: TypeAlias = list[int]
+FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+"""What running a template on data it does not expect can raise."""
+PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """To be tokenised: a rendering as it is, or raw text with the tokenizer's specials."""
+
+    text: str
+    is_rendering: bool
+
+
+class Template:
+    """One tokenizer with its own chat template or another."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+        if not tokenizer.is_fast:
+            raise ModelError(
+                f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected "
+                "a fast tokenizer; "
+                "save it once with transformers' fast class"
+            )
+        self.tokenizer = tokenizer
+        self.template = template if template is not None else tokenizer.chat_template
+
+    def apply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        place: str,
+        *,
+        is_prompt: bool = False,
+    ) -> Text:
+        """The text of these messages, with the generation prompt if ``is_prompt``."""
+        if self.template is None:
+            raise RenderError(
+                f"{place}: messages to render, and the tokenizer has no chat template; "
+                "expected one; give it with data.template=FILE"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=self.template if isinstance(self.template, str) else None,
+                tokenize=False,
+                add_generation_prompt=is_prompt,
+            )
+        except FAILURES as error:
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            roles = " ".join(message["role"] for message in messages)
+            raise RenderError(
+                f"{place}: the chat template does not take these messages ({roles[:80]}): "
+                f"{reason[:200]}; "
+                "expected messages it accepts; change the row or give another template with "
+                "data.template=FILE"
+            ) from None
+        return checked(str(text), place, is_rendering=True)
+
+    def encode(self, texts: Iterable[Text]) -> dict[Text, Ids]:
+        """The ids of each text; one call of the tokenizer for each kind of text."""
+        unique = list(dict.fromkeys(texts))
+        ids_of: dict[Text, Ids] = {}
+        for is_rendering in (True, False):
+            group = [text for text in unique if text.is_rendering == is_rendering]
+            if not group:
+                continue
+            encoded = self.tokenizer(
+                [text.text for text in group],
+                add_special_tokens=not is_rendering,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            ids_of.update(zip(group, encoded["input_ids"], strict=True))
+        return ids_of
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The token that ends an assistant turn as rendered; without a template, the eos."""
+        if self.template is None:
+            eos = self.tokenizer.eos_token_id
+            return () if eos is None else (int(eos),)
+        place = "the chat template"
+        prompt = self.apply(PROBE[:1], (), place, is_prompt=True)
+        row = self.apply(PROBE, (), place)
+        ids_of = self.encode([prompt, row])
+        start = self.context_length(ids_of[prompt], ids_of[row], place)
+        added = {*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids}
+        end = self._last_end(ids_of[row], start, added)
+        if end is None:
+            raise RenderError(
+                "the chat template ends an assistant turn with no special token (it writes "
+                f"{self.decode(ids_of[row][start:])}), so a model could never learn to stop; "
+                "expected one such as eos "
+                "after the content; give a template that writes it with data.template=FILE, or "
+                "add the token"
+            )
+        return (ids_of[row][end],)
+
+    @cached_property
+    def _end_ids(self) -> set[int]:
+        """Tokens that may end a turn: special ones, and the one seen to end turns."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {index for index, token in added if token.special}
+        return special | {*self.tokenizer.all_special_ids, *self.stop_ids}
+
+    def end_of_turn(self, ids: Ids, start: int, place: str) -> int:
+        """Where the last token that ends the turn begun at ``start`` lies."""
+        end = self._last_end(ids, start, self._end_ids)
+        if end is None:
+            raise RenderError(
+                f"{place}: the chat template writes no token that ends this turn "
+                f"({self.decode(ids[start:][-8:])}); "
+                f"expected {self.decode(self.stop_ids)}; correct it or give one with "
+                "data.template=FILE"
+            )
+        return end
+
+    def _last_end(self, ids: Ids, start: int, ends: set[int]) -> int | None:
+        """The last of ``ends`` after ``start``, if nothing but white space follows it."""
+        for at in range(len(ids) - 1, start - 1, -1):
+            if ids[at] in ends:
+                return None if str(self.tokenizer.decode(ids[at + 1 :])).strip() else at
+        return None
+
+    def context_length(self, prompt: Ids, ids: Ids, place: str) -> int:
+        """len(prompt), proven to be a prefix of ``ids``."""
+        if ids[: len(prompt)] == prompt:
+            return len(prompt)
+        pairs = enumerate(zip_longest(prompt, ids))
+        at = next(index for index, (left, right) in pairs if left != right)
+        raise RenderError(
+            f"{place}: the prompt is not a token prefix of the row: after "
+            f"{self.decode(ids[max(at - 4, 0) : at])}, token "
+            f"{at} is {self.decode(prompt[at : at + 1])} in the prompt and "
+            f"{self.decode(ids[at : at + 1])} in the row; "
+            "expected equal tokens, or the model would be taught on text it never sees when it "
+            "answers; take white "
+            "space from where prompt and answer meet, or give a template whose generation prompt "
+            "fits with "
+            "data.template=FILE"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Quoted text, for messages."""
+        return repr(self.tokenizer.decode(list(ids))) if ids else "nothing"
+
+    def identity(self) -> str:
+        """Changes whenever the ids of some text could: tokenizer, template, library versions.
+
+        A template that asks for the date gives other ids each day: then the day is part of it.
+        """
+        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        backend["padding"] = backend["truncation"] = None  # left by the last call
+        template = json.dumps(self.template, sort_keys=True)
+        special = {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()}
+        parts = [
+            json.dumps(backend, sort_keys=True),
+            json.dumps(special, sort_keys=True),
+            str(getattr(self.tokenizer, "split_special_tokens", False)),
+            template,
+            *(f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")),
+        ]
+        if "strftime_now" in template:
+            parts.append(str(datetime.date.today()))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def checked(text: str, place: str, *, is_rendering: bool) -> Text:
+    """Text that can be written as UTF-8, as tokenizers need it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RenderError(
+            f"{place}: character {error.start + 1} of the text is half of a surrogate pair; "
+            "expected Unicode text; "
+            "correct it"
+        ) from None
+    return Text(text, is_rendering)
