@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from taut.config import configclass
@@ -61,7 +62,7 @@ class Checkpoints:
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
             self.ranks.barrier()
-            dcp.save(self._state(), checkpoint_id=beside)
+            save_sharded(self._state(), checkpoint_id=beside)
             if self.ranks.is_writer:
                 meta = {"step": step, "identity": self.identity}
                 (beside / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -87,7 +88,7 @@ class Checkpoints:
                 "resume with what it was started with, or start anew in another out"
             )
         state = self._state()
-        dcp.load(state, checkpoint_id=found[-1])
+        load_sharded(state, checkpoint_id=found[-1])
         set_state_dict(
             self.scorer,
             self.optimizer,

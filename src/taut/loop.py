@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from taut import losses, parallel
+from taut import losses, optim, parallel
 from taut.data.pack import PackPolicy
 from taut.data.plan import Budget, assign, layouts
 from taut.errors import NonFiniteError
@@ -81,11 +81,13 @@ class Job:
     policy: PackPolicy
     ranks: Ranks
     compute: Callable[[], AbstractContextManager[Any]]
-    """The precision context a step runs in."""
+    """The precision context of a forward."""
+    compute_backward: Callable[[], AbstractContextManager[Any]]
+    """The precision context of a backward."""
+    noise: Noise | None
     emit: Callable[..., None]
     """Writes an event: ``emit(kind, **fields)``."""
     clip_grad_norm: float | None = None
-    noise: Noise | None = None
     alarms: Sequence[Alarm] = ()
     first_step: int = 1
     after_step: Sequence[Callable[[int], None]] = ()
@@ -122,46 +124,48 @@ def train(job: Job) -> StepReport | None:
 
 def train_step(job: Job, step: int) -> StepReport:
     """One optimizer step."""
-    trees = job.method.prepare(step)
-    loss = job.method.loss
+    trees, loss = job.method.prepare(step), job.method.loss
     microbatches = microbatches_of(trees, job)
-    scales = {term: 1.0 / count for term, count in denominators(loss, microbatches, job.ranks).items()}
+    counts = denominators(loss, microbatches, job.ranks)
+    scales = {term: 1.0 / count for term, count in counts.items()}
+    nothing = dict.fromkeys(scales, 0.0)
     job.scorer.train()
     scored = []
-    with job.compute():
-        for packed, is_real in padded(microbatches, trees, job):
-            scored_one = backward(job, loss, packed, scales if is_real else dict.fromkeys(scales, 0.0), step)
-            if is_real:
-                scored.append(scored_one)
-    report = reduce_report(step, trees, loss, scored, scales, job.ranks)
+    for packed, is_real in padded(microbatches, trees, job):
+        scores = backward(job, packed, scales if is_real else nothing, step)
+        if is_real:
+            scored.append(Scored(packed, scores))
+    report = summarise(job, step, trees, scored, scales)
     require_finite(report.loss, "loss", report, job)
-    norm = parallel.clip_gradients(job.trained, job.clip_grad_norm)
-    report = StepReport(**{**vars(report), "grad_norm": float(norm)})
+    report = replace(report, grad_norm=parallel.clip_gradients(job.trained, job.clip_grad_norm))
     require_finite(report.grad_norm, "gradient norm", report, job)
     for alarm in job.alarms:
         alarm(report, job)
-    for group in job.optimizer.param_groups:
-        group["lr"] = job.learning_rate(step)
+    optim.set_learning_rate(job.optimizer, job.learning_rate(step))
     job.optimizer.step()
     job.optimizer.zero_grad()
     return report
 
 
-def backward(job: Job, loss: Loss, packed: Packed, scales: dict[str, float], step: int) -> Scored:
-    """Add one micro-batch's share to the gradient."""
+def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> Scores:
+    """Add one micro-batch's share, each term times its scale, to the gradient."""
+    loss = job.method.loss
+    linear = loss.linear_weights(packed)
     if job.noise is not None:
         job.noise.set(step, packed)
-    linear = loss.linear_weights(packed)
-    if linear is not None:
-        linear_N = torch.stack([scales[term] * weight_N for term, weight_N in linear.items()]).sum(0)
-        scores: Scores = job.scorer(packed, linear_N)
-        assert scores.linear_sum is not None
-        scores.linear_sum.backward()  # type: ignore[no-untyped-call]
-    else:
-        scores = job.scorer(packed)
-        terms = loss(scores, packed.to(scores.logp_N.device)).terms
-        torch.stack([scales[term] * total for term, total in terms.items()]).sum().backward()  # type: ignore[no-untyped-call]
-    return Scored(packed, Scores(scores.logp_N.detach()))
+    with job.compute():
+        if linear is not None:
+            shares = [scales[term] * weight_N for term, weight_N in linear.items()]
+            scores: Scores = job.scorer(packed, torch.stack(shares).sum(0))
+            total = scores.linear_sum
+        else:
+            scores = job.scorer(packed)
+            terms = loss(scores, packed.to(scores.logp_N.device)).terms
+            total = torch.stack([scales[term] * value for term, value in terms.items()]).sum()
+    assert total is not None
+    with job.compute_backward():
+        total.backward()  # type: ignore[no-untyped-call]
+    return Scores(scores.logp_N.detach())
 
 
 def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
@@ -196,40 +200,40 @@ def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> di
     return totals
 
 
-def reduce_report(
+def summarise(
+    job: Job,
     step: int,
     trees: Sequence[Tree],
-    loss: Loss,
     scored: Sequence[Scored],
     scales: dict[str, float],
-    ranks: Ranks,
 ) -> StepReport:
     """Sum what the micro-batches and ranks saw."""
     terms = dict.fromkeys(scales, 0.0)
     metrics: dict[str, list[float]] = {}
     for packed, scores in scored:
-        sums = loss(scores, packed.to(scores.logp_N.device))
+        sums = job.method.loss(scores, packed.to(scores.logp_N.device))
         for term, total in sums.terms.items():
             terms[term] += float(total)
         for name, (total, number) in sums.metrics.items():
             have = metrics.setdefault(name, [0.0, 0.0])
             have[:] = [have[0] + float(total), have[1] + float(number)]
     sizes = [
-        sum(packed.num_targets for packed, _ in scored),
-        sum(packed.num_tokens for packed, _ in scored),
-        sum(packed.num_tokens_unshared for packed, _ in scored),
+        float(sum(packed.num_targets for packed, _ in scored)),
+        float(sum(packed.num_tokens for packed, _ in scored)),
+        float(sum(packed.num_tokens_unshared for packed, _ in scored)),
     ]
-    names = sorted(set().union(*ranks.gather(set(metrics))))
-    flat = [value for name in names for value in metrics.get(name, [0.0, 0.0])]
-    reduced = ranks.sum([*terms.values(), *flat, *sizes])
-    totals, flat, sizes_all = reduced[: len(terms)], reduced[len(terms) : -3], reduced[-3:]
+    names = sorted(set().union(*job.ranks.gather(set(metrics))))
+    pairs = [value for name in names for value in metrics.get(name, [0.0, 0.0])]
+    *rest, targets, tokens, unshared = job.ranks.sum([*terms.values(), *pairs, *sizes])
+    totals, pairs = rest[: len(terms)], rest[len(terms) :]
+    means = dict(zip(names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
     return StepReport(
         step=step,
         loss=sum(scale * total for scale, total in zip(scales.values(), totals, strict=True)),
-        metrics={n: flat[2 * i] / flat[2 * i + 1] for i, n in enumerate(names) if flat[2 * i + 1]},
-        num_targets=int(sizes_all[0]),
-        num_tokens=int(sizes_all[1]),
-        num_tokens_unshared=int(sizes_all[2]),
+        metrics={name: total / count for name, (total, count) in means.items() if count},
+        num_targets=int(targets),
+        num_tokens=int(tokens),
+        num_tokens_unshared=int(unshared),
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),
     )
@@ -252,4 +256,4 @@ def require_finite(value: float, what: str, report: StepReport, job: Job) -> Non
 
 def _not_finite(packed: Packed, logp_N: Tensor) -> set[str]:
     rows = packed.row_N[~torch.isfinite(logp_N).cpu()]
-    return {packed.sample_ids[int(row)] for row in rows.unique()}
+    return {packed.sample_ids[row] for row in rows.tolist()}

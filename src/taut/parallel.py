@@ -96,9 +96,10 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
     """Shard every layer and the root over all ranks; gradients arrive summed."""
     if ranks.size == 1:
         return
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    mesh = dist.init_device_mesh(ranks.device.type, (ranks.size,))
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(root, mesh=mesh)
@@ -108,14 +109,14 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
-    """The gradient's total norm over all ranks, float64 or float32; gradients are scaled down to ``max_norm``."""
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
+    """The gradient's total norm over all ranks; where finite, gradients are scaled down to ``max_norm``."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if max_norm is not None and bool(torch.isfinite(whole)):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
-    return whole
+    return float(whole)
 
 
 def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
@@ -125,5 +126,5 @@ def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | Non
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(module, options=options)
-    return dict(state) if ranks.is_writer else None
+    state: dict[str, Any] = get_model_state_dict(module, options=options)
+    return state if ranks.is_writer else None

@@ -22,16 +22,11 @@ from taut.attention.layout import Layout
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
     """One layer's attention; see the module docstring for shapes."""
-    softcap = call.softcap
-
-    def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return torch.tanh(score / softcap) * softcap
-
     out, aux = _kernel(query.device.type)(
         query,
         key,
         value,
-        score_mod=None if softcap is None else capped,
+        score_mod=None if call.softcap is None else _softcap(call.softcap),
         block_mask=_block_mask(layout, call.window, query.device),
         scale=call.scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -42,6 +37,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
         out = out * share.unsqueeze(-1).to(out.dtype)
     result: Tensor = out
     return result
+
+
+def _softcap(cap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return score_mod
 
 
 def _block_mask(layout: Layout, window: int | None, device: torch.device) -> BlockMask:
@@ -58,4 +60,5 @@ def _block_mask(layout: Layout, window: int | None, device: torch.device) -> Blo
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    eager: Callable[..., Any] = flex_attention
+    return torch.compile(eager, dynamic=True) if device_type == "cuda" else eager

@@ -40,7 +40,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
     if is_plain and query.device.type == "cpu":
         groups = query.shape[1] // key.shape[1]
         key, value = _repeat(key, groups), _repeat(value, groups)
-        result: Tensor = TreeAttention.apply(query, key, value, parts(layout), call.scale)
+        result: Tensor = TreeAttention.apply(query, key, value, parts(layout), call.scale)  # type: ignore[no-untyped-call]
         return result
     return path_attention(query, key, value, layout, call)
 

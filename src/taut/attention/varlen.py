@@ -27,11 +27,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
             "attention=varlen found a softcap, sinks or a two-way block in this model; the varlen kernel has none of "
             "them; set attention=flex"
         )
-    flat = [heads.squeeze(0).transpose(0, 1) for heads in (query, key, value)]
+    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     if layout.is_flat:
-        out = _kernel_on(*flat, layout, call)
+        out = _kernel_on(query, key, value, layout, call)
     else:
-        out = checkpoint(_gathered, *flat, layout, call, use_reentrant=False, preserve_rng_state=False)
+        out = checkpoint(
+            _gathered, query, key, value, layout, call, use_reentrant=False, preserve_rng_state=False
+        )
     return out.transpose(0, 1).unsqueeze(0)
 
 

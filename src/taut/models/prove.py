@@ -1,12 +1,14 @@
 """Proofs on the loaded model, before it trains: a fraction of a second on a few dozen tokens.
 
-- every attention layer calls the chosen function, once, and no mask of the library's says more than the layers ask for;
-- a sample's log-probs do not change when its neighbour in the pack does (a neighbour longer than the sample included),
+- every attention layer calls the chosen function, once, and no mask of the library's says more
+than the layers ask for; - a sample's log-probs do not change when its neighbour in the pack does
+(a neighbour longer than the sample included),
   nor when a later token of its own does;
 - the chunked head gives the model's own logits.
 
-A model whose layers carry state across tokens fails the neighbour proof; it is then run one sample at a time, which the
-caller records. Anything else that fails is an error that names the layer or the number.
+A model whose layers carry state across tokens fails the neighbour proof; it is then run one sample
+at a time, which the caller records. Anything else that fails is an error that names the layer or
+the number.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.layout import Layout
@@ -46,7 +48,9 @@ class Proof:
     future: float
     """Largest change of a log-prob when a later token changes."""
     head: float
-    """Largest difference between the chunked head's log-probs and those from the model's own logits."""
+    """Largest difference between the chunked head's log-probs and those from the model's own
+    logits.
+    """
     one_sample: str | None
     """Why this model must run one sample at a time; None: it packs."""
 
@@ -70,26 +74,27 @@ def prove(
     _require_calls(scorer.model, seen)
     if not head <= limit:
         raise ModelError(
-            f"the head of {type(scorer.model).__name__} is not understood: its logits differ from taut's by {head:.3g} "
-            f"nats (at most {limit:g} is rounding); the architecture does more after the last layer than scale, bias and "
+            f"the head of {type(scorer.model).__name__} is not understood: its logits differ from "
+            f"taut's by {head:.3g} "
+            f"nats (at most {limit:g} is rounding); the architecture does more after the last "
+            "layer than scale, bias and "
             "softcap; please report it"
         )
     if not future <= limit:
         raise AttentionError(
-            f"a later token changes an earlier log-prob by {future:.3g} nats in {type(scorer.model).__name__}; "
+            f"a later token changes an earlier log-prob by {future:.3g} nats in "
+            f"{type(scorer.model).__name__}; "
             "taut trains causal language models"
         )
     if not neighbour <= limit and not reasons:
         raise AttentionError(
-            f"packed samples see each other in {type(scorer.model).__name__} ({neighbour:.3g} nats) and no layer with "
-            "state across tokens was found to explain it; the model cannot be packed; please report it"
+            f"packed samples see each other in {type(scorer.model).__name__} ({neighbour:.3g} "
+            "nats) and no layer with "
+            "state across tokens was found to explain it; the model cannot be packed; please "
+            "report it"
         )
-    windows = tuple(
-        sorted(window for window in seen.windows_called if window is not None)
-    )
-    return Proof(
-        len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None
-    )
+    windows = tuple(sorted(window for window in seen.windows_called if window is not None))
+    return Proof(len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None)
 
 
 def _one_sample_reasons(model: PreTrainedModel, max_length: int) -> list[str]:
@@ -103,7 +108,8 @@ def _one_sample_reasons(model: PreTrainedModel, max_length: int) -> list[str]:
         kind, original = rope
         if kind != "longrope":
             raise ModelError(
-                f"{kind} RoPE depends on the longest position seen so far, and data.max_length={max_length} exceeds "
+                f"{kind} RoPE depends on the longest position seen so far, and "
+                f"data.max_length={max_length} exceeds "
                 f"the model's original {original}; set data.max_length={original} or less"
             )
         reasons.append(f"longrope depends on the longest position (beyond {original})")
@@ -121,20 +127,25 @@ def _require_calls(model: PreTrainedModel, seen: Observation) -> None:
     expected = anatomy.attention_layer_count(model)
     if len(seen.layers) != expected or len(set(seen.layers)) != expected:
         raise AttentionError(
-            f"{len(set(seen.layers))} of {expected} attention layers of {type(model).__name__} called the chosen attention "
-            f"({len(seen.layers)} calls); expected each of them once; the model does not use the library's attention "
+            f"{len(set(seen.layers))} of {expected} attention layers of {type(model).__name__} "
+            "called the chosen attention "
+            f"({len(seen.layers)} calls); expected each of them once; the model does not use the "
+            "library's attention "
             "interface throughout and cannot be trained exactly"
         )
     unasked = seen.windows_masked - seen.windows_called
     if expected and unasked - {None}:
         raise AttentionError(
-            f"{type(model).__name__} masks a sliding window of {max(w for w in unasked if w)} that no attention layer asks "
+            f"{type(model).__name__} masks a sliding window of {max(w for w in unasked if w)} that "
+            "no attention layer asks "
             "for by keyword; it would be dropped, so the model is refused"
         )
 
 
 def _perturb(scorer: Scorer) -> tuple[float, float]:
-    """How much the second sample's log-probs move when its neighbour, and when its own last token, changes."""
+    """How much the second sample's log-probs move when its neighbour, and when its own last token,
+    changes.
+    """
     long, short = (
         _probe("a", LENGTHS[1], scorer, seed=1),
         _probe("b", LENGTHS[0], scorer, seed=2),
@@ -144,8 +155,7 @@ def _perturb(scorer: Scorer) -> tuple[float, float]:
     changed[-1] = (changed[-1] + 1) % scorer.model.config.get_text_config().vocab_size
     late = Sample("b", changed, short.target_at_N, short.weight_N)
     with_long, with_other, with_late = (
-        _logps(scorer, pack(pair, ALONE))
-        for pair in ((long, short), (other, short), (long, late))
+        _logps(scorer, pack(pair, ALONE)) for pair in ((long, short), (other, short), (long, late))
     )
     alone = _logps(scorer, pack([short], ALONE))
     neighbour = max(_gap(with_long, with_other), _gap(with_long, alone))
@@ -165,6 +175,31 @@ def _head_difference(scorer: Scorer) -> float:
     ).logits[0]
     every = torch.log_softmax(logits.to(ours.dtype), dim=-1)[on_device.predictor_N]
     return _gap(ours, every.gather(1, on_device.target_N[:, None]).squeeze(1))
+
+
+def library_logps(model: nn.Module, sample: Sample, device: torch.device) -> Tensor:
+    """logp_N of one sample alone, through the library's own attention and the model's own head; on the CPU."""
+    plain = anatomy.unwrap(model)
+    ours = anatomy.text_config(model)._attn_implementation
+    plain.set_attn_implementation(library_attention(plain))
+    try:
+        logits = plain(
+            input_ids=torch.from_numpy(sample.ids_T).to(device)[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(sample.target_at_N - 1).to(device),
+        ).logits[0]
+    finally:
+        plain.set_attn_implementation(ours)
+    every = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    targets = torch.from_numpy(sample.ids_T[sample.target_at_N]).to(device)
+    return every.gather(1, targets[:, None]).squeeze(1).cpu()
+
+
+def library_attention(model: PreTrainedModel) -> str:
+    """The library's implementation that honours everything this model asks of attention."""
+    text = anatomy.text_config(model)
+    is_plain = model._supports_sdpa and not getattr(text, "attn_logit_softcapping", None)
+    return "sdpa" if is_plain else "eager"
 
 
 def _logps(scorer: Scorer, packed: Packed) -> Tensor:

@@ -1,15 +1,19 @@
 """The Scorer: a micro-batch in, the log-probability of each listed target out.
 
-One module owns the backbone and the head. The backbone runs once over the flat tokens with the layout as a keyword;
-``lm_head`` runs on predictors only, in chunks, and [N, V] never exists:
+One module owns the backbone and the head. The backbone runs once over the flat tokens with the
+layout as a keyword; ``lm_head`` runs on predictors only, in chunks, and [N, V] never exists:
 
-    z = softcap(scale * (h W^T + b))        logp = log_softmax(z)[target]        entropy = -sum p log p
+    z = softcap(scale * (h W^T + b))        logp = log_softmax(z)[target]        entropy = -sum p
+    log p
 
 log-softmax is taken in at least float32. Two ways through the head:
 
-- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in the forward, three matrix
-  products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
-- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
+- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in
+the forward, three matrix
+  products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without
+  gradient.
+- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry
+gradients.
 
 The Scorer is the root of sharding; nobody calls inner modules from outside.
 """
@@ -33,7 +37,9 @@ CHUNK_ELEMENTS = 2**24
 
 
 class Scorer(nn.Module):
-    """Scores micro-batches with a Hugging Face causal language model loaded with a taut attention."""
+    """Scores micro-batches with a Hugging Face causal language model loaded with a taut
+    attention.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -72,11 +78,11 @@ def score_hidden(
 ) -> Scores:
     """The head alone: hidden states of the predictors -> scores of the targets."""
     if linear_N is None:
-        logp_N, entropy_N = _Head.apply(
+        logp_N, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
             hidden_ND, spec.weight, spec.bias, target_N, spec, with_entropy
         )
         return Scores(logp_N, entropy_N if with_entropy else None)
-    total, logp_N, entropy_N = _LinearHead.apply(
+    total, logp_N, entropy_N = _LinearHead.apply(  # type: ignore[no-untyped-call]
         hidden_ND, spec.weight, spec.bias, target_N, linear_N, spec, with_entropy
     )
     return Scores(logp_N, entropy_N if with_entropy else None, total)
@@ -95,7 +101,7 @@ class _Chunks:
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
         self.slices = [slice(at, at + rows) for at in range(0, hidden.shape[0], rows)]
 
-    def logits(self, rows: Slice) -> Tensor:
+    def logits(self, rows: slice) -> Tensor:
         """[rows, V] after bias, scale and softcap."""
         z = (self.hidden[rows] @ self.weight.T).to(self.wide)
         if self.bias is not None:
@@ -106,15 +112,13 @@ class _Chunks:
             z = torch.tanh_(z.div_(self.spec.softcap)).mul_(self.spec.softcap)
         return z
 
-    def to_raw(self, grad: Tensor, z: Tensor | None) -> Tensor:
-        """The gradient with respect to ``h W^T + b`` from the one with respect to the logits ``z``; in place."""
+    def to_raw(self, grad: Tensor, z: Tensor) -> Tensor:
+        """The gradient with respect to ``h W^T + b`` from the one with respect to the logits
+        ``z``; in place.
+        """
         if self.spec.softcap is not None:
-            assert z is not None
             grad.mul_(1 - (z / self.spec.softcap) ** 2)
         return grad.mul_(self.spec.scale) if self.spec.scale != 1.0 else grad
-
-
-Slice = slice
 
 
 class _Sums:
@@ -125,10 +129,11 @@ class _Sums:
         self.chunks = chunks
         self.hidden = torch.empty_like(chunks.hidden) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        has_bias = chunks.bias is not None and needs[2]
-        self.bias = torch.zeros_like(chunks.bias, dtype=wide) if has_bias else None
+        self.bias = None
+        if chunks.bias is not None and needs[2]:
+            self.bias = torch.zeros_like(chunks.bias, dtype=wide)
 
-    def add(self, rows: Slice, grad: Tensor) -> None:
+    def add(self, rows: slice, grad: Tensor) -> None:
         """``grad`` [rows, V]: gradient with respect to h W^T + b."""
         if self.bias is not None:
             self.bias += grad.sum(0)
@@ -174,7 +179,11 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, target, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         is_narrow = ctx.dtype != weight.dtype
-        with torch.autocast(hidden.device.type, dtype=ctx.dtype if is_narrow else None, enabled=is_narrow):
+        with torch.autocast(
+            hidden.device.type,
+            dtype=ctx.dtype if is_narrow else None,
+            enabled=is_narrow,
+        ):
             chunks = _Chunks(hidden, weight, bias, ctx.spec)
         sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
         for rows in chunks.slices:
@@ -187,7 +196,14 @@ class _Head(torch.autograd.Function):
             if ctx.with_entropy:
                 grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
             sums.add(rows, chunks.to_raw(grad, z))
-        return _cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias, None, None, None
+        return (
+            _cast(sums.hidden, hidden),
+            _cast(sums.weight, weight),
+            sums.bias,
+            None,
+            None,
+            None,
+        )
 
 
 class _LinearHead(torch.autograd.Function):
@@ -212,7 +228,6 @@ class _LinearHead(torch.autograd.Function):
         for rows in chunks.slices:
             z = chunks.logits(rows)
             every = torch.log_softmax(z, dim=-1)
-            z = z if spec.softcap is not None else None
             logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
             if with_entropy:
                 entropy[rows] = -(every.exp() * every).sum(1)
@@ -220,6 +235,7 @@ class _LinearHead(torch.autograd.Function):
             grad = every.exp_().mul_(-share)
             grad.scatter_add_(1, target[rows, None], share)
             sums.add(rows, chunks.to_raw(grad, z))
+            del z
         ctx.save_for_backward(_cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias)
         ctx.mark_non_differentiable(logp, entropy)
         return (linear * logp).sum(), logp, entropy

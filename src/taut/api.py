@@ -1,0 +1,185 @@
+"""The library: ``taut.sft(run)`` trains, ``taut.show(run)`` looks. The command line calls nothing else.
+
+``sft`` refuses, builds, claims the output directory, trains, evaluates, saves: in that order, so that a mistake found
+while building leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from taut import __version__, parallel
+from taut.checkpoint import Checkpoints
+from taut.config import to_dict
+from taut.evals.heldout import HeldOut
+from taut.loop import StepReport, train
+from taut.models.lora import is_adapted, save_adapter
+from taut.models.save import save_model
+from taut.outdir import claim, require_usable
+from taut.parallel import Ranks
+from taut.run import Built, Run, build
+from taut.runlog import RunLog
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run."""
+
+    out: Path
+    model: Path
+    """The trained model, in Hugging Face format."""
+    steps: int
+    loss: float
+    """Training loss of the last step."""
+    eval_loss: float | None
+    """Held-out loss at the end, where data.eval was given."""
+
+
+def sft(run: Run) -> Result:
+    """Fine-tune a model on a data set; see ``taut.run.Run`` for the configuration.
+
+    Raises TautError (what was found, what was expected, what to do) before anything is written, or CheckFailed where
+    a proof or an alarm stops the run.
+    """
+    ranks = parallel.start(run.device)
+    out = Path(run.out).expanduser()
+    require_usable(out, resume=run.resume, overwrite=run.overwrite)
+    with RunLog(run.log, is_writer=ranks.is_writer) as log:
+        built = build(run, ranks, log.emit)
+        if ranks.is_writer:
+            claim(out, _resolved(built), overwrite=run.overwrite)
+        ranks.barrier()
+        log.open(out, num_steps=built.job.num_steps)
+        result = _run(built, out, log)
+    parallel.stop(ranks)
+    return result
+
+
+def show(run: Run) -> None:
+    """Print the configuration in force, the data report and the first samples, targets coloured. Writes nothing."""
+    from taut.show import show as print_run
+
+    print_run(run)
+
+
+def _run(built: Built, out: Path, log: RunLog) -> Result:
+    """Train, evaluate and save."""
+    job, run = built.job, built.run
+    checkpoints = Checkpoints(
+        folder=out / "checkpoints",
+        config=run.checkpoint,
+        scorer=built.scorer,
+        optimizer=job.optimizer,
+        identity=_identity(built),
+        ranks=job.ranks,
+        emit=log.emit,
+    )
+    began = time.perf_counter()
+    _emit_start(built, log)
+    if run.resume and (step := checkpoints.resume()):
+        job.first_step = step + 1
+        log.emit("resume", from_step=step)
+    evaluate = HeldOut(built.inputs.eval, job) if built.inputs.eval is not None else None
+    job.after_step = [*_every(run.eval.every, evaluate, job.num_steps), checkpoints]
+    report = train(job)
+    eval_loss = evaluate(job.num_steps) if evaluate else None
+    model = _save(built, out)
+    log.emit(
+        "end",
+        outcome="finished",
+        step=job.num_steps,
+        loss=report.loss if report else None,
+        eval_loss=eval_loss,
+        seconds=time.perf_counter() - began,
+        model=str(model),
+    )
+    return Result(out, model, job.num_steps, _loss_of(report), eval_loss)
+
+
+def _emit_start(built: Built, log: RunLog) -> None:
+    data, job, proof = built.inputs.train.report, built.job, built.proof
+    log.emit(
+        "start",
+        version=__version__,
+        model=built.run.model,
+        num_steps=job.num_steps,
+        num_ranks=job.ranks.size,
+        num_samples=data.num_samples,
+        data=str(data),
+        dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
+        cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
+        decisions=[decision._asdict() for decision in built.decisions],
+        num_trained=sum(parameter.numel() for parameter in job.trained),
+    )
+    for name, value, detail in (
+        ("attention", proof.num_attention_layers, "layers call the chosen attention, all of them"),
+        ("neighbour", proof.neighbour, "largest change of a log-prob when a packed neighbour changes"),
+        ("future", proof.future, "largest change of a log-prob when a later token changes"),
+        ("head", proof.head, "largest difference of log-probs from the model's own logits"),
+    ):
+        is_excused = name == "neighbour" and proof.one_sample is not None
+        outcome = "skipped" if is_excused else "passed"
+        log.emit(
+            "check", name=name, outcome=outcome, value=value, detail=proof.one_sample if is_excused else detail
+        )
+
+
+def _every(
+    every: int, evaluate: HeldOut | None, num_steps: int
+) -> list[Callable[[int], Any]]:
+    """Evaluation between steps; the end has its own."""
+    if not every or evaluate is None:
+        return []
+    chosen = evaluate
+    return [lambda step: chosen(step) if step % every == 0 and step < num_steps else None]
+
+
+def _save(built: Built, out: Path) -> Path:
+    """Write ``model/`` (merged) and, with adapters, ``adapter/``; the writer only."""
+    ranks: Ranks = built.job.ranks
+    state = parallel.whole_state_dict(built.scorer.model, ranks)
+    if ranks.is_writer:
+        sharded = state if ranks.size > 1 else None
+        save_model(
+            built.scorer.model,
+            built.inputs.tokenizer,
+            out / "model",
+            stop_ids=built.inputs.renderer.stop_ids,
+            template=built.inputs.renderer.template,
+            dtype=built.saved_dtype,
+            state_dict=sharded,
+        )
+        if is_adapted(built.scorer.model):
+            save_adapter(built.scorer.model, out / "adapter", sharded)
+    ranks.barrier()
+    return out / "model"
+
+
+def _resolved(built: Built) -> dict[str, Any]:
+    """The configuration in force and what was decided for the user."""
+    return {
+        "taut": __version__,
+        "config": to_dict(built.run),
+        "decisions": [decision._asdict() for decision in built.decisions],
+        "num_steps": built.job.num_steps,
+        "data": built.inputs.train.fingerprint,
+    }
+
+
+def _identity(built: Built) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it goes on from."""
+    config = to_dict(built.run)
+    may_change = ("out", "resume", "overwrite", "steps", "epochs", "log", "checkpoint", "eval", "device")
+    return {
+        "config": {key: value for key, value in config.items() if key not in may_change},
+        "data": built.inputs.train.fingerprint,
+    }
+
+
+def _loss_of(report: StepReport | None) -> float:
+    return report.loss if report else math.nan

@@ -1,0 +1,261 @@
+"""``Run``, the root of the configuration, and ``build``: the only file that names everything.
+
+``build`` reads in the order things happen: ranks, data, dtype, attention, model, adapters, proofs, sharding, optimizer, job.
+Nothing is written before all of it has succeeded. What is chosen for the user is a ``Decision`` with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut import parallel
+from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
+from taut.attention.select import select
+from taut.checkpoint import CheckpointConfig
+from taut.config import configclass
+from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.pack import PackPolicy
+from taut.data.plan import BatchConfig, Budget, CostModel, Order, prefix_groups
+from taut.data.render import Renderer
+from taut.errors import ConfigError
+from taut.loop import Job
+from taut.methods.sft import Sft
+from taut.models import anatomy
+from taut.models.load import (
+    checkpoint_dtype,
+    context_length,
+    freeze,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from taut.models.lora import LoraConfig, apply_lora
+from taut.models.noise import NoiseConfig, install_noise
+from taut.models.precision import backward_context, compute_context, resolve_dtype
+from taut.models.prove import Proof, library_logps, prove
+from taut.models.score import Scorer
+from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer, require_trained
+from taut.optim import OptimConfig, build_optimizer, learning_rate
+from taut.parallel import Ranks
+from taut.runlog import LogConfig
+
+ALONE_TOKENS = 1024
+"""How many tokens of the first step are also run one sample at a time."""
+
+
+@configclass
+class EvalConfig:
+    """When held-out loss is measured (where data.eval is given): always at the end, and"""
+
+    every: int = 0
+    """Steps between evaluations; 0: only at the end."""
+
+
+@configclass
+class Run:
+    """A training run."""
+
+    model: str
+    """Directory (or hub name) of the model to start from."""
+    out: str
+    """Directory the run is written to; refused if it has anything in it, unless resume or overwrite."""
+    data: DataConfig
+    steps: int | None = None
+    """Optimizer steps; the data go round as often as needed. Exclusive with epochs."""
+    epochs: float | None = None
+    """Times round the data; 1 where steps is not given."""
+    seed: int = 0
+    """Seed of everything drawn at random: order, adapter initialisation, noise."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Compute dtype; bfloat16 keeps float32 weights. Default: bfloat16 where the hardware computes in it, else float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """auto, reference, varlen or flex; asked for by name and not to be had is an error."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in backward instead of keeping its activations."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters not to train: globs over names, or /regular expressions/."""
+    resume: bool = False
+    """Go on from the newest checkpoint in out."""
+    overwrite: bool = False
+    """Replace the run that is in out."""
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
+    tokens: TokensConfig = TokensConfig()
+    noise: NoiseConfig = NoiseConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+class Decision(NamedTuple):
+    """Something settled for the user, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokenizer and data: all that ``taut show`` needs, and the first half of a run."""
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    train: Dataset
+    eval: Dataset | None
+    max_length: int
+    new_ids: list[int]
+    decisions: list[Decision]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is ready to train; nothing has been written."""
+
+    run: Run
+    inputs: Inputs
+    scorer: Scorer
+    job: Job
+    proof: Proof
+    decisions: list[Decision]
+    saved_dtype: torch.dtype
+    """What the final weights are saved in: the dtype of the checkpoint they came from."""
+
+
+def load_inputs(run: Run, ranks: Ranks) -> Inputs:
+    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache."""
+    if run.steps is not None and run.epochs is not None:
+        raise ConfigError(f"steps={run.steps} and epochs={run.epochs} are both set; keep one")
+    config = load_config(run.model, run.trust_remote_code)
+    tokenizer = load_tokenizer(run.model, run.trust_remote_code)
+    new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
+    renderer = build_renderer(run.data, tokenizer)
+    decisions = []
+    max_length = run.data.max_length or context_length(config)
+    if max_length is None:
+        raise ConfigError(f"data.max_length is not set and {run.model} names no context; set data.max_length")
+    if run.data.max_length is None:
+        decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
+    if not ranks.is_writer:
+        ranks.barrier()
+    train = load_dataset(run.data, "train", renderer, max_length)
+    held_out = load_dataset(run.data, "eval", renderer, max_length) if run.data.eval else None
+    if ranks.is_writer:
+        ranks.barrier()
+    return Inputs(config, tokenizer, renderer, train, held_out, max_length, new_ids, decisions)
+
+
+def build(run: Run, ranks: Ranks, emit: Callable[..., None]) -> Built:
+    """Load, wrap, prove and shard the model; everything is in force or refused when this returns."""
+    inputs = load_inputs(run, ranks)
+    decisions = list(inputs.decisions)
+    dtype = resolve_dtype(run.dtype, ranks.device)
+    chosen = select(run.attention, ranks.device, dtype.dtype, inputs.config.get_text_config())
+    decisions.append(Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason))
+    decisions.append(Decision("attention", chosen.name, chosen.reason))
+    compute = partial(compute_context, dtype.dtype, ranks.device)
+    model = load_model(
+        run.model,
+        dtype=dtype.dtype,
+        device=ranks.device,
+        attention=chosen.implementation,
+        trust_remote_code=run.trust_remote_code,
+    )
+    add_tokens(model, inputs.new_ids)
+    adapted = apply_lora(model, run.lora, run.seed)
+    if run.freeze:
+        decisions.append(Decision("freeze", f"{len(freeze(adapted, run.freeze))} tensors", "freeze"))
+    require_trained(adapted, inputs.new_ids)
+    scorer = Scorer(adapted)
+    proof = prove(scorer, compute(), dtype.dtype, int(inputs.train.lengths.max()))
+    method, num_steps = _method(run, inputs.train)
+    noise = install_noise(adapted, run.noise, run.seed)
+    alone = {} if noise is not None else _alone(method, adapted, dtype.dtype, ranks.device)
+    policy, why = _policy(run, proof, has_noise=noise is not None)
+    if why:
+        decisions.append(Decision("batch.share_prefixes", "false", why))
+    if proof.one_sample:
+        decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
+    if run.activation_checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    budget = _budget(run, adapted, ranks, one_sample=proof.one_sample is not None)
+    parallel.shard(scorer, anatomy.layers(adapted), ranks)
+    job = Job(
+        scorer=scorer,
+        method=method,
+        optimizer=build_optimizer(scorer, run.optim),
+        learning_rate=partial(learning_rate, total=num_steps, config=run.optim),
+        num_steps=num_steps,
+        budget=budget,
+        policy=policy,
+        ranks=ranks,
+        compute=compute,
+        compute_backward=partial(backward_context, dtype.dtype),
+        noise=noise,
+        emit=emit,
+        clip_grad_norm=run.optim.clip_grad_norm,
+        alarms=[
+            FirstStep(alone, TOLERANCE[dtype.dtype]),
+            Untouched.watching(scorer),
+            Spikes(),
+        ],
+    )
+    saved_dtype = checkpoint_dtype(inputs.config)
+    return Built(run, inputs, scorer, job, proof, decisions, saved_dtype)
+
+
+def _method(run: Run, train: Dataset) -> tuple[Sft, int]:
+    """The method with its order of samples, and the number of steps."""
+    groups = prefix_groups(train, run.batch.group_min_tokens) if run.batch.group_prefixes else None
+    order = Order(train.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
+    epochs = None if run.steps is not None else (1.0 if run.epochs is None else run.epochs)
+    num_steps = run.steps if epochs is None else order.num_steps(epochs)
+    assert num_steps is not None
+    return Sft(train, order, epochs), num_steps
+
+
+def _alone(
+    method: Sft, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """log-probs of some of the first step's samples, run alone through the library's own path."""
+    samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
+    chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
+    with torch.no_grad(), compute_context(dtype, device):
+        return {name: library_logps(model, samples[name], device) for name in chosen}
+
+
+def _policy(run: Run, proof: Proof, *, has_noise: bool) -> tuple[PackPolicy, str | None]:
+    """Whether prefixes are shared, and why not where they were asked for."""
+    policy = PackPolicy(run.batch.share_prefixes, run.batch.min_saved_tokens)
+    if not run.batch.share_prefixes:
+        return policy, None
+    if has_noise:
+        return policy._replace(share_prefixes=False), "noise belongs to one sample, a shared prefix to several"
+    if proof.one_sample:
+        return policy._replace(share_prefixes=False), proof.one_sample
+    return policy, None
+
+
+def _budget(run: Run, model: nn.Module, ranks: Ranks, *, one_sample: bool) -> Budget:
+    rates = anatomy.flops(model)
+    return Budget(
+        tokens_per_microbatch=run.batch.tokens_per_microbatch,
+        num_ranks=ranks.size,
+        cost=CostModel(rates.per_token, rates.per_pair + rates.per_window_pair, rates.per_target),
+        min_saved_tokens=run.batch.min_saved_tokens,
+        one_sample=one_sample,
+    )
