@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.tokenizers import save_tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -20,6 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.models.load import quiet_library
 
 EIGHT = (
     "qwen2",
@@ -198,14 +201,23 @@ def save_tiny(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Path:
-    """Write ``tiny_model(name, **options)`` as a model directory; with a tokenizer, the vocabulary
-    covers it.
+    """Write ``tiny_model(name, **options)`` as a model directory; with a tokenizer, room for its
+    ids.
     """
     if tokenizer is not None:
         options.setdefault("vocab_size", len(tokenizer) + 7)
-        tokenizer.save_pretrained(directory)
-    tiny_model(name, **({"dtype": torch.float32} | options)).save_pretrained(directory)
+    with quiet_library():
+        tiny_model(name, **({"dtype": torch.float32} | options)).save_pretrained(directory)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, directory)
     return directory
+
+
+def logits_of(model: nn.Module, num_tokens: int = 12, seed: int = 0) -> torch.Tensor:
+    """The model's own logits [T, V] on random ids, through the library's forward."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 90, (1, num_tokens), generator=generator)
+    return model(input_ids=ids, use_cache=False).logits[0]
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:

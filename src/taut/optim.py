@@ -17,9 +17,10 @@ Imports torch, config and errors. The loop and run import it.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from taut.config import configclass
@@ -30,56 +31,35 @@ from taut.errors import ConfigError
 class OptimConfig:
     """AdamW and its schedule."""
 
-    learning_rate: float = 1e-5
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """The highest learning rate, reached at the end of the warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; norms and biases have none."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's decay of the mean of gradients."""
-    beta2: float = 0.999
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """AdamW's decay of the mean of squared gradients."""
-    eps: float = 1e-8
+    eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """How the learning rate falls after the warm-up."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Steps of linear warm-up; excludes ``warmup_ratio``."""
-    warmup_ratio: float | None = None
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Warm-up as a part of all steps, rounded up; 0.03 if neither is given."""
-    min_learning_rate_ratio: float = 0.0
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where the decay ends, as a part of ``learning_rate``."""
-    clip_grad_norm: float | None = 1.0
-    """The largest norm of the whole gradient; larger ones are scaled down to it. None: no
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """The largest norm of the whole gradient; a larger one is scaled down to it. None: no
     clipping.
     """
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ConfigError(
-                f"optim.warmup_steps={self.warmup_steps} and "
-                f"optim.warmup_ratio={self.warmup_ratio} "
-                "are both set; keep one"
+                f"optim.warmup_steps={self.warmup_steps} and optim.warmup_ratio={self.warmup_ratio} are both "
+                "set; keep one"
             )
-        ranges: dict[str, tuple[float, bool]] = {
-            "learning_rate": (self.learning_rate, self.learning_rate > 0),
-            "weight_decay": (self.weight_decay, self.weight_decay >= 0),
-            "beta1": (self.beta1, 0 <= self.beta1 < 1),
-            "beta2": (self.beta2, 0 <= self.beta2 < 1),
-            "eps": (self.eps, self.eps > 0),
-            "warmup_steps": (self.warmup_steps or 0, (self.warmup_steps or 0) >= 0),
-            "warmup_ratio": (self.warmup_ratio or 0.0, 0 <= (self.warmup_ratio or 0.0) <= 1),
-            "min_learning_rate_ratio": (
-                self.min_learning_rate_ratio,
-                0 <= self.min_learning_rate_ratio <= 1,
-            ),
-            "clip_grad_norm": (
-                self.clip_grad_norm or 0.0,
-                self.clip_grad_norm is None or self.clip_grad_norm > 0,
-            ),
-        }
-        for name, (value, is_possible) in ranges.items():
-            if not (is_possible and math.isfinite(value)):
-                raise ConfigError(f"optim.{name}={value} is out of range; see `taut show`")
 
 
 def num_warmup_steps(total: int, config: OptimConfig) -> int:

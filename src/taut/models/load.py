@@ -228,14 +228,15 @@ def _require_model_directory(path: str) -> None:
 def quiet_library() -> Iterator[None]:
     """The library's warnings and progress bars stay quiet."""
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.ERROR)
-    logging.disable_progress_bar()
+    library: Any = logging  # its switches have no types
+    library.set_verbosity_error()
+    library.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
         if has_bars:
-            logging.enable_progress_bar()
+            library.enable_progress_bar()
 
 
 @contextmanager

@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -32,11 +33,11 @@ from taut.models import anatomy
 class LoraConfig:
     """Low-rank adapters; off while ``rank`` is 0 and ``adapter`` is not given."""
 
-    rank: int = 0
+    rank: Annotated[int, Field(ge=0)] = 0
     """Rank of the adapters; 0: train the model itself."""
-    alpha: float | None = None
+    alpha: Annotated[float, Field(gt=0)] | None = None
     """Scale: alpha / rank (alpha / sqrt(rank) with rslora). Twice the rank if not given."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapters' input, keyed per sample; it turns prefix sharing off."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Linear modules to adapt, by the end of their names (q_proj, mlp.up_proj); all-linear: every
@@ -54,18 +55,9 @@ class LoraConfig:
     """Directory of an adapter to go on from; its own settings hold."""
 
     def __post_init__(self) -> None:
-        if (
-            self.rank < 0
-            or not 0 <= self.dropout < 1
-            or (self.alpha is not None and self.alpha <= 0)
-        ):
-            raise ConfigError(
-                f"lora: rank={self.rank}, dropout={self.dropout}, alpha={self.alpha}; "
-                "expected rank >= 0, 0 <= dropout < 1, alpha > 0"
-            )
         changed = [
             name
-            for name, field_ in type(self).__dataclass_fields__.items()  # type: ignore[attr-defined]
+            for name, field_ in type(self).__dataclass_fields__.items()
             if name not in ("rank", "adapter") and getattr(self, name) != _default(field_)
         ]
         if changed and (not self.is_on or self.adapter):
@@ -77,8 +69,7 @@ class LoraConfig:
             raise ConfigError(f"lora.{changed[0]} is set and would be ignored: {why}; remove it")
         if self.adapter and self.rank:
             raise ConfigError(
-                f"lora.rank={self.rank} and lora.adapter are both set: the adapter has its rank; "
-                "remove lora.rank"
+                f"rank={self.rank} and adapter are both set: the adapter has its rank; remove rank"
             )
 
     @property
@@ -188,9 +179,8 @@ def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Put ``weights`` into a module on the meta device. What it lacks is an error."""
     own = {name: tensor.detach() for name, tensor in weights.items()}
     missing, unexpected = module.load_state_dict(own, strict=False, assign=True)
-    assert not missing and not unexpected, (
-        f"weights missing: {missing[:3]}, unexpected: {unexpected[:3]}"
-    )
+    assert not missing, f"weights missing: {missing[:3]}"
+    assert not unexpected, f"weights unexpected: {unexpected[:3]}"
 
 
 def _peft_config(model: PreTrainedModel, config: LoraConfig) -> Any:

@@ -20,14 +20,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from taut.config import configclass
-from taut.errors import ConfigError, ModelError
+from taut.errors import ModelError
 from taut.models import anatomy
 from taut.types import Packed
 
@@ -36,15 +37,8 @@ from taut.types import Packed
 class NoiseConfig:
     """Noise added in training."""
 
-    neftune_alpha: float = 0.0
+    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
     """NEFTune's alpha: noise on the embeddings, 5 to 15 in the paper; 0 is off."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.neftune_alpha < float("inf"):
-            raise ConfigError(
-                f"noise.neftune_alpha={self.neftune_alpha} is not a number >= 0; 0 is off, 5 is "
-                "usual"
-            )
 
 
 @dataclass(frozen=True, slots=True)

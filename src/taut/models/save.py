@@ -62,7 +62,8 @@ def save_model(
     shutil.rmtree(partial, ignore_errors=True)
     served = serving_tokenizer(tokenizer, stop_ids, template)
     with torch.no_grad(), quiet_library():
-        plain = plain_model(model, state_dict).to(dtype)
+        plain = plain_model(model, state_dict)
+        nn.Module.to(plain, dtype=dtype)
         _set_stops(plain, served, stop_ids)
         try:
             partial.mkdir(parents=True)

@@ -46,14 +46,15 @@ def add_tokens_to_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TokensCo
     if not missing:
         return []
     tokenizer.add_tokens(missing, special_tokens=True)
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in missing]
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary[token] for token in missing]
     for token, number in zip(missing, ids, strict=True):
         if tokenizer.encode(token, add_special_tokens=False) != [number]:
             raise ModelError(
                 f"tokens.add: {token!r} does not become one id in this tokenizer; choose another "
                 "spelling, like <|name|>"
             )
-    return [int(number) for number in ids]
+    return ids
 
 
 @torch.no_grad()

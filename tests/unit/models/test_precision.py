@@ -1,0 +1,101 @@
+"""float64 is float64 all the way, forward and backward; bfloat16 computes in bf16 on float32
+parameters.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import tiny_model
+from tests.samples import sample
+from torch import Tensor, nn
+
+from taut.attention.layout import Layout
+from taut.attention.select import PREFIX
+from taut.data.pack import ALONE, pack
+from taut.errors import ConfigError
+from taut.models.precision import (
+    ChosenDtype,
+    Wide,
+    backward_context,
+    compute_context,
+    resolve_dtype,
+)
+from taut.types import Packed, Sample
+
+CPU = torch.device("cpu")
+
+
+def gradients(model: nn.Module, samples: list[Sample], wide: bool) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of the last sample and every gradient of their sum."""
+    packed: Packed = pack(samples, ALONE)
+    start, stop = packed.spans[-1]
+    model.zero_grad()
+    with compute_context(torch.float64, CPU) if wide else torch.enable_grad():
+        logits = model(
+            input_ids=packed.ids_T[None],
+            position_ids=packed.position_ids[None],
+            use_cache=False,
+            taut_layout=Layout(packed.reach_T.numpy()),
+        ).logits[0, start:stop]
+        logp = torch.log_softmax(logits, -1)[:-1].gather(-1, packed.ids_T[start + 1 : stop, None])
+        logp.sum().backward()
+    return logp.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def error_of_packing(name: str, wide: bool) -> float:
+    model = tiny_model(name, attention=PREFIX + "reference")
+    one = sample("one", [int(i) for i in torch.arange(3, 25)])
+    other = sample("other", [int(i) for i in torch.arange(50, 63)])
+    packed, alone = gradients(model, [other, one], wide), gradients(model, [one], wide)
+    relative = [
+        float((a - b).abs().max() / b.abs().max())
+        for a, b in zip(packed[1], alone[1], strict=True)
+        if b.abs().max() > 0
+    ]
+    return max(*relative, float((packed[0] - alone[0]).abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_oss"])
+def test_packed_equals_alone_to_1e12(name: str) -> None:
+    assert error_of_packing(name, wide=True) < 1e-12
+
+
+def test_without_the_context_the_librarys_casts_show() -> None:
+    assert error_of_packing("gemma2", wide=False) > 1e-9
+
+
+def test_a_cast_to_float32_stays_wide_forward_and_backward() -> None:
+    x = torch.tensor([1.0 + 1e-12], dtype=torch.float64, requires_grad=True)
+    with compute_context(torch.float64, CPU):
+        y = x.float() * x.to(torch.float32)
+        assert y.dtype == torch.float64
+        assert (y - 1).item() == pytest.approx(2e-12, rel=1e-3)
+        assert torch.softmax(x, -1, dtype=torch.float32).dtype == torch.float64
+        y.backward()
+    assert (x.grad - 2).item() == pytest.approx(2e-12, rel=1e-3)
+
+
+def test_contexts_of_the_other_dtypes() -> None:
+    layer = nn.Linear(4, 4)
+    with compute_context(torch.bfloat16, CPU):
+        assert layer(torch.ones(1, 4)).dtype == torch.bfloat16
+    with compute_context(torch.float32, CPU):
+        assert layer(torch.ones(1, 4)).dtype == torch.float32
+    assert isinstance(backward_context(torch.float64), Wide)
+    assert not isinstance(backward_context(torch.bfloat16), torch.autocast)
+
+
+def test_the_default_dtype_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    chosen = resolve_dtype(None, CPU)
+    assert chosen == ChosenDtype(torch.bfloat16, "the CPU has bf16 arithmetic (avx512_bf16)")
+    assert chosen.parameters == torch.float32
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert resolve_dtype(None, CPU).dtype == torch.float32
+    assert resolve_dtype("float64", CPU).parameters == torch.float64
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype=half is not known; expected one of float64"):
+        resolve_dtype("half", CPU)

@@ -1,0 +1,107 @@
+"""Schedules against hand values, parameter groups, and one AdamW update by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import tiny_model
+from torch import nn
+
+from taut import optim
+from taut.config import from_mapping
+from taut.errors import ConfigError
+from taut.optim import OptimConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "constant", "warmup_steps": 0}, [1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "constant", "warmup_steps": 2}, [0.5, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear", "warmup_steps": 0}, [1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "warmup_steps": 2}, [0.5, 1.0, 1.0, 0.5]),
+        (
+            {"schedule": "linear", "warmup_steps": 0, "min_learning_rate_ratio": 0.2},
+            [1.0, 0.8, 0.6, 0.4],
+        ),
+        # cos(pi / 4) = 0.70711
+        ({"schedule": "cosine", "warmup_steps": 0}, [1.0, 0.853553, 0.5, 0.146447]),
+        (
+            {"schedule": "cosine", "warmup_steps": 0, "min_learning_rate_ratio": 0.5},
+            [1.0, 0.926777, 0.75, 0.573223],
+        ),
+        ({"schedule": "cosine", "warmup_ratio": 0.3}, [0.5, 1.0, 1.0, 0.5]),
+    ],
+)
+def test_schedules_of_four_steps(settings: dict, expected: list[float]) -> None:
+    config = OptimConfig(learning_rate=1.0, **settings)
+    rates = [optim.learning_rate(step, 4, config) for step in range(1, 5)]
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_no_step_has_rate_zero() -> None:
+    for schedule in ("constant", "linear", "cosine"):
+        for total in (1, 2, 7, 100):
+            config = OptimConfig(schedule=schedule)
+            assert all(optim.learning_rate(s, total, config) > 0 for s in range(1, total + 1))
+
+
+def test_the_default_warms_up_for_three_hundredths() -> None:
+    assert optim.num_warmup_steps(100, OptimConfig()) == 3
+    assert optim.num_warmup_steps(101, OptimConfig()) == 4
+    assert optim.num_warmup_steps(100, OptimConfig(warmup_ratio=0.0)) == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warmup_steps": 3, "warmup_ratio": 0.1},
+        {"learning_rate": 0.0},
+        {"beta2": 1.0},
+        {"warmup_steps": -1},
+        {"min_learning_rate_ratio": 1.5},
+        {"clip_grad_norm": 0.0},
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        from_mapping(OptimConfig, settings)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = tiny_model("qwen2")
+    groups = optim.parameter_groups(model, OptimConfig(weight_decay=0.1))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all("norm" in name or name.endswith("bias") for name in others)
+    assert not any("norm" in name or name.endswith("bias") for name in decayed)
+    assert "model.embed_tokens.weight" in decayed
+    assert decayed | others == set(names.values())
+
+
+def test_frozen_parameters_are_left_out_and_nothing_to_train_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    listed = [p for group in optim.parameter_groups(model, OptimConfig()) for p in group["params"]]
+    assert {id(p) for p in listed} == {id(p) for p in model[1].parameters()}
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter is left to train"):
+        optim.parameter_groups(model, OptimConfig())
+
+
+def test_first_update_by_hand() -> None:
+    """AdamW's first update is decay, then a step of the rate in the gradient's sign: m / sqrt(v) =
+    sign(g).
+    """
+    layer = nn.Linear(1, 1, dtype=torch.float64)
+    nn.init.constant_(layer.weight, 2.0)
+    nn.init.constant_(layer.bias, 2.0)
+    optimizer = optim.build_optimizer(layer, OptimConfig(weight_decay=0.5, eps=1e-12))
+    optim.set_learning_rate(optimizer, 0.1)
+    layer.weight.grad = torch.full_like(layer.weight, -3.0)
+    layer.bias.grad = torch.full_like(layer.bias, 7.0)
+    optimizer.step()
+    assert layer.weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) + 0.1)
+    assert layer.bias.item() == pytest.approx(2.0 - 0.1)
+    assert optimizer.defaults["fused"] is True
