@@ -1,0 +1,82 @@
+"""What happened in a run: one stream of events, written to ``events.jsonl`` and shown where the user likes.
+
+    with RunLog.open(out, run.log) as log:
+        log.emit("start", num_steps=100, decisions=[("attention", "reference", "no CUDA device")])
+        log.emit("step", step=1, loss=2.3, ...)
+
+Every sink is given the same events. Fields the console knows: ``num_steps`` and ``decisions`` of a start; the
+contract's fields of a step and ``memory_bytes``; ``name``, ``outcome``, ``value`` and ``detail`` of checks and
+warnings; ``from_step`` of a resume; ``path`` of a checkpoint; the rest is shown as it comes.
+
+No torch here. May be imported by run, loop and what is above them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from taut.runlog.config import LogConfig
+from taut.runlog.events import KINDS, Event, EventLog, Kind, read_events
+
+__all__ = ["Event", "EventLog", "Kind", "LogConfig", "RunLog", "Sink", "read_events"]
+
+
+class Sink(Protocol):
+    """Takes events."""
+
+    def __call__(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """Hands every event to every sink."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    @classmethod
+    def open(cls, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
+        """The sinks of a run that is written to ``out``; none on ranks that do not write."""
+        if not is_writer:
+            return cls([])
+        sinks: list[Sink] = [EventLog(out / "events.jsonl")]
+        if config.tensorboard:
+            from taut.runlog.tensorboard import TensorBoard
+
+            sinks.append(TensorBoard(out / "tensorboard"))
+        if config.wandb is not None:
+            from taut.runlog.wandb import WeightsAndBiases
+
+            sinks.append(WeightsAndBiases(config.wandb, out))
+        if config.console:
+            from taut.runlog.console import ConsoleReport
+
+            sinks.append(ConsoleReport(config.every))
+        return cls(sinks)
+
+    def emit(self, kind: Kind, **fields: Any) -> None:
+        """Tell every sink that something happened."""
+        assert kind in KINDS, f"unknown kind of event: {kind}"
+        event = {"kind": kind, "time": time.time(), **fields}
+        for sink in self._sinks:
+            sink(event)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

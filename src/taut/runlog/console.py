@@ -1,0 +1,206 @@
+"""What a person watching a run sees: the decisions taken, progress, warnings, and a summary.
+
+On a terminal a progress bar that is redrawn; anywhere else one plain line every ``every`` steps. Tokens per second are
+those of the samples as the user wrote them (a shared prefix counts once for each sample); what sharing saved stands
+beside.
+Imported by ``taut.runlog`` where it is asked for.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from taut.runlog.events import Event
+
+RECENT = 20
+"""Steps whose duration predicts the rest."""
+
+STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
+
+
+class ConsoleReport:
+    """A sink for people."""
+
+    def __init__(self, every: int = 1, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._every = every
+        self._num_steps: int | None = None
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._steps: list[Event] = []
+        self._evals: list[Event] = []
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._shows = {
+            "start": self._show_start,
+            "check": self._show_check,
+            "step": self._show_step,
+            "eval": self._show_eval,
+            "warning": self._show_warning,
+            "checkpoint": self._show_checkpoint,
+            "resume": self._show_resume,
+            "end": self._show_end,
+        }
+
+    def __call__(self, event: Event) -> None:
+        self._shows[event["kind"]](event)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style))
+
+    def _show_start(self, event: Event) -> None:
+        self._num_steps = event.get("num_steps")
+        decisions = event.get("decisions", ())
+        if decisions:
+            self._console.print(decisions_table(decisions))
+        if self._console.is_terminal:
+            columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}")
+            self._progress = Progress(*columns, console=self._console)
+            self._task = self._progress.add_task("", total=self._num_steps)
+            self._progress.start()
+
+    def _show_step(self, event: Event) -> None:
+        self._seconds.append(event["seconds"])
+        self._steps.append({key: event[key] for key in COUNTED})
+        step = event["step"]
+        text = step_text(event, self._time_left(step))
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, description=text)
+        elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
+            total = "" if self._num_steps is None else f"/{self._num_steps}"
+            self._say(f"step {step}{total}  {text}")
+
+    def _time_left(self, step: int) -> timedelta | None:
+        if self._num_steps is None:
+            return None
+        seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
+        return timedelta(seconds=round(seconds))
+
+    def _show_check(self, event: Event) -> None:
+        outcome = event.get("outcome", "")
+        value = "" if event.get("value") is None else f" {number(event['value'])}"
+        detail = f"  ({event['detail']})" if event.get("detail") else ""
+        self._say(
+            f"check {event.get('name', '')}: {outcome}{value}{detail}", STYLES.get(outcome, "")
+        )
+
+    def _show_eval(self, event: Event) -> None:
+        self._evals.append(event)
+        self._say(f"eval  after step {event['step']}: {fields_text(event)}")
+
+    def _show_warning(self, event: Event) -> None:
+        at = f" at step {event['step']}" if "step" in event else ""
+        self._say(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+
+    def _show_checkpoint(self, event: Event) -> None:
+        self._say(f"checkpoint of step {event['step']}: {event.get('path', '')}")
+
+    def _show_resume(self, event: Event) -> None:
+        self._say(f"resumed after step {event['from_step']}")
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=event["from_step"])
+
+    def _show_end(self, event: Event) -> None:
+        self.close()
+        if self._steps:
+            self._console.print(summary_table(self._steps, self._evals))
+        rest = fields_text(event)
+        if rest:
+            self._say(rest)
+
+
+COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
+"""What the summary needs of each step."""
+
+NOT_SHOWN = ("kind", "time", "step")
+
+
+def step_text(event: Event, left: timedelta | None) -> str:
+    """A step in one line."""
+    speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
+    parts = [
+        f"loss {event['loss']:.4f}",
+        f"grad {event['grad_norm']:.3g}",
+        f"lr {event['learning_rate']:.2e}",
+        f"{speed:,.0f} tok/s",
+    ]
+    if event["num_tokens"] < event["num_tokens_unshared"]:
+        parts.append(f"saved {saved(event['num_tokens'], event['num_tokens_unshared'])}")
+    parts.append(f"{memory_bytes(event) / 1e9:.1f} GB")
+    if left is not None:
+        parts.append(f"{left} left")
+    return "  ".join(parts)
+
+
+def memory_bytes(event: Event) -> int:
+    """The largest memory so far: as the event says (on a GPU), else of this process."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(event.get("memory_bytes") or own)
+
+
+def saved(num_tokens: int, num_tokens_unshared: int) -> str:
+    """The share of tokens that prefix sharing left out."""
+    return f"{1 - num_tokens / num_tokens_unshared:.0%}"
+
+
+def number(value: Any) -> str:
+    """A value for people."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def fields_text(event: Event) -> str:
+    """The fields of an event that nothing else shows, on one line."""
+    shown = {key: value for key, value in event.items() if key not in NOT_SHOWN}
+    return "  ".join(
+        f"{key} {number(value)}"
+        for key, value in shown.items()
+        if not isinstance(value, list | dict)
+    )
+
+
+def decisions_table(decisions: Sequence[Sequence[str]]) -> Table:
+    """What was settled for the user, and why."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for name, value, reason in decisions:
+        table.add_row(Text(name, "bold"), Text(str(value)), Text(reason, "dim"))
+    return table
+
+
+def summary_table(steps: Sequence[Event], evals: Sequence[Event]) -> Table:
+    """The run in a few lines."""
+    seconds, computed, unshared, targets = (
+        sum(step[key] for step in steps)
+        for key in ("seconds", "num_tokens", "num_tokens_unshared", "num_targets")
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_row("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}")
+    table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}")
+    if evals:
+        table.add_row("held-out loss", f"{evals[0]['loss']:.4f} -> {evals[-1]['loss']:.4f}")
+    table.add_row(
+        "tokens",
+        f"{unshared:,} ({targets:,} targets), {unshared / max(seconds, 1e-9):,.0f} a second",
+    )
+    if computed < unshared:
+        table.add_row(
+            "computed", f"{computed:,}: sharing prefixes saved {saved(computed, unshared)}"
+        )
+    return table

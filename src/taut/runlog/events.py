@@ -1,0 +1,123 @@
+"""``events.jsonl``: what happened in a run, one JSON object a line. The other reports are views of it.
+
+An event has ``kind`` (one of KINDS), ``time`` (seconds since 1970) and its own fields. A line is handed to the system
+when its event happens, so a killed process loses none; it is forced to the disk (fsync) at checkpoints, at a resume and
+at the end, so a machine that loses power loses nothing that a checkpoint before it relies on.
+
+Lines are strict JSON: floats that are not finite stand as the strings "nan", "inf" and "-inf". ``read_events`` turns
+such strings back into floats, except within lists and mappings.
+
+A killed writer may leave half a line at the end: readers skip it, and the next writer removes it. A ``resume`` line
+with ``from_step`` k takes back what earlier lines say of steps after k.
+
+Imports types of the standard library, numpy and errors. Anyone above may import it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from taut.errors import DataError, OutputError
+
+Event: TypeAlias = dict[str, Any]
+Kind = Literal["start", "check", "step", "eval", "warning", "checkpoint", "resume", "end"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SYNCED = ("checkpoint", "resume", "end")
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class EventLog:
+    """Appends events to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            _drop_torn_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def __call__(self, event: Event) -> None:
+        line = json.dumps(plain(event), allow_nan=False, ensure_ascii=False)
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+            if event["kind"] in SYNCED:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events in force: each step once, however often the run was killed and resumed."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}; expected the events.jsonl of a run; give its path"
+        ) from error
+    events: list[Event] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        event = _parse(path, number, line)
+        if event["kind"] == "resume":
+            events = [earlier for earlier in events if earlier.get("step", 0) <= event["from_step"]]
+        events.append(event)
+    return events
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's own types."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    assert isinstance(value, os.PathLike), f"an event cannot hold a {type(value).__name__}"
+    return os.fspath(value)
+
+
+def _parse(path: Path, number: int, line: bytes) -> Event:
+    try:
+        event = json.loads(line)
+        kind = event["kind"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"found a line that is no event at {path}:{number}; expected a JSON object with 'kind'; "
+            "remove the line if the file was edited by hand"
+        ) from error
+    assert kind in KINDS, f"{path}:{number}: unknown kind {kind!r}"
+    return {
+        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in event.items()
+    }
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut the file back to its last whole line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"cannot write {path}: {error.strerror}; expected a place with room that may be written; "
+        "free it or choose another out"
+    )

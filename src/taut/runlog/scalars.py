@@ -1,0 +1,20 @@
+"""Which numbers of an event are curves, and what they are called."""
+
+from __future__ import annotations
+
+from taut.runlog.events import Event
+
+PREFIXES = {"step": "train", "eval": "eval"}
+NOT_CURVES = ("step", "time")
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """``train/loss`` and its like; empty for events that are no measurement."""
+    prefix = PREFIXES.get(event["kind"])
+    if prefix is None:
+        return {}
+    return {
+        f"{prefix}/{name}": float(value)
+        for name, value in event.items()
+        if name not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool)
+    }
