@@ -49,12 +49,12 @@ def sft(run: Run) -> Result:
     ranks = parallel.start(run.device)
     out = Path(run.out).expanduser()
     require_usable(out, resume=run.resume, overwrite=run.overwrite)
-    with RunLog(run.log, is_writer=ranks.is_writer) as log:
-        built = build(run, ranks, log.emit)
-        if ranks.is_writer:
-            claim(out, _resolved(built), overwrite=run.overwrite)
-        ranks.barrier()
-        log.open(out, num_steps=built.job.num_steps)
+    built = build(run, ranks)
+    if ranks.is_writer:
+        claim(out, _resolved(built), overwrite=run.overwrite)
+    ranks.barrier()
+    with RunLog.open(out, run.log, is_writer=ranks.is_writer) as log:
+        built.job.emit = log.emit
         result = _run(built, out, log)
     parallel.stop(ranks)
     return result
@@ -113,7 +113,7 @@ def _emit_start(built: Built, log: RunLog) -> None:
         data=str(data),
         dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
         cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
-        decisions=[decision._asdict() for decision in built.decisions],
+        decisions=built.decisions,
         num_trained=sum(parameter.numel() for parameter in job.trained),
     )
     for name, value, detail in (
@@ -150,7 +150,7 @@ def _save(built: Built, out: Path) -> Path:
             built.inputs.tokenizer,
             out / "model",
             stop_ids=built.inputs.renderer.stop_ids,
-            template=built.inputs.renderer.template,
+            template=built.inputs.renderer.template.template,
             dtype=built.saved_dtype,
             state_dict=sharded,
         )

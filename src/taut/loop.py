@@ -85,13 +85,13 @@ class Job:
     compute_backward: Callable[[], AbstractContextManager[Any]]
     """The precision context of a backward."""
     noise: Noise | None
-    emit: Callable[..., None]
-    """Writes an event: ``emit(kind, **fields)``."""
     clip_grad_norm: float | None = None
     alarms: Sequence[Alarm] = ()
     first_step: int = 1
     after_step: Sequence[Callable[[int], None]] = ()
     """Evaluation and checkpoints: called with the step just finished."""
+    emit: Callable[..., None] = field(init=False)
+    """Writes an event: ``emit(kind, **fields)``. Set once the output directory is claimed."""
     trained: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:

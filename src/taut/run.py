@@ -6,7 +6,6 @@ Nothing is written before all of it has succeeded. What is chosen for the user i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
@@ -159,7 +158,7 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
     return Inputs(config, tokenizer, renderer, train, held_out, max_length, new_ids, decisions)
 
 
-def build(run: Run, ranks: Ranks, emit: Callable[..., None]) -> Built:
+def build(run: Run, ranks: Ranks) -> Built:
     """Load, wrap, prove and shard the model; everything is in force or refused when this returns."""
     inputs = load_inputs(run, ranks)
     decisions = list(inputs.decisions)
@@ -206,7 +205,6 @@ def build(run: Run, ranks: Ranks, emit: Callable[..., None]) -> Built:
         compute=compute,
         compute_backward=partial(backward_context, dtype.dtype),
         noise=noise,
-        emit=emit,
         clip_grad_norm=run.optim.clip_grad_norm,
         alarms=[
             FirstStep(alone, TOLERANCE[dtype.dtype]),
