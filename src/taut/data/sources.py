@@ -126,7 +126,7 @@ def _read_jsonl(path: Path, name: str) -> Records:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                yield number, _parse_json(line, f"{name}:{number}")
+                yield number, _parse_json(line.rstrip(), f"{name}:{number}")
 
 
 def _parse_json(raw: bytes, place: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from itertools import zip_longest
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 import jinja2
@@ -125,7 +125,7 @@ class Template:
         prompt = self.apply(PROBE[:1], (), place, is_prompt=True)
         row = self.apply(PROBE, (), place)
         ids_of = self.encode([prompt, row])
-        start = self.context_length(ids_of[prompt], ids_of[row], place)
+        start = _common_length(ids_of[prompt], ids_of[row])
         added = {*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids}
         end = self._last_end(ids_of[row], start, added)
         if end is None:
@@ -168,8 +168,7 @@ class Template:
         """len(prompt), proven to be a prefix of ``ids``."""
         if ids[: len(prompt)] == prompt:
             return len(prompt)
-        pairs = enumerate(zip_longest(prompt, ids))
-        at = next(index for index, (left, right) in pairs if left != right)
+        at = _common_length(prompt, ids)
         raise RenderError(
             f"{place}: the prompt is not a token prefix of the row: after "
             f"{self.decode(ids[max(at - 4, 0) : at])}, token "
@@ -205,6 +204,11 @@ class Template:
         if "strftime_now" in template:
             parts.append(str(datetime.date.today()))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _common_length(left: Ids, right: Ids) -> int:
+    """How many leading ids are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def checked(text: str, place: str, *, is_rendering: bool) -> Text:

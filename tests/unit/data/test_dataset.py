@@ -1,0 +1,288 @@
+"""Loading end to end: samples, cache, report, mixtures, errors, and rows of any JSON at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.render import Renderer
+from taut.data.sources import Source
+from taut.errors import ConfigError, DataError, OutputError, TautError
+from tests.tokenizers import QWEN3, tiny_tokenizer
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "What is 2 plus 3?"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "Thank you!"},
+        {"role": "assistant", "content": "You are welcome."},
+    ]
+}
+DOCUMENT = {"text": "Once upon a time there was a small cat, and the cat sat on the mat."}
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(
+    cache: Path, *, renderer: Renderer | None = None, limit: int = 512, **options: Any
+) -> Dataset:
+    config = DataConfig(cache=str(cache), **options)
+    return load_dataset(
+        config, "train", renderer or build_renderer(config, tiny_tokenizer()), limit
+    )
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*"))
+
+
+def test_samples_from_disk_are_those_rendered(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT, DOCUMENT])
+    data = load(tmp_path / "c", train=path, renderer=Renderer(tiny_tokenizer(), QWEN3))
+    assert [sample.id for sample in data] == [f"{path}:1#1", f"{path}:1#2", f"{path}:2"]
+    assert [data.sample_id(index) for index in range(3)] == [sample.id for sample in data]
+    assert data.lengths.tolist() == [sample.num_tokens for sample in data]
+    assert data.num_targets.tolist() == [sample.num_targets for sample in data]
+    assert data[-1].target_at_N.tolist() == list(range(1, data[2].num_tokens))
+    assert data[0].ids_T.dtype == np.int64
+    assert data.report.num_rows == 2
+    assert data.report.num_tokens == data.lengths.sum()
+    assert len(data[0:2]) == 2
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_a_second_load_does_not_tokenise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT, DOCUMENT])
+    first = load(tmp_path / "c", train=path)
+    tokenizer = tiny_tokenizer()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("tokenised again")
+
+    for name in ("__call__", "apply_chat_template", "encode"):
+        monkeypatch.setattr(type(tokenizer), name, refuse)
+    second = load(tmp_path / "c", train=path, renderer=Renderer(tokenizer))
+    assert second.report.is_cached
+    assert not first.report.is_cached
+    assert second.fingerprint == first.fingerprint
+    assert [sample.ids_T.tolist() for sample in second] == [
+        sample.ids_T.tolist() for sample in first
+    ]
+    assert [sample.id for sample in second] == [sample.id for sample in first]
+    with pytest.raises(AssertionError, match="tokenised again"):
+        load(tmp_path / "c", train=path, renderer=Renderer(tokenizer), targets="all", limit=99)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_length": 3},
+        {"limit": 511},
+        {"too_long": "drop"},
+        {"targets": "last"},
+        {"ignore_keys": ("x",)},
+        {"columns": {"tools": "messages"}, "format": "text"},
+    ],
+    ids=str,
+)
+def test_every_option_belongs_to_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.jsonl", [{**CHAT, **DOCUMENT}])
+    load(tmp_path / "c", train=path, format="messages")
+    options = {"format": "messages", **change}
+    assert not load(tmp_path / "c", train=path, **options).report.is_cached
+
+
+def test_content_tokenizer_and_template_belong_to_the_key(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT])
+    load(tmp_path / "c", train=path)
+    grown = tiny_tokenizer()
+    grown.add_tokens(["<new>"])
+    assert not load(tmp_path / "c", train=path, renderer=Renderer(grown)).report.is_cached
+    other = Renderer(tiny_tokenizer(), QWEN3)
+    assert not load(tmp_path / "c", train=path, renderer=other).report.is_cached
+    assert load(tmp_path / "c", train=path).report.is_cached
+    write(tmp_path / "a.jsonl", [CHAT, CHAT])
+    assert not load(tmp_path / "c", train=path).report.is_cached
+
+
+def test_damaged_entries_are_made_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT, DOCUMENT])
+    expected = [sample.ids_T.tolist() for sample in load(tmp_path / "c", train=path)]
+
+    def flip(file: Path) -> None:
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+
+    damages = [
+        lambda entry: flip(entry / "ids.npy"),
+        lambda entry: (entry / "offsets.npy").write_bytes(b""),
+        lambda entry: (entry / "line.npy").unlink(),
+        lambda entry: (entry / "meta.json").write_text('{"num_rows": 1'),
+        lambda entry: (entry / "meta.json").write_text("[]"),
+    ]
+    for damage in damages:
+        (entry,) = (tmp_path / "c").iterdir()
+        damage(entry)
+        data = load(tmp_path / "c", train=path)
+        assert not data.report.is_cached
+        assert "damaged" in data.report.decisions[0]
+        assert [sample.ids_T.tolist() for sample in data] == expected
+        assert load(tmp_path / "c", train=path).report.is_cached
+        assert len(list((tmp_path / "c").iterdir())) == 1
+
+
+def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT] * 300 + [{"messages": []}])
+    with pytest.raises(DataError, match=r"a.jsonl:301: messages is an empty list"):
+        load(tmp_path / "c", train=path)
+    assert files(tmp_path) == ["a.jsonl"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("a file")
+    with pytest.raises(OutputError, match="set data.cache or TAUT_CACHE"):
+        load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
+    assert files(tmp_path) == ["a.jsonl", "c"]
+
+
+def test_cache_directory_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "e"))
+    config = DataConfig(train=write(tmp_path / "a.jsonl", [CHAT]))
+    load_dataset(config, "train", Renderer(tiny_tokenizer()), 512)
+    assert len(list((tmp_path / "e").iterdir())) == 1
+
+
+def test_mixture(tmp_path: Path) -> None:
+    chats = write(tmp_path / "a.jsonl", [CHAT] * 3)
+    texts = write(tmp_path / "b.jsonl", [{"body": DOCUMENT["text"]}])
+    sources = [chats, Source(path=texts, weight=0.5, columns={"text": "body"})]
+    data = load(tmp_path / "c", train=sources)
+    assert data.weights.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert data[3].id == f"{texts}:1"
+    heavier = [chats, Source(path=texts, weight=2, columns={"text": "body"})]
+    other = load(tmp_path / "c", train=heavier)
+    assert other.report.is_cached
+    assert other.fingerprint != data.fingerprint
+
+
+def test_what_was_cut_and_dropped_is_listed(tmp_path: Path) -> None:
+    chats = write(tmp_path / "a.jsonl", [CHAT, CHAT, DOCUMENT])
+    for _ in range(2):
+        data = load(tmp_path / "c", train=chats, too_long="truncate", limit=16)
+        assert [incident.place for incident in data.report.dropped] == [f"{chats}:1", f"{chats}:2"]
+        assert [incident.place for incident in data.report.cut] == [f"{chats}:3"]
+        assert data.lengths.tolist() == [16]
+        assert f"2 dropped (first {chats}:1: " in str(data.report)
+
+
+def test_split_documents(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [DOCUMENT])
+    data = load(tmp_path / "c", train=path, too_long="split", limit=8)
+    eos = tiny_tokenizer().eos_token_id
+    assert [sample.id for sample in data][:2] == [f"{path}:1#1", f"{path}:1#2"]
+    assert [eos in sample.ids_T for sample in data] == [False] * (len(data) - 1) + [True]
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT])
+    with pytest.raises(DataError, match=r"none of its 1 rows is left \(row 1: .* max_length 4\)"):
+        load(tmp_path / "c", train=path, too_long="drop", limit=4)
+    with pytest.raises(DataError, match="has no rows"):
+        load(tmp_path / "c", train=write(tmp_path / "b.jsonl", []))
+
+
+def test_configuration_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data.train is not set"):
+        load(tmp_path / "c")
+    with pytest.raises(ConfigError, match="data.template: cannot read .*none.jinja"):
+        load(tmp_path / "c", template=str(tmp_path / "none.jinja"))
+    path = write(tmp_path / "a.jsonl", [CHAT])
+    with pytest.raises(ConfigError, match="did you mean 'messages'"):
+        load(tmp_path / "c", train=path, columns={"mesages": "x"})
+
+
+def test_a_template_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(QWEN3)
+    path = write(tmp_path / "a.jsonl", [CHAT])
+    assert len(load(tmp_path / "c", train=path, template=str(tmp_path / "t.jinja"))) == 2
+
+
+def test_a_row_without_targets(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT, {"messages": CHAT["messages"][:1]}])
+    with pytest.raises(DataError, match=r"a.jsonl:2: the row has no targets"):
+        load(tmp_path / "c", train=path)
+    data = load(tmp_path / "c", train=path, without_targets="drop")
+    assert [incident.place for incident in data.report.dropped] == [f"{path}:2"]
+
+
+WORDS = st.sampled_from(
+    ["role", "content", "user", "assistant", "tool", "name", "function", "text"]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.text(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | VALUES},
+        optional={
+            "content": st.text(max_size=20) | VALUES,
+            "tool_calls": st.lists(st.fixed_dictionaries({"name": WORDS, "arguments": VALUES})),
+            "train": st.booleans() | VALUES,
+        },
+    ),
+    max_size=4,
+)
+NAMES = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text")
+ROWS = VALUES | st.dictionaries(st.sampled_from([*NAMES, "tools"]), TURNS | VALUES, max_size=3)
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(row=ROWS)
+def test_any_json_is_read_or_refused_by_line(tmp_path: Path, template: str, row: object) -> None:
+    path = write(tmp_path / "fuzz.jsonl", [CHAT, row])
+    renderer = Renderer(tiny_tokenizer(template))
+    try:
+        data = load(tmp_path / "c", train=path, renderer=renderer)
+    except TautError as error:
+        assert isinstance(error, DataError)
+        assert f"{path}:2" in str(error)
+        assert "\n" not in str(error)
+    else:
+        assert len(data) >= 2
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(line=st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
+def test_any_bytes_are_read_or_refused_by_line(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(json.dumps(CHAT).encode() + b"\n" + line.replace(b"\n", b" ") + b"\n")
+    try:
+        data = load(tmp_path / "c", train=str(path))
+    except DataError as error:
+        assert f"{path}:2" in str(error)
+    else:
+        assert len(data) == 1

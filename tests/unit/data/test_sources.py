@@ -1,0 +1,128 @@
+"""Files and data sets read into numbered records."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from taut.data.sources import Source, open_source
+from taut.errors import DataError
+
+ROWS = [{"text": "a"}, {"text": 'b "quoted", with\na new line'}, {"text": "ä"}]
+
+
+def records(path: Path, **options: Any) -> list[tuple[int, Any]]:
+    return list(open_source(Source(path=str(path), **options)).records())
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_counts_physical_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
+    assert records(path) == [(1, {"text": "a"}), (4, {"text": "b"})]
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "tsv", "parquet"])
+def test_other_files_count_records(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps(ROWS))
+    elif suffix == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["text"], delimiter="," if suffix == "csv" else "\t")
+            writer.writeheader()
+            writer.writerows(ROWS)
+    assert records(path) == list(enumerate(ROWS, start=1))
+
+
+def test_parquet_nulls_inside_objects_are_absent(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "assistant", "content": "b", "train": False}]},
+    ]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [record for _, record in records(tmp_path / "a.parquet")] == rows
+
+
+def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "two")
+    (tmp_path / "three").mkdir()
+    write_jsonl(tmp_path / "three" / "train.jsonl", ROWS)
+    expected = list(enumerate(ROWS, start=1))
+    assert records(tmp_path / "one") == expected
+    assert records(tmp_path / "two", split="train") == expected
+    assert records(tmp_path / "two", split="test") == expected[:1]
+    assert records(tmp_path / "three") == expected
+    with pytest.raises(DataError, match="no split is named; expected one of train, test"):
+        records(tmp_path / "two")
+    with pytest.raises(DataError, match="there is no split 'dev'"):
+        records(tmp_path / "two", split="dev")
+
+
+BROKEN: list[tuple[str, bytes, str]] = [
+    ("a.jsonl", b'{"text": "a"}\n{"text": \n', r":2: broken JSON at column \d+"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: byte 11 is not UTF-8"),
+    ("a.jsonl", b"[" * 100_000, ":1: JSON that cannot be read"),
+    ("a.jsonl", b'{"n": ' + b"9" * 10_000 + b"}", ":1: JSON that cannot be read"),
+    ("a.json", b'{"text": "a"}\n{"text": "b"}', "Extra data.*name it .jsonl"),
+    ("a.json", b'{"text": "a"}', "expected a list of objects"),
+    ("a.csv", b'text,b\n"x', ":1: broken CSV"),
+    ("a.csv", b"text,b\n1,2\n1,2,3\n", ":2: 3 cells; expected 2"),
+    ("a.csv", b"text,text\n1,2\n", "named twice"),
+    ("a.csv", b"text\n\xff\n", "not UTF-8"),
+    ("a.parquet", b"PAR1 not really", "not a parquet file"),
+    ("a.txt", b"text", "ends in '.txt'; expected one of .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN, ids=[b[2][:24] for b in BROKEN])
+def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        records(tmp_path / name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file or directory .*none.jsonl"):
+        records(tmp_path / "none.jsonl")
+
+
+def test_a_slip_in_a_path_is_no_data_set_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="no file or directory data/trian"):
+        open_source(Source(path="data/trian"))
+
+
+def test_a_directory_that_is_no_data_set(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be loaded as a Hugging Face data set"):
+        records(tmp_path)
+
+
+def test_the_digest_follows_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    first = open_source(Source(path=str(path))).digest
+    again = open_source(Source(path=str(write_jsonl(tmp_path / "b.jsonl", ROWS)))).digest
+    changed = open_source(Source(path=str(write_jsonl(path, ROWS[:2])))).digest
+    assert first == again != changed
