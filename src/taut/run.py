@@ -190,7 +190,7 @@ def build(run: Run, ranks: Ranks) -> Built:
     if proof.one_sample:
         decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
     if run.activation_checkpointing:
-        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        anatomy.unwrap(adapted).activation_checkpointing_enable({"use_reentrant": False})
     budget = _budget(run, adapted, ranks, one_sample=proof.one_sample is not None)
     parallel.shard(scorer, anatomy.layers(adapted), ranks)
     job = Job(
