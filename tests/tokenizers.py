@@ -12,11 +12,12 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. What is the capital of France? Paris is the capital of France.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.tokenizers import TEMPLATES, tiny_tokenizer
 
 from taut.data.formats import read_conversation
 from taut.data.render import Renderer
-from tests.tokenizers import TEMPLATES, tiny_tokenizer
 
 SINGLE = [
     {"role": "user", "content": "What is 2 plus 3?"},

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from taut.data.formats import (
+    MEDIA,
     Completion,
     Conversation,
     Document,
@@ -68,7 +69,7 @@ class Columns:
     mapping: Mapping[str, str] = field(default_factory=dict)
     """taut's column -> the data's column."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of messages that may be there and are not used."""
+    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
 
     def __post_init__(self) -> None:
         for name in self.mapping:
@@ -85,6 +86,12 @@ def read_row(record: object, place: str, columns: Columns) -> Row:
             f"{place}: the row is {shown(record)}; expected an object with named columns"
         )
     named = _rename(record, place, columns)
+    for name in MEDIA:
+        if named.get(name) and name not in columns.ignore_keys:
+            raise DataError(
+                f"{place}: the row has {name}; expected text only: pictures, sound and video are not "
+                "supported here; remove them, or name the column in data.ignore_keys"
+            )
     chosen = _recognise(named, place, columns)
     if chosen == "text":
         return Document(place, read_text(named["text"], f"{place}: text"))

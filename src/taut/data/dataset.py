@@ -54,7 +54,7 @@ class DataConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """taut's name of a column -> its name in the data."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of messages that may be there and are not used."""
+    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
     targets: Targets = "assistant"
     """What is learned of a conversation: all assistant turns, the last one, or all tokens."""
     template: str | None = None

@@ -184,7 +184,7 @@ def _check_keys(given: Message, role: str, where: str) -> None:
                 f"{where} has {key}; expected text only: pictures, sound and video are not "
                 "supported here"
             )
-        if key in ("weight", "loss", "mask"):
+        if key in ("weight", "loss_weight", "loss", "mask"):
             raise DataError(
                 f"{where} has {key!r}; expected train; write train: false for a turn not to be "
                 "learned"

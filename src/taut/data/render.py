@@ -110,7 +110,7 @@ class Renderer:
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
         full = self.template.apply(row.messages, row.tools, row.place)
-        turns = [self._draft_turn(row, index) for index in self._turns_to_render(row)]
+        turns = [self._draft_turn(row, index, full) for index in self._turns_to_render(row)]
         texts = [full, *(text for turn in turns for text in (turn.prompt, turn.row))]
         _check_nothing_ignored(row, full, turns)
         finish = self._finish_all if self.targets == "all" else self._finish_turns
@@ -127,7 +127,7 @@ class Renderer:
             return tuple(index for index in row.learned if index == last)
         return tuple(sorted({*row.excluded, *row.learned[-1:]} - {0}))
 
-    def _draft_turn(self, row: Conversation, index: int) -> _Turn:
+    def _draft_turn(self, row: Conversation, index: int, full: Text) -> _Turn:
         if index == 0:
             raise RenderError(
                 f"{row.place}: messages[0] is an assistant message; expected a user message to "
@@ -136,6 +136,8 @@ class Renderer:
             )
         place = f"{row.place}: messages[{index}]"
         prompt = self.template.apply(row.messages[:index], row.tools, place, is_prompt=True)
+        if index + 1 == len(row.messages):
+            return _Turn(index, prompt, full)
         return _Turn(
             index, prompt, self.template.apply(row.messages[: index + 1], row.tools, place)
         )

@@ -190,12 +190,14 @@ class Template:
 
         A template that asks for the date gives other ids each day: then the day is part of it.
         """
-        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        backend["padding"] = backend["truncation"] = None  # left by the last call
+        backend = self.tokenizer.backend_tokenizer.to_str()
+        backend = backend[
+            backend.index('"added_tokens"') :
+        ]  # after what the last call left: padding
         template = json.dumps(self.template, sort_keys=True)
         special = {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()}
         parts = [
-            json.dumps(backend, sort_keys=True),
+            backend,
             json.dumps(special, sort_keys=True),
             str(getattr(self.tokenizer, "split_special_tokens", False)),
             template,
@@ -208,7 +210,9 @@ class Template:
 
 def _common_length(left: Ids, right: Ids) -> int:
     """How many leading ids are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )
 
 
 def checked(text: str, place: str, *, is_rendering: bool) -> Text:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.tokenizers import QWEN3, tiny_tokenizer
 
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.render import Renderer
 from taut.data.sources import Source
-from taut.errors import ConfigError, DataError, OutputError, TautError
-from tests.tokenizers import QWEN3, tiny_tokenizer
+from taut.errors import ConfigError, DataError, OutputError
 
 CHAT = {
     "messages": [
@@ -152,7 +152,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("a file")
-    with pytest.raises(OutputError, match="set data.cache or TAUT_CACHE"):
+    with pytest.raises(OutputError, match=r"set data.cache or TAUT_CACHE"):
         load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
     assert files(tmp_path) == ["a.jsonl", "c"]
 
@@ -206,9 +206,9 @@ def test_nothing_left(tmp_path: Path) -> None:
 
 
 def test_configuration_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data.train is not set"):
+    with pytest.raises(ConfigError, match=r"data.train is not set"):
         load(tmp_path / "c")
-    with pytest.raises(ConfigError, match="data.template: cannot read .*none.jinja"):
+    with pytest.raises(ConfigError, match=r"data.template: cannot read .*none.jinja"):
         load(tmp_path / "c", template=str(tmp_path / "none.jinja"))
     path = write(tmp_path / "a.jsonl", [CHAT])
     with pytest.raises(ConfigError, match="did you mean 'messages'"):
@@ -227,6 +227,15 @@ def test_a_row_without_targets(tmp_path: Path) -> None:
         load(tmp_path / "c", train=path)
     data = load(tmp_path / "c", train=path, without_targets="drop")
     assert [incident.place for incident in data.report.dropped] == [f"{path}:2"]
+
+
+def try_to_load(cache: Path, path: str, renderer: Renderer) -> str:
+    """``read``, or the message of the one kind of error that data may cause."""
+    try:
+        load(cache, train=path, renderer=renderer)
+    except DataError as error:
+        return str(error)
+    return "read"
 
 
 WORDS = st.sampled_from(
@@ -263,14 +272,9 @@ ROWS = VALUES | st.dictionaries(st.sampled_from([*NAMES, "tools"]), TURNS | VALU
 def test_any_json_is_read_or_refused_by_line(tmp_path: Path, template: str, row: object) -> None:
     path = write(tmp_path / "fuzz.jsonl", [CHAT, row])
     renderer = Renderer(tiny_tokenizer(template))
-    try:
-        data = load(tmp_path / "c", train=path, renderer=renderer)
-    except TautError as error:
-        assert isinstance(error, DataError)
-        assert f"{path}:2" in str(error)
-        assert "\n" not in str(error)
-    else:
-        assert len(data) >= 2
+    outcome = try_to_load(tmp_path / "c", path, renderer)
+    assert outcome == "read" or outcome.startswith(f"{path}:2")
+    assert "\n" not in outcome
 
 
 @settings(
@@ -280,9 +284,5 @@ def test_any_json_is_read_or_refused_by_line(tmp_path: Path, template: str, row:
 def test_any_bytes_are_read_or_refused_by_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "fuzz.jsonl"
     path.write_bytes(json.dumps(CHAT).encode() + b"\n" + line.replace(b"\n", b" ") + b"\n")
-    try:
-        data = load(tmp_path / "c", train=str(path))
-    except DataError as error:
-        assert f"{path}:2" in str(error)
-    else:
-        assert len(data) == 1
+    outcome = try_to_load(tmp_path / "c", str(path), Renderer(tiny_tokenizer()))
+    assert outcome == "read" or outcome.startswith(f"{path}:2")

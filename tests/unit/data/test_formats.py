@@ -112,7 +112,7 @@ def test_mapping_errors() -> None:
     with pytest.raises(ConfigError, match="did you mean 'messages'"):
         Columns(mapping={"mesages": "dialog"})
     with pytest.raises(
-        DataError, match="data.columns.messages is 'dialogs'.*did you mean 'dialog'"
+        DataError, match=r"data.columns.messages is 'dialogs'.*did you mean 'dialog'"
     ):
         read({"dialog": []}, mapping={"messages": "dialogs"})
 
@@ -148,6 +148,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "a", "completion": ""}, "completion is empty"),
     ({"prompt": "a", "completion": [ANSWER]}, "expected two texts or two lists"),
     ({"prompt": [USER], "completion": []}, "completion is an empty list"),
+    ({"text": "a", "images": ["a.png"]}, "the row has images; expected text only"),
     ({"text": None}, "the row is an empty object"),
     ({"text": 3}, "text is 3; expected a string"),
     ({"instruction": "a", "output": "b", "history": [["x"]]}, r"history\[0\] is a list of 1"),

@@ -21,7 +21,7 @@ def test_what_fits_stays() -> None:
 
 
 def test_error_names_the_row() -> None:
-    with pytest.raises(DataError, match="^f:1: 6 tokens, max_length 5;"):
+    with pytest.raises(DataError, match=r"^f:1: 6 tokens, max_length 5;"):
         fit(sample(6, [5]), Limits(5), is_document=False)
 
 
@@ -74,7 +74,7 @@ def test_min_length() -> None:
 
 
 def test_without_targets() -> None:
-    with pytest.raises(DataError, match="^f:1: the row has no targets"):
+    with pytest.raises(DataError, match=r"^f:1: the row has no targets"):
         fit(sample(3, []), Limits(5), is_document=False)
     kept, incident = fit(sample(3, []), Limits(5, without_targets="drop"), is_document=False)
     assert kept == []

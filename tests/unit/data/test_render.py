@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
 
 from taut.data.formats import Completion, Document, read_conversation
 from taut.data.render import Renderer, Targets
 from taut.errors import RenderError
 from taut.types import Sample
-from tests.tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
 
 HISTORY = [
     {"role": "user", "content": "What is 2 plus 3?"},
@@ -148,7 +148,7 @@ FORCED_THINKING = CHATML.replace("<|im_start|>assistant\\n'", "<|im_start|>assis
 
 def test_a_template_without_end_token_is_refused() -> None:
     for template in (NO_END, NO_END.replace("'\n'", "'<|im_eot|>\n'")):
-        with pytest.raises(RenderError, match="never learn to stop.*data.template=FILE"):
+        with pytest.raises(RenderError, match=r"never learn to stop.*data.template=FILE"):
             _ = Renderer(tiny_tokenizer(), template).stop_ids
         with pytest.raises(RenderError):
             render(HISTORY, text=template)
@@ -200,7 +200,7 @@ def test_what_the_template_refuses_names_the_row() -> None:
 
 def test_no_template() -> None:
     renderer = Renderer(tiny_tokenizer(None))
-    with pytest.raises(RenderError, match="no chat template.*data.template=FILE"):
+    with pytest.raises(RenderError, match=r"no chat template.*data.template=FILE"):
         renderer.render(read_conversation(HISTORY, "f:1"))
     assert renderer.stop_ids == (tiny_tokenizer(None).eos_token_id,)
 
@@ -225,4 +225,5 @@ def test_identity_follows_tokenizer_template_and_targets() -> None:
         Renderer(grown).identity(),
     }
     assert renderer.identity() == identity == Renderer(tiny_tokenizer()).identity()
-    assert len(others) == 4 and identity not in others
+    assert len(others) == 4
+    assert identity not in others

@@ -102,7 +102,7 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str) -
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file or directory .*none.jsonl"):
+    with pytest.raises(DataError, match=r"no file or directory .*none.jsonl"):
         records(tmp_path / "none.jsonl")
 
 
