@@ -1,0 +1,37 @@
+"""One virtual environment per peer, made on first use from the pins beside this file.
+
+torch is installed first, so that no resolver swaps the CPU build for another. LLaMA-Factory's
+torchvision and torchaudio do not load beside CPU torch and are taken out again (text training needs
+neither).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+PEERS = Path(__file__).parent
+
+
+def python_of(peer: str, cache: Path) -> Path:
+    """The interpreter of the peer's environment, which is made where it is missing or outdated."""
+    pins = (PEERS / f"{peer}.txt").read_text()
+    home = cache / "peers" / peer
+    python, made_from = home / "bin" / "python", home / "made-from.txt"
+    if made_from.exists() and made_from.read_text() == pins:
+        return python
+    print(f"{peer}: making {home} (minutes, once)", flush=True)
+    venv.create(home, with_pip=True, clear=True)
+    pip = [str(python), "-m", "pip"]
+    install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    torch_pin = next(line for line in pins.splitlines() if line.startswith("torch=="))
+    subprocess.run([*install, torch_pin], check=True, stdout=sys.stderr)
+    subprocess.run([*install, "-r", str(PEERS / f"{peer}.txt")], check=True, stdout=sys.stderr)
+    if peer == "llamafactory":
+        subprocess.run(
+            [*pip, "uninstall", "--quiet", "-y", "torchvision", "torchaudio"], check=True
+        )
+    made_from.write_text(pins)
+    return python

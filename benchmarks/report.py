@@ -1,0 +1,200 @@
+"""What was measured, and what it comes to: rates, ratios against the targets, where a step's time
+goes, the printed table. Imported by ``benchmarks/sft.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+import flops
+from data import Model, Row
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
+"""How far a first loss may be from the (float32) reference, relatively."""
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    framework: str
+    mode: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.framework} {self.mode}"
+
+
+TAUT = Contender("taut", "shared")
+TAUT_UNSHARED = Contender("taut", "unshared")
+TRL_DEFAULT = Contender("trl", "padded")
+CONTENDERS = (
+    TAUT,
+    TRL_DEFAULT,
+    Contender("trl", "padding_free"),
+    Contender("trl", "bfd"),
+    Contender("llamafactory", "neat_packing"),
+)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What taut is measured against."""
+
+    over_default: float
+    """tokens/s over those of TRL's default, at least."""
+    over_best: float
+    """tokens/s over those of the best correct peer mode, at least."""
+    memory: float
+    """Peak memory over that of TRL's default, at most."""
+
+
+@dataclass
+class Measured:
+    """A contender's runs on a case."""
+
+    contender: Contender
+    dtype: str
+    runs: list[Result] = field(default_factory=list)
+    error: str | None = None
+    reference_loss: float | None = None
+
+    def tokens_per_second(self, rows: Sequence[Row]) -> float:
+        rates = [
+            sum(len(rows[k].ids) for step in steps for k in step["rows"])
+            / sum(step["seconds"] for step in steps)
+            for steps in self._timed_steps()
+        ]
+        return float(median(rates))
+
+    @property
+    def step_seconds(self) -> float:
+        means = [mean(step["seconds"] for step in steps) for steps in self._timed_steps()]
+        return float(median(means))
+
+    @property
+    def peak_mb(self) -> float:
+        return float(median(run["peak_mb"] for run in self.runs))
+
+    @property
+    def own_mb(self) -> float:
+        return float(median(run["peak_mb"] - run["import_mb"] for run in self.runs))
+
+    @property
+    def first(self) -> Result:
+        first: Result = self.runs[0]["steps"][0]
+        return first
+
+    @property
+    def deviation(self) -> float:
+        assert self.reference_loss is not None, "compare with the reference first"
+        return abs(float(self.first["loss"]) / self.reference_loss - 1)
+
+    def _timed_steps(self) -> list[list[Result]]:
+        """Per run, all steps but the first."""
+        return [run["steps"][1:] for run in self.runs]
+
+
+def summarise(rows: Sequence[Row], one: Measured) -> Result:
+    """A contender's line of the table."""
+    if not one.runs:
+        return {"error": one.error}
+    return {
+        "tokens_per_second": one.tokens_per_second(rows),
+        "step_seconds": one.step_seconds,
+        "peak_mb": one.peak_mb,
+        "peak_mb_above_imports": one.own_mb,
+        "first_loss": one.first["loss"],
+        "reference_loss": one.reference_loss,
+        "deviation": one.deviation,
+        "is_correct": one.deviation <= TOLERANCE[one.dtype],
+        "rows_per_step": [len(step["rows"]) for step in one.runs[0]["steps"]],
+        "runs": one.runs,
+    }
+
+
+def ratios(table: dict[str, Result], targets: Targets) -> list[Result]:
+    """Every comparison that the targets name, as far as it was measured."""
+    peers = {k: v for k, v in table.items() if not k.startswith("taut") and v.get("is_correct")}
+    default = peers.get(TRL_DEFAULT.label)
+    found = []
+    for contender in (TAUT, TAUT_UNSHARED):
+        ours = table.get(contender.label, {})
+        if not ours.get("is_correct") or not peers:
+            continue
+        # The targets are for taut as it is; with sharing off the same ratios are only reported.
+        goals = targets if contender == TAUT else None
+        speed = ours["tokens_per_second"]
+        best = max(peers, key=lambda label: float(peers[label]["tokens_per_second"]))
+        over_best = speed / peers[best]["tokens_per_second"]
+        compared = [(f"tokens/s of the best correct peer ({best})", over_best, "over_best")]
+        if default:
+            over_default = speed / default["tokens_per_second"]
+            memory = ours["peak_mb"] / default["peak_mb"]
+            compared.append(("tokens/s of TRL's default", over_default, "over_default"))
+            compared.append(("memory of TRL's default", memory, "memory"))
+        for to, value, name in compared:
+            goal = getattr(goals, name) if goals else None
+            is_met = goal is None or (value <= goal if name == "memory" else value >= goal)
+            line = {"of": contender.label, "to": to, "value": value, "target": goal}
+            found.append({**line, "is_met": is_met})
+    return found
+
+
+def utilisation(
+    model: Model, work: flops.Work, limits: Sequence[Result], step_seconds: float
+) -> Result:
+    """Where a step's time goes, as fractions: necessary products, AdamW, the rest."""
+    products = [
+        median(times) for times in zip(*(limit["products"] for limit in limits), strict=True)
+    ]
+    ideal = flops.ideal_seconds(model, work, products)
+    fractions = {name: value / step_seconds for name, value in ideal.items()}
+    fractions["adamw"] = median(limit["adamw"] for limit in limits) / step_seconds
+    fractions["rest"] = 1 - sum(fractions.values())
+    necessary = sum(flops.flops(model, work).values())
+    return {
+        "fraction_of_matmul_rate": sum(ideal.values()) / step_seconds,
+        "matmul_gflops": necessary / sum(ideal.values()) / 1e9,
+        "step_gflops": necessary / step_seconds / 1e9,
+        "fractions": fractions,
+    }
+
+
+def print_case(name: str, result: Result) -> None:
+    columns = f"{'tokens/s':>9}{'peak MB':>9}{'w/o imports':>13}{'first loss':>12}  correct"
+    print(f"\n{name}\n{'':28}{columns}")
+    for label, row in result["contenders"].items():
+        if "error" in row:
+            print(f"  {label:26}  failed: {row['error'].splitlines()[-1]}")
+            continue
+        verdict = "yes" if row["is_correct"] else f"NO, off by {row['deviation']:.1e}"
+        print(
+            f"  {label:26}{row['tokens_per_second']:9.0f}{row['peak_mb']:9.0f}"
+            f"{row['peak_mb_above_imports']:13.0f}{row['first_loss']:12.5f}  {verdict}"
+        )
+    for ratio in result["ratios"]:
+        verdict = "met" if ratio["is_met"] else "MISSED"
+        target = f" (target {ratio['target']:g}: {verdict})" if ratio["target"] else ""
+        print(f"  {ratio['of']}: {ratio['value']:.2f} x {ratio['to']}{target}")
+    if "utilisation" in result:
+        used = result["utilisation"]
+        parts = ", ".join(f"{part} {value:.0%}" for part, value in used["fractions"].items())
+        print(
+            f"  necessary products at {used['step_gflops']:.0f} of {used['matmul_gflops']:.0f} "
+            f"GFLOP/s: {used['fraction_of_matmul_rate']:.0%} of the matmul rate\n"
+            f"  a step: {parts}"
+        )
+
+
+def print_scaling(found: Sequence[Result]) -> None:
+    print("\ntime per step against distinct tokens (taut, reading, small)")
+    for row in found:
+        per_token = 1e6 * row["seconds"] / row["distinct_tokens"]
+        print(
+            f"  {row['documents']} x: {row['distinct_tokens']:6.0f} distinct tokens of "
+            f"{row['tokens']:6.0f}, "
+            f"{row['seconds']:7.3f} s  {per_token:5.0f} us a distinct token"
+        )
