@@ -220,6 +220,15 @@ def logits_of(model: nn.Module, num_tokens: int = 12, seed: int = 0) -> torch.Te
     return model(input_ids=ids, use_cache=False).logits[0]
 
 
+def with_weights_of(loaded: nn.Module, name: str, **options: Any) -> PreTrainedModel:
+    """``tiny_model(name)`` with a loaded model's weights: RoPE's frequencies, which are not saved,
+    are the same.
+    """
+    model = tiny_model(name, **options)
+    model.load_state_dict(loaded.state_dict())
+    return model
+
+
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter, by name."""
     return {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -57,7 +57,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ConfigError(
-                f"optim.warmup_steps={self.warmup_steps} and optim.warmup_ratio={self.warmup_ratio} are both "
+                f"optim.warmup_steps={self.warmup_steps} and "
+                f"optim.warmup_ratio={self.warmup_ratio} are both "
                 "set; keep one"
             )
 

@@ -17,9 +17,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -34,6 +36,18 @@ from transformers.utils import logging
 from taut.errors import ModelError
 from taut.models import anatomy
 
+_LIBRARY_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    UnpicklingError,
+    SafetensorError,
+)
+"""What the library raises for a directory it cannot read."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = (
@@ -245,15 +259,7 @@ def _one_line(path: str, wanted: str) -> Iterator[None]:
     try:
         with quiet_library():
             yield
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-        RuntimeError,
-        AttributeError,
-        TypeError,
-    ) as error:
+    except _LIBRARY_ERRORS as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
 

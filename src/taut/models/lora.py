@@ -61,15 +61,12 @@ class LoraConfig:
             if name not in ("rank", "adapter") and getattr(self, name) != _default(field_)
         ]
         if changed and (not self.is_on or self.adapter):
-            why = (
-                "the adapter's own settings hold"
-                if self.adapter
-                else "lora.rank is 0, so no adapter is trained"
-            )
+            why = "the adapter's own settings hold" if self.adapter else "lora.rank is 0"
             raise ConfigError(f"lora.{changed[0]} is set and would be ignored: {why}; remove it")
         if self.adapter and self.rank:
             raise ConfigError(
-                f"rank={self.rank} and adapter are both set: the adapter has its rank; remove rank"
+                f"lora.rank={self.rank} and lora.adapter are both set; remove lora.rank, "
+                "the adapter has its own"
             )
 
     @property
@@ -171,7 +168,6 @@ def _merged(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
     _assign(wrapped, weights)
-    wrapped.base_model.model.tie_weights()
     return wrapped.merge_and_unload(safe_merge=True)
 
 

@@ -1,0 +1,173 @@
+"""Adapters: what trains, what is refused, and adapter = merged = reloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import logits_of, parameters_of, tiny_model, with_weights_of
+from torch import nn
+
+from taut.config import from_mapping
+from taut.errors import ConfigError, ModelError
+from taut.models import anatomy
+from taut.models.lora import LoraConfig, apply_lora, plain_model, save_adapter
+
+
+def trained(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def shake(model: nn.Module) -> nn.Module:
+    """Give every trainable parameter a value that is not its first, so that an adapter does
+    something.
+    """
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(0.1 * draw.to(parameter.dtype))
+    return model
+
+
+def test_rank_zero_is_the_model_itself() -> None:
+    model = tiny_model("llama")
+    assert apply_lora(model, LoraConfig()) is model
+
+
+def test_only_adapters_train_and_every_one_gets_a_gradient() -> None:
+    model = shake(apply_lora(tiny_model("llama"), LoraConfig(rank=2)))
+    assert len(trained(model)) == 2 * 7 * 2
+    assert all("lora_" in name for name in trained(model))
+    logits_of(model).square().sum().backward()
+    graded = {
+        n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0
+    }
+    assert graded == trained(model)
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_drawn_from_the_seed() -> None:
+    base = tiny_model("qwen3")
+    before = logits_of(base)
+    model = apply_lora(base, LoraConfig(rank=2), seed=3)
+    assert torch.equal(logits_of(model), before)
+    again = apply_lora(tiny_model("qwen3"), LoraConfig(rank=2), seed=3)
+    other = apply_lora(tiny_model("qwen3"), LoraConfig(rank=2), seed=4)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    drawn = [parameters_of(m)[name] for m in (model, again, other)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_the_scale_is_alpha_over_rank_or_its_root() -> None:
+    for settings, scale in (
+        ({}, 2.0),
+        ({"alpha": 3.0}, 0.75),
+        ({"alpha": 3.0, "rslora": True}, 1.5),
+    ):
+        model = apply_lora(tiny_model("llama"), LoraConfig(rank=4, **settings))
+        scales = [m.scaling for m in model.modules() if hasattr(m, "lora_A")]
+        found = {value for scaling in scales for value in scaling.values()}
+        assert found == {scale}
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("gemma2", {"rslora": True}),
+    ("llama", {"dora": True}),
+    ("phi3", {"targets": ["qkv_proj"]}),
+    ("qwen3_moe", {"targets": ["q_proj", "o_proj"]}),
+    ("qwen2", {"modules_to_save": ["embed_tokens"]}),
+    ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("llama", {"modules_to_save": ["lm_head"], "dropout": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_adapter_equals_merged_equals_reloaded(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = tiny_model(name)
+    before = logits_of(base)
+    model = shake(apply_lora(base, LoraConfig(rank=2, **settings))).eval()
+    adapted = logits_of(model)
+    assert (adapted - before).abs().max() > 1e-3
+    frozen = parameters_of(model)
+    plain = plain_model(model)
+    plain.save_pretrained(tmp_path / "merged")
+    save_adapter(model, tmp_path / "adapter")
+    read = type(base).from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    merged = with_weights_of(read, name)
+    assert (logits_of(merged) - adapted).abs().max() < 1e-12
+    again = apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path / "adapter"))).eval()
+    assert (logits_of(again) - adapted).abs().max() < 1e-12
+    assert trained(again) == trained(model)
+    assert all(torch.equal(value, frozen[key]) for key, value in parameters_of(model).items())
+    assert torch.equal(logits_of(model), adapted)
+
+
+def test_merging_reads_a_state_dict_that_is_given() -> None:
+    model = shake(apply_lora(tiny_model("llama"), LoraConfig(rank=2))).eval()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = plain_model(model).state_dict()
+    shake(model)
+    found = plain_model(model, whole).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_tied_embedding_trained_whole_stays_tied_to_the_head() -> None:
+    config = LoraConfig(rank=2, modules_to_save=["embed_tokens"])
+    model = apply_lora(tiny_model("qwen2"), config)
+    assert anatomy.is_tied(model)
+    assert anatomy.head(model).weight.requires_grad
+    assert anatomy.is_tied(plain_model(shake(model)))
+
+
+def test_the_head_is_honoured_when_it_is_trained_whole() -> None:
+    model = apply_lora(tiny_model("llama"), LoraConfig(rank=2, modules_to_save=["lm_head"]))
+    shake(model)
+    assert anatomy.head(model).weight.requires_grad
+    assert anatomy.prove_head(model) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama", {"targets": ["q_prj"]}, r"'q_prj' matches no linear module; the nearest name is"),
+        ("llama", {"targets": ["q_proj", "lm_head"]}, "'lm_head' is the output head"),
+        ("llama", {"modules_to_save": ["embed"]}, r"'embed' matches no module; did you mean"),
+        ("qwen2", {"modules_to_save": ["lm_head"]}, "tied to the embedding; name the embedding"),
+    ],
+)
+def test_what_would_not_be_honoured_is_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        apply_lora(tiny_model(name), LoraConfig(rank=2, **settings))
+
+
+def test_all_linear_leaves_the_head_out() -> None:
+    model = apply_lora(tiny_model("llama"), LoraConfig(rank=2))
+    assert not any("lm_head" in name for name in trained(model))
+
+
+def test_an_adapter_directory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no adapter_config"):
+        apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))
+    save_adapter(apply_lora(tiny_model("llama"), LoraConfig(rank=2)), tmp_path)
+    wider = tiny_model("llama", hidden_size=64)
+    with pytest.raises(ModelError, match="does not fit this model"):
+        apply_lora(wider, LoraConfig(adapter=str(tmp_path)))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no adapter_model"):
+        apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))
+
+
+def test_settings_that_would_be_ignored_are_refused() -> None:
+    for settings in ({"dropout": 0.1}, {"adapter": "a", "alpha": 2.0}, {"adapter": "a", "rank": 2}):
+        with pytest.raises(ConfigError, match=r"lora\."):
+            from_mapping(LoraConfig, settings)

@@ -1,0 +1,82 @@
+"""Added tokens: ids, rows, ties, and rows that would never train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import parameters_of, tiny_model
+from tests.tokenizers import tiny_tokenizer
+
+from taut.errors import ModelError
+from taut.models import anatomy
+from taut.models.load import freeze
+from taut.models.lora import LoraConfig, apply_lora
+from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer, require_trained
+
+ADD = TokensConfig(add=["<|think|>", "<|im_end|>", "<|done|>"])
+
+
+def test_only_missing_tokens_are_added_and_each_is_one_id() -> None:
+    tokenizer = tiny_tokenizer()
+    before = len(tokenizer)
+    ids = add_tokens_to_tokenizer(tokenizer, ADD)
+    assert ids == [before, before + 1]
+    assert tokenizer.encode("a<|think|>b<|done|>", add_special_tokens=False)[1] == ids[0]
+    assert add_tokens_to_tokenizer(tokenizer, ADD) == []
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_rows_are_added_as_the_mean_and_ties_stay(name: str) -> None:
+    model = tiny_model(name)
+    before = parameters_of(model)
+    assert add_tokens(model, [97, 99]) == 3
+    head, table = anatomy.head(model).weight, anatomy.embedding(model).weight
+    assert table.shape == head.shape == (100, 32)
+    assert (head is table) == (name == "qwen2")
+    assert model.config.vocab_size == 100
+    old = before["model.embed_tokens.weight"]
+    assert torch.equal(table[:97], old)
+    for row in (97, 99):
+        assert torch.allclose(table[row], old.mean(0), atol=1e-15)
+    if name == "llama":
+        assert torch.allclose(head[97], before["lm_head.weight"].mean(0), atol=1e-15)
+    assert anatomy.prove_head(model) < 1e-12
+
+
+def test_spare_rows_are_used_before_any_is_added() -> None:
+    """90 tokens in a model of 97 rows: the new one takes a spare row, which starts as the mean of
+    the 90.
+    """
+    model = tiny_model("llama")
+    table = anatomy.embedding(model).weight
+    mean, others = table[:90].mean(0), torch.cat([table[:90], table[91:]])
+    assert add_tokens(model, [90]) == 0
+    assert anatomy.embedding(model).weight is table
+    assert torch.allclose(table[90], mean, atol=1e-15)
+    assert torch.equal(torch.cat([table[:90], table[91:]]), others)
+    assert add_tokens(model, []) == 0
+
+
+def test_rows_that_would_not_train_are_refused_with_the_remedy() -> None:
+    for name, remedy in (
+        ("llama", r"lora.modules_to_save=\['model.embed_tokens', 'lm_head'\]"),
+        ("qwen2", r"lora.modules_to_save=\['model.embed_tokens'\]"),
+    ):
+        model = tiny_model(name)
+        add_tokens(model, [97])
+        with pytest.raises(ModelError, match=remedy):
+            require_trained(apply_lora(model, LoraConfig(rank=2)), [97])
+    model = tiny_model("qwen2")
+    freeze(model, ["*embed_tokens*"])
+    with pytest.raises(ModelError, match="are frozen in the embedding and the head"):
+        require_trained(model, [97])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_the_remedy_works(name: str) -> None:
+    model = tiny_model(name)
+    require_trained(model, [97])
+    names = anatomy.table_names(model)
+    wrapped = apply_lora(model, LoraConfig(rank=2, modules_to_save=names))
+    require_trained(wrapped, [97])
+    assert anatomy.embedding(wrapped).weight.requires_grad
