@@ -70,11 +70,11 @@ def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
 
 
 def _configure(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Run:
-    from taut.config import from_mapping, to_dict
+    from taut.config import from_mapping, replace
     from taut.run import Run
 
     if isinstance(run, Run):
-        return from_mapping(Run, to_dict(run) | keys) if keys else run
+        return replace(run, keys) if keys else run
     return from_mapping(Run, keys, None if run is None else Path(run))
 
 

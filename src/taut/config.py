@@ -83,12 +83,22 @@ class Assignment(NamedTuple):
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """The configuration in a TOML file (or none) with ``a.b=value`` set on top."""
     assignments = [_parse_override(cls, text) for text in overrides]
-    return _build(cls, path, assignments, "on the command line")
+    return _build(cls, _read_toml(path), assignments, ("on the command line", _place(path)))
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = None) -> T:
     """The same from Python values: nested mappings, dotted keys and configclass instances, mixed as you like."""
-    return _build(cls, path, list(_flatten(cls, mapping, ())), "in the arguments")
+    place = "in the arguments"
+    assignments = list(_flatten(cls, mapping, ()))
+    return _build(
+        cls, _read_toml(path), assignments, (place, place if path is None else _place(path))
+    )
+
+
+def replace(config: T, mapping: Mapping[str, Any]) -> T:
+    """A configuration with other values for some keys, given as to ``from_mapping``."""
+    cls, place = type(config), "in the arguments"
+    return _build(cls, to_dict(config), list(_flatten(cls, mapping, ())), (place, place))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -129,21 +139,31 @@ def type_name(annotation: Any) -> str:
     return "none" if annotation is types.NoneType else names.get(annotation) or annotation.__name__
 
 
-def _build(cls: type[T], path: Path | None, assignments: Sequence[Assignment], place: str) -> T:
-    tree = {} if path is None else _read_toml(path)
-    _require_disjoint(cls, [assignment.path for assignment in assignments], place)
+def _build(
+    cls: type[T],
+    tree: dict[str, Any],
+    assignments: Sequence[Assignment],
+    places: tuple[str, str],
+) -> T:
+    """``places``: where the assignments come from, and where the tree does."""
+    _require_disjoint(cls, [assignment.path for assignment in assignments], places[0])
     for assignment in assignments:
-        _assign(tree, assignment, place)
-    places = dict.fromkeys((assignment.path for assignment in assignments), place)
-    default_place = place if path is None else f"at {path.name}"
+        _assign(tree, assignment, places[0])
+    assigned = {assignment.path for assignment in assignments}
     try:
         text = json.dumps(tree, default=_plain)
         return pydantic.TypeAdapter(cls).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise ConfigError(_explain(cls, error, tree, places, default_place)) from error
+        raise ConfigError(_explain(cls, error, tree, assigned, places)) from error
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _place(path: Path | None) -> str:
+    return "on the command line" if path is None else f"at {path.name}"
+
+
+def _read_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -300,8 +320,8 @@ def _explain(
     cls: type[Any],
     error: pydantic.ValidationError,
     tree: Mapping[str, Any],
-    places: Mapping[tuple[str, ...], str],
-    default_place: str,
+    assigned: set[tuple[str, ...]],
+    places: tuple[str, str],
 ) -> str:
     """pydantic's errors in one line: unknown keys, values of another kind, missing keys."""
     found: dict[KeyPath, list[Any]] = {}
@@ -316,8 +336,8 @@ def _explain(
     keys = [key for key, _ in _leaves(cls, "")]
     lines = []
     for path, details in deepest.items():
-        given = (places[path[:end]] for end in range(len(path), 0, -1) if path[:end] in places)  # type: ignore[index]
-        lines.append(_explain_one(path, details, next(given, default_place), keys))
+        is_assigned = any(path[: len(given)] == given for given in assigned)
+        lines.append(_explain_one(path, details, places[0 if is_assigned else 1], keys))
     lines.sort(key=lambda line: ("unknown" not in line, "is missing" in line))
     more = len(lines) - ERRORS_SHOWN
     return "; also: ".join(lines[:ERRORS_SHOWN]) + (f"; and {more} more" if more > 0 else "")

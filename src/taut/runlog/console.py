@@ -26,6 +26,9 @@ from taut.runlog.events import Event
 RECENT = 20
 """Steps whose duration predicts the rest."""
 
+LINES_SHOWN = 5
+"""Samples left out or cut that are named at the start; events.jsonl names all."""
+
 STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
 
 
@@ -68,6 +71,11 @@ class ConsoleReport:
         decisions = event.get("decisions", ())
         if decisions:
             self._console.print(decisions_table(decisions))
+        if event.get("data"):
+            self._say(f"data  {event['data']}")
+        for what in ("dropped", "cut"):
+            for line in event.get(what, ())[:LINES_SHOWN]:
+                self._say(f"{what}  {line}", "yellow")
         if self._console.is_terminal:
             columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}")
             self._progress = Progress(*columns, console=self._console)

@@ -1,0 +1,36 @@
+"""What holds for every test: nothing is fetched, threads are few, and a GPU is not assumed."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch or transformers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenised data of a test is cached in the test's own directory."""
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "taut-cache"))

@@ -1,0 +1,183 @@
+"""Words become a configuration and a call; mistakes become one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import taut
+from taut import api, cli, run
+from taut.cli import main, sort_words
+from taut.errors import CheckFailed, ConfigError
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[run.Run]:
+    """The configurations ``api.sft`` is called with."""
+    seen: list[run.Run] = []
+    monkeypatch.setattr(api, "sft", seen.append)
+    return seen
+
+
+MINIMAL = ["model=m", "data.train=a.jsonl", "out=o"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=3", "resume=true", "batch.samples_per_step=8"],
+        ["--seed", "3", "--resume", "--batch.samples_per_step=8"],
+        ["--resume=true", "--batch.samples-per-step", "8", "seed=3"],
+    ],
+)
+def test_flags_and_overrides_are_the_same_thing(words: list[str], runs: list[run.Run]) -> None:
+    assert main(["sft", *words, *MINIMAL]) == 0
+    (config,) = runs
+    assert (config.seed, config.resume, config.batch.samples_per_step) == (3, True, 8)
+
+
+def test_a_toml_file_may_stand_anywhere(tmp_path: Path, runs: list[run.Run]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "m"\nout = "o"\nseed = 1\n[data]\ntrain = "a.jsonl"\n')
+    assert main(["sft", "--resume", str(path), "seed=2"]) == 0
+    assert (runs[0].model, runs[0].seed, runs[0].resume) == ("m", 2, True)
+
+
+def test_a_switch_takes_no_following_word() -> None:
+    words = sort_words(["--resume", "steps=3", "--seed", "-1"], {"resume"})
+    assert words == (None, ["resume=true", "steps=3", "seed=-1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sft", "sed=1", *MINIMAL], "unknown key 'sed' on the command line; did you mean 'seed'?"),
+        (["sft", "--seed"], "found --seed without a value"),
+        (["sft", "a.toml", "b.toml"], "found 'b.toml' beside 'a.toml'; expected one TOML file"),
+        (["sft", "missing.toml"], "cannot read missing.toml"),
+        (
+            ["stf"],
+            "found the command 'stf'; expected one of sft, show, demo; did you mean 'taut sft'?",
+        ),
+        (["demo", "a.toml"], "taut demo takes key=value only"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("taut: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_each_error_has_its_exit_code_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: run.Run) -> None:
+        raise CheckFailed("two\nlines")
+
+    monkeypatch.setattr(api, "sft", fail)
+    assert main(["sft", *MINIMAL]) == 1
+    assert capsys.readouterr().err == "taut: error: two lines\n"
+
+
+def test_only_the_first_rank_prints_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["sft", "sed=1"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: run.Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "sft", interrupt)
+    assert main(["sft", *MINIMAL]) == 130
+
+
+def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: run.Run) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(api, "sft", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["sft", *MINIMAL])
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("sft", "show"):
+        assert main([command, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"usage: taut {command}")
+        assert "optim.learning_rate  (number; " in out
+    assert main(["demo", "--help"]) == 0
+    assert "usage: taut demo" in capsys.readouterr().out
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"taut {taut.__version__}\n"
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(f"taut {command}" in usage for command in cli.COMMANDS)
+    assert main([]) == 2
+    assert capsys.readouterr().out == usage
+
+
+def test_the_library_takes_files_keys_and_runs(tmp_path: Path, runs: list[run.Run]) -> None:
+    taut.sft(model="m", data={"train": "a.jsonl"}, out=tmp_path, **{"batch.samples_per_step": 8})
+    assert (runs[0].data.train, runs[0].batch.samples_per_step) == ("a.jsonl", 8)
+    taut.sft(runs[0], seed=5, batch={"share_prefixes": False})
+    assert (runs[1].out, runs[1].seed, runs[1].batch.samples_per_step) == (str(tmp_path), 5, 8)
+    path = tmp_path / "run.toml"
+    path.write_text('model = "m"\nout = "o"\n[data]\ntrain = "a.jsonl"\n')
+    taut.sft(path, steps=10)
+    assert (runs[2].model, runs[2].steps) == ("m", 10)
+    taut.sft(runs[2])
+    assert runs[3] is runs[2]
+    with pytest.raises(ConfigError, match="did you mean 'steps'"):
+        taut.sft(path, stepz=10)
+
+
+def test_the_public_surface_is_pinned() -> None:
+    assert sorted(taut.__all__) == [
+        "AttentionError",
+        "CheckFailed",
+        "ConfigError",
+        "DataError",
+        "ModelError",
+        "NonFiniteError",
+        "OutputError",
+        "RenderError",
+        "Result",
+        "Run",
+        "TautError",
+        "__version__",
+        "sft",
+        "show",
+    ]
+    assert all(getattr(taut, name) is not None for name in taut.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        taut.nothing  # noqa: B018 - the access is the test
+
+
+@pytest.mark.parametrize("code", ["import taut", "from taut.cli import main; main(['--help'])"])
+def test_nothing_heavy_is_loaded_before_it_is_needed(code: str) -> None:
+    heavy = ("torch", "transformers", "datasets", "pyarrow", "peft", "numpy", "pydantic")
+    report = (
+        f"import json, sys; {code}; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", report], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -1,0 +1,222 @@
+"""TOML, overrides and mappings become one frozen tree, or one line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from taut.config import configclass, describe, from_mapping, load, to_dict
+from taut.errors import ConfigError
+
+
+@configclass
+class Batch:
+    """A table."""
+
+    samples_per_step: Annotated[int, Field(ge=1)] = 32
+    """Samples in a step."""
+    tokens_per_microbatch: int = 8192
+    """Tokens at a time,
+    at most."""
+
+    def __post_init__(self) -> None:
+        if self.samples_per_step == 13:
+            raise ConfigError("found batch.samples_per_step=13; expected luck; choose 12")
+
+
+@configclass
+class Source:
+    path: str
+    weight: float = 1.0
+
+
+@configclass
+class Root:
+    out: str
+    """Where to."""
+    steps: int | None = None
+    rate: float = 1e-5
+    kind: Literal["linear", "cosine"] = "cosine"
+    resume: bool = False
+    name: str | None = None
+    train: str | list[str | Source] = "a.jsonl"
+    freeze: list[str] = field(default_factory=list)
+    columns: dict[str, str] | None = None
+    batch: Batch = Batch()
+
+
+def refused(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(Root, path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def toml(directory: Path, text: str) -> Path:
+    path = directory / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_are_set_on_top_of_the_file(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'out = "x"\nsteps = 3\n[batch]\nsamples_per_step = 4\n')
+    config = load(Root, path, ["batch.samples_per_step=8", "rate=1e-3"])
+    assert config == Root(out="x", steps=3, rate=1e-3, batch=Batch(samples_per_step=8))
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("out=1", "out", "1"),
+        ("out=true", "out", "true"),
+        ("out=2026-01-01", "out", "2026-01-01"),
+        ("out=1e-4", "out", "1e-4"),
+        ('out="quoted"', "out", "quoted"),
+        ("out=a=b", "out", "a=b"),
+        ("out=a#b", "out", "a#b"),
+        ("rate=1", "rate", 1.0),
+        ("steps=none", "steps", None),
+        ("name=none", "name", None),
+        ("out=none", "out", "none"),
+        ("resume=true", "resume", True),
+        ('freeze=["a", "b"]', "freeze", ["a", "b"]),
+        ('train=["a", {path = "b", weight = 2}]', "train", ["a", Source(path="b", weight=2)]),
+        ("columns.prompt=question", "columns", {"prompt": "question"}),
+        ("columns.prompt=1", "columns", {"prompt": "1"}),
+    ],
+)
+def test_values_are_toml_or_else_text(override: str, name: str, value: object) -> None:
+    given_out = [] if name == "out" else ["out=x"]
+    assert getattr(load(Root, None, [override, *given_out]), name) == value
+
+
+@given(st.text().filter(lambda text: text.strip() == text and not text.startswith(('"', "'"))))
+def test_a_string_field_takes_any_text(text: str) -> None:
+    assert load(Root, None, [f"out={text}"]).out == text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "batch.tokens_per_micro=1",
+            "unknown key 'batch.tokens_per_micro' on the command line; did you mean 'batch.tokens_per_microbatch'?",
+        ),
+        (
+            "samples_per_step=1",
+            "unknown key 'samples_per_step' on the command line; did you mean 'batch.samples_",
+        ),
+        ("zzz=1", "unknown key 'zzz' on the command line; 'taut sft --help' lists every key"),
+        ("steps=many", 'found steps="many" on the command line; expected an integer'),
+        ("steps=1.5", "found steps=1.5 on the command line; expected an integer"),
+        ("steps=true", "found steps=true on the command line; expected an integer"),
+        ("rate=fast", 'found rate="fast" on the command line; expected a number'),
+        ("rate=inf", "found rate=Infinity on the command line; expected a finite number"),
+        ("resume=1", "found resume=1 on the command line; expected true or false"),
+        ("resume=True", 'found resume="True" on the command line; expected true or false'),
+        ("kind=square", "found kind=\"square\" on the command line; expected 'linear' or 'cosine'"),
+        ("batch.samples_per_step=0", "expected greater than or equal to 1"),
+        ("batch.samples_per_step=13", "found batch.samples_per_step=13; expected luck; choose 12"),
+        ("batch=3", "'batch' on the command line is a table; expected its keys one by one"),
+        ("steps.x=3", 'found steps={"x": 3} on the command line; expected an integer'),
+        ('train=[{path = "b", wait = 2}]', "unknown key 'train[0].wait' on the command line"),
+        ("steps", "found 'steps' on the command line; expected key=value"),
+        ("=3", "found '=3' on the command line; expected key=value"),
+        ("a..b=3", "found 'a..b=3' on the command line; expected key=value"),
+    ],
+)
+def test_a_bad_override_is_refused_in_one_line(override: str, message: str) -> None:
+    assert message in refused("out=x", override)
+
+
+def test_no_key_is_set_twice() -> None:
+    assert "key 'steps' is set twice" in refused("out=x", "steps=1", "steps=1")
+    assert "'columns' and 'columns.a' are both set" in refused("out=x", "columns={}", "columns.a=b")
+
+
+def test_a_key_of_a_value_is_refused(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'out = "x"\ncolumns = 3\n')
+    assert "'columns', which has the value 3" in refused("columns.a=b", path=path)
+
+
+def test_mistakes_in_the_file_name_the_file(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'out = 1\nbach.samples_per_step = 3\nsteps = "4"\n')
+    message = refused(path=path)
+    assert message.startswith("unknown key 'bach' at run.toml")
+    assert "found out=1 at run.toml; expected a string" in message
+    assert 'found steps="4" at run.toml; expected an integer' in message
+
+
+def test_only_the_first_mistakes_are_named() -> None:
+    message = refused("a=1", "b=1", "c=1", "d=1")
+    assert message.count("unknown key") == 3
+    assert message.endswith("and 2 more")
+
+
+def test_a_missing_key_is_named() -> None:
+    assert "key 'out' is missing; expected out=..." in refused()
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert "expected a TOML file" in refused(path=tmp_path / "none.toml")
+    assert "is not TOML" in refused(path=toml(tmp_path, "out = \n"))
+
+
+def test_mappings_may_be_nested_dotted_or_instances() -> None:
+    expected = Root(out="x", batch=Batch(samples_per_step=4))
+    for batch in (
+        {"batch": {"samples_per_step": 4}},
+        {"batch.samples_per_step": 4},
+        {"batch": Batch(samples_per_step=4)},
+    ):
+        assert from_mapping(Root, {"out": Path("x"), **batch}) == expected
+
+
+def test_mappings_hold_instances_in_lists() -> None:
+    config = from_mapping(Root, {"out": "x", "train": [Source(path="a", weight=2)]})
+    assert config.train == [Source(path="a", weight=2)]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz' in the arguments; did you mean 'steps'?"),
+        ({"steps": "3"}, 'found steps="3" in the arguments; expected an integer'),
+        ({"name": object()}, "found a value of type object in the arguments"),
+        (
+            {"steps": 1, "batch": {"samples_per_step": 1}, "batch.samples_per_step": 2},
+            "is set twice",
+        ),
+    ],
+)
+def test_a_bad_mapping_is_refused(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="in the arguments") as caught:
+        from_mapping(Root, {"out": "x", **mapping})
+    assert message in str(caught.value)
+
+
+def test_a_configuration_is_frozen_and_survives_json() -> None:
+    config = load(Root, None, ["out=x", "columns.a=b", 'train=[{path = "b"}]'])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3  # type: ignore[misc]
+    assert from_mapping(Root, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_describe_lists_every_key_with_its_documentation() -> None:
+    rows = {row.key: row for row in describe(Root)}
+    assert list(rows)[-2:] == ["batch.samples_per_step", "batch.tokens_per_microbatch"]
+    assert rows["out"].default == "required"
+    assert rows["steps"][1:] == ("integer | none", "none", "")
+    assert rows["kind"].type == "linear | cosine"
+    assert rows["train"].type == "string | list of (string | table)"
+    assert rows["freeze"].default == "[]"
+    assert rows["batch.tokens_per_microbatch"].doc == "Tokens at a time, at most."
