@@ -1,0 +1,166 @@
+"""events.jsonl loses no line, is strict JSON, and tells each step once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from taut.errors import DataError, OutputError
+from taut.runlog import EventLog, LogConfig, RunLog, read_events
+from taut.runlog.events import Event
+
+
+class Decision(NamedTuple):
+    name: str
+    value: str
+    reason: str
+
+
+class Kept:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.is_closed = False
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def write(path: Path, events: Sequence[dict[str, Any]]) -> None:
+    with closing(EventLog(path)) as log:
+        for event in events:
+            log({"time": 0.0, **event})
+
+
+def steps(*numbers: int) -> list[dict[str, Any]]:
+    return [{"kind": "step", "step": number, "loss": 1 / number} for number in numbers]
+
+
+def test_a_line_is_in_the_file_before_the_next_event(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    for number in (1, 2):
+        log({"kind": "step", "step": number})
+        assert path.read_text().count("\n") == number
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"), [("step", 0), ("checkpoint", 1), ("resume", 1), ("end", 1)]
+)
+def test_what_is_relied_on_is_forced_to_the_disk(
+    kind: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    write(tmp_path / "events.jsonl", [{"kind": kind}])
+    assert len(synced) == times
+
+
+def test_lines_are_strict_json_and_values_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    event = {
+        "kind": "step",
+        "step": np.int64(3),
+        "loss": math.nan,
+        "grad_norm": np.float32("-inf"),
+        "path": tmp_path,
+        "decisions": [Decision("dtype", "float32", "é")],
+        "more": {"a": (1, 2.5, None, True, math.inf)},
+    }
+    write(path, [event])
+    raw = json.loads(path.read_text(), parse_constant=lambda _: pytest.fail("not strict JSON"))
+    assert raw["loss"] == "nan"
+    assert raw["more"] == {"a": [1, 2.5, None, True, "inf"]}
+    (read,) = read_events(path)
+    assert math.isnan(read["loss"])
+    assert read["grad_norm"] == -math.inf
+    assert read["step"] == 3
+    assert read["path"] == str(tmp_path)
+    assert read["decisions"] == [["dtype", "float32", "é"]]
+
+
+def test_a_value_json_cannot_hold_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="an event cannot hold a object"):
+        write(tmp_path / "events.jsonl", [{"kind": "step", "loss": object()}])
+
+
+def test_a_torn_last_line_is_skipped_and_then_removed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, steps(1, 2))
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) - whole.index(b"\n") - 1):
+        path.write_bytes(whole[:-cut])
+        assert [event["step"] for event in read_events(path)] == [1]
+    write(path, steps(3))
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+
+
+def test_a_resume_takes_back_the_steps_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    evaluation = {"kind": "eval", "step": 3, "loss": 1.0}
+    write(path, [{"kind": "start"}, *steps(1, 2, 3), evaluation])
+    write(path, [{"kind": "start"}, {"kind": "resume", "from_step": 2}, *steps(3, 4)])
+    write(path, [{"kind": "resume", "from_step": 3}, *steps(4)])
+    events = read_events(path)
+    assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3, 4]
+    assert [event["from_step"] for event in events if event["kind"] == "resume"] == [2, 3]
+    assert not [event for event in events if event["kind"] == "eval"]
+
+
+@pytest.mark.parametrize("line", ["half", "[]", "3", '{"step": 1}'])
+def test_a_line_that_is_no_event_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, steps(1))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=r"events\.jsonl:2; expected a JSON object"):
+        read_events(path)
+
+
+def test_places_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read"):
+        read_events(tmp_path / "none")
+    with pytest.raises(OutputError, match="cannot write"):
+        EventLog(tmp_path / "none" / "events.jsonl")
+
+
+def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = EventLog(tmp_path / "events.jsonl")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        log({"kind": "end"})
+    log.close()
+
+
+def test_every_sink_gets_the_same_events_and_is_closed() -> None:
+    first, second = Kept(), Kept()
+    with RunLog([first, second]) as log:
+        log.emit("step", step=1, loss=2.0)
+    assert first.events == second.events
+    assert first.events[0]["kind"] == "step"
+    assert first.events[0]["time"] > 0
+    assert first.is_closed
+    assert second.is_closed
+    with pytest.raises(AssertionError, match="unknown kind"):
+        log.emit("stepp")  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_write_write_nothing(tmp_path: Path) -> None:
+    with RunLog.open(tmp_path, LogConfig(tensorboard=True), is_writer=False) as log:
+        log.emit("step", step=1)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,228 @@
+"""The views of the event stream: console, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from taut.config import from_mapping
+from taut.errors import ConfigError
+from taut.runlog import Event, LogConfig, RunLog, Sink
+from taut.runlog import config as log_config
+from taut.runlog.console import ConsoleReport
+from taut.runlog.scalars import scalars
+from taut.runlog.tensorboard import TensorBoard
+
+
+def step(number: int, **fields: Any) -> Event:
+    return {
+        "kind": "step",
+        "time": 100.0 + number,
+        "step": number,
+        "loss": 1.0 / number,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-4,
+        "num_targets": 50,
+        "num_tokens": 75,
+        "num_tokens_unshared": 100,
+        "seconds": 0.5,
+        "sample_ids": ["a:1"],
+        **fields,
+    }
+
+
+START: Event = {
+    "kind": "start",
+    "time": 0.0,
+    "num_steps": 4,
+    "decisions": [("attention", "reference", "no CUDA device")],
+    "data": "8 samples",
+    "dropped": [f"a.jsonl:{line}: too long" for line in range(9)],
+}
+
+
+def told(*events: Event, every: int = 1, is_terminal: bool = False) -> str:
+    """What the console says of some events."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=is_terminal, width=120, soft_wrap=True)
+    report = ConsoleReport(every, console)
+    for event in events:
+        report(event)
+    report.close()
+    return stream.getvalue()
+
+
+def test_without_a_terminal_each_step_is_a_plain_line() -> None:
+    lines = told(START, step(1), step(2)).splitlines()
+    assert lines[0].split() == ["attention", "reference", "no", "CUDA", "device"]
+    assert lines[1] == "data  8 samples"
+    assert lines[2:7] == [f"dropped  a.jsonl:{line}: too long" for line in range(5)]
+    assert lines[7].startswith("step 1/4  loss 1.0000  grad 0.5  lr 1.00e-04  200 tok/s  saved 25%")
+    assert lines[7].endswith("0:00:02 left")
+    assert lines[8].endswith("0:00:01 left")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_every_thins_the_lines_and_keeps_the_first_and_the_last() -> None:
+    text = told({**START, "num_steps": 7}, *(step(number) for number in range(1, 8)), every=3)
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("step")] == [
+        "1/7",
+        "3/7",
+        "6/7",
+        "7/7",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_is_redrawn() -> None:
+    text = told(
+        START, step(1), {"kind": "resume", "time": 0, "from_step": 2}, step(3), is_terminal=True
+    )
+    assert "\x1b" in text
+    assert "3/4" in text
+    assert "loss 0.3333" in text
+
+
+def test_a_gpu_says_its_own_memory() -> None:
+    assert "5.0 GB" in told(START, step(1, memory_bytes=5_000_000_000))
+    assert "GB" in told(START, step(1))
+
+
+def test_nothing_is_said_to_be_saved_where_nothing_is() -> None:
+    assert "saved" not in told(START, step(1, num_tokens=100))
+
+
+def test_a_loss_that_is_not_finite_can_be_shown() -> None:
+    assert "loss nan" in told(START, step(1, loss=float("nan")))
+
+
+def test_checks_warnings_and_the_rest_have_a_line_each() -> None:
+    text = told(
+        {
+            "kind": "check",
+            "time": 0,
+            "name": "first_step",
+            "outcome": "passed",
+            "value": 1.23456e-7,
+            "detail": "d [x]",
+        },
+        {"kind": "check", "time": 0, "name": "heads", "outcome": "skipped"},
+        {"kind": "warning", "time": 0, "step": 3, "name": "spike", "detail": "12 times the median"},
+        {"kind": "eval", "time": 0, "step": 3, "loss": 1.5, "num_samples": 2000},
+        {"kind": "checkpoint", "time": 0, "step": 3, "path": "out/checkpoints/3"},
+        {"kind": "resume", "time": 0, "from_step": 3},
+    )
+    assert text.splitlines() == [
+        "check first_step: passed 1.235e-07  (d [x])",
+        "check heads: skipped",
+        "warning at step 3: 12 times the median",
+        "eval  after step 3: loss 1.5  num_samples 2,000",
+        "checkpoint of step 3: out/checkpoints/3",
+        "resumed after step 3",
+    ]
+
+
+def test_the_end_sums_the_run_up() -> None:
+    evals = [
+        {"kind": "eval", "time": 0, "step": at, "loss": loss} for at, loss in ((1, 2.0), (2, 1.5))
+    ]
+    end = {"kind": "end", "time": 0, "step": 2, "model": "out/model"}
+    text = told(START, step(1), step(2), *evals, end)
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "2 in 0:00:01" in rows["steps"]
+    assert "1.0000 -> 0.5000" in rows["loss"]
+    assert "2.0000 -> 1.5000" in rows["held-out loss"]
+    assert "200 (100 targets), 200 a second" in rows["tokens"]
+    assert "150: sharing prefixes saved 25%" in rows["computed"]
+    assert text.splitlines()[-1] == "model out/model"
+
+
+def test_scalars_are_the_numbers_of_measurements() -> None:
+    assert scalars(step(2, is_last=True)) == {
+        "train/loss": 0.5,
+        "train/grad_norm": 0.5,
+        "train/learning_rate": 1e-4,
+        "train/num_targets": 50,
+        "train/num_tokens": 75,
+        "train/num_tokens_unshared": 100,
+        "train/seconds": 0.5,
+    }
+    assert scalars({"kind": "eval", "time": 1.0, "step": 1, "loss": 2.0}) == {"eval/loss": 2.0}
+    assert scalars(START) == {}
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    out = tmp_path / "tensorboard"
+    write(TensorBoard(out), START, step(1), step(2), step(3, loss=9.0))
+    resume = {"kind": "resume", "time": 103.5, "from_step": 2}
+    write(
+        TensorBoard(out),
+        START,
+        resume,
+        step(3),
+        {"kind": "eval", "time": 105.0, "step": 3, "loss": 0.25},
+    )
+    curves = EventAccumulator(str(out))
+    curves.Reload()
+    assert [(point.step, point.value) for point in curves.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, pytest.approx(1 / 3)),
+    ]
+    assert curves.Scalars("eval/loss")[0].value == 0.25
+
+
+def write(sink: Sink, *events: Event) -> None:
+    for event in events:
+        sink(event)
+    sink.close()
+
+
+def test_the_sinks_that_were_asked_for_are_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog.open(tmp_path, LogConfig(tensorboard=True, console=False)) as log:
+        log.emit("warning", detail="w")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "tensorboard"]
+    assert capsys.readouterr().out == ""
+    with RunLog.open(tmp_path, LogConfig()) as log:
+        log.emit("warning", detail="w")
+    assert capsys.readouterr().out == "warning: w\n"
+
+
+def test_wandb_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_config, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"wandb is not installed.*pip install 'taut\[wandb\]'"):
+        from_mapping(LogConfig, {"wandb": "project"})
+
+
+def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told_wandb: list[Any] = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(update=lambda fields: told_wandb.append(fields["num_steps"])),
+        log=lambda values, step: told_wandb.append((step, values["train/loss"])),
+        finish=lambda: told_wandb.append("finished"),
+    )
+    module = SimpleNamespace(init=lambda **fields: told_wandb.append(fields["project"]) or run)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    from taut.runlog.wandb import WeightsAndBiases
+
+    write(WeightsAndBiases("p", tmp_path), START, step(1))
+    assert told_wandb == ["p", 4, (1, 1.0), "finished"]
+
+
+def test_no_report_loads_torch() -> None:
+    code = (
+        "import json, sys, taut.runlog.console, taut.runlog.tensorboard;"
+        "print(json.dumps([m for m in ('torch', 'transformers', 'tensorflow') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
