@@ -48,6 +48,7 @@ _LIBRARY_ERRORS = (
     SafetensorError,
 )
 """What the library raises for a directory it cannot read."""
+_NOISY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = (
@@ -295,19 +296,15 @@ def _switch_off(model: PreTrainedModel) -> None:
 
 
 def _require_no_dropout(model: PreTrainedModel) -> None:
-    """Dropout inside the model would depend on how samples are packed."""
-    for name, module in model.named_modules():
-        p = (
-            module.p
-            if isinstance(module, nn.Dropout)
-            else getattr(module, "attention_dropout", 0.0)
-        )
-        if isinstance(p, float) and p > 0:
+    """Noise inside the model would depend on how samples are packed: none is let through."""
+    text = anatomy.text_config(model).to_dict()
+    found = [(f"config.{name}", value) for name, value in text.items() if _NOISY.search(name)]
+    found += [(name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)]
+    for name, value in found:
+        if isinstance(value, float) and value > 0:
             raise ModelError(
-                f"{name} has dropout {p}; taut has none inside a model, since its noise depends on "
-                "how samples are "
-                "packed; set it to 0 in the model's config.json (lora.dropout and "
-                "noise.neftune_alpha are independent of it)"
+                f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
+                "depend on how samples are packed; set it to 0 in the model's config.json"
             )
 
 

@@ -104,6 +104,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> nn.
         else:
             _require_targets(model, config)
             wrapped = get_peft_model(model, _peft_config(model, config))
+    _require_whole_tables(wrapped)
     for parameter in wrapped.parameters():
         assert parameter.dtype in (torch.float32, torch.float64), (
             "adapters are trained in full precision"
@@ -132,6 +133,7 @@ def plain_model(
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)
     config._attn_implementation = None
+    config.tie_word_embeddings = anatomy.is_tied(model)  # an adapter can part the two
     with torch.device("meta"):
         plain: Any = kind(config)
     if not is_adapted(model):
@@ -235,6 +237,22 @@ def _require_targets(model: PreTrainedModel, config: LoraConfig) -> None:
                 f"lora.modules_to_save: {saved!r} is tied to the embedding; "
                 f"name the embedding instead ({anatomy.table_names(model)[0]}): both are then "
                 "trained as one"
+            )
+
+
+def _require_whole_tables(model: nn.Module) -> None:
+    """An adapter made elsewhere may adapt the embedding or the head, which the chunked head would
+    not see.
+    """
+    inner: Any = anatomy.unwrap(model)
+    for kind, module in (
+        ("embedding", inner.get_input_embeddings()),
+        ("output head", inner.get_output_embeddings()),
+    ):
+        if hasattr(module, "lora_A") or hasattr(module, "token_adapter"):
+            raise ModelError(
+                f"the adapter adapts the {kind}, which taut trains whole or not at all; "
+                "merge it into the model first, and train from the merged model"
             )
 
 

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models import logits_of, save_tiny, tiny_model
 from tests.tokenizers import tiny_tokenizer
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from taut.attention.select import PREFIX
 from taut.errors import ModelError
@@ -59,13 +61,32 @@ def test_experts_are_eager_in_float64_and_the_router_loss_is_off(tmp_path: Path)
     assert torch.isfinite(logits_of(model)).all()
 
 
-def test_dropout_inside_a_model_is_refused(tmp_path: Path) -> None:
-    path = save_tiny("phi3", tmp_path / "a", resid_pdrop=0.1)
-    with pytest.raises(ModelError, match=r"has dropout 0\.1; taut has none inside a model"):
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("phi3", "resid_pdrop"),
+        ("qwen2", "attention_dropout"),
+        ("llama4_text", "router_jitter_noise"),
+    ],
+)
+def test_noise_inside_a_model_is_refused(name: str, field: str, tmp_path: Path) -> None:
+    path = save_tiny(name, tmp_path, **{field: 0.1})
+    with pytest.raises(ModelError, match=rf"config\.{field} is 0\.1; expected 0"):
         load_tiny(path)
-    path = save_tiny("qwen2", tmp_path / "b", attention_dropout=0.2)
-    with pytest.raises(ModelError, match=r"self_attn has dropout 0\.2"):
-        load_tiny(path)
+
+
+def test_dropout_that_no_config_names_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaMLP.__init__
+
+    def with_dropout(self: LlamaMLP, config: LlamaConfig) -> None:
+        own(self, config)
+        self.noise = torch.nn.Dropout(0.2)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", with_dropout)
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.noise is 0\.2"):
+        load_tiny(save_tiny("llama", tmp_path))
 
 
 def edit_config(path: Path, **changes: object) -> None:

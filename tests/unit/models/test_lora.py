@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tests.models import logits_of, parameters_of, tiny_model, with_weights_of
 from torch import nn
+from transformers import Qwen2ForCausalLM
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError
@@ -171,3 +174,34 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
     for settings in ({"dropout": 0.1}, {"adapter": "a", "alpha": 2.0}, {"adapter": "a", "rank": 2}):
         with pytest.raises(ConfigError, match=r"lora\."):
             from_mapping(LoraConfig, settings)
+
+
+def made_elsewhere(name: str, directory: Path, **settings: Any) -> nn.Module:
+    """An adapter that taut would not make, saved, with its model."""
+    config = peft.LoraConfig(r=2, target_modules=settings.pop("targets", ["q_proj"]), **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = shake(peft.get_peft_model(tiny_model(name), config)).eval()
+    save_adapter(model, directory)
+    return model
+
+
+def test_an_adapter_that_parted_head_and_embedding_is_merged_apart(tmp_path: Path) -> None:
+    """The head of a tied model was trained whole: merged and tied again it would be lost (FAILURES
+    29).
+    """
+    expected = logits_of(made_elsewhere("qwen2", tmp_path / "adapter", modules_to_save=["lm_head"]))
+    model = apply_lora(tiny_model("qwen2"), LoraConfig(adapter=str(tmp_path / "adapter"))).eval()
+    assert (logits_of(model) - expected).abs().max() < 1e-12
+    plain_model(model).save_pretrained(tmp_path / "merged")
+    read = Qwen2ForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    assert not anatomy.is_tied(read)
+    merged = with_weights_of(read, "qwen2", tie_word_embeddings=False)
+    assert (logits_of(merged) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_the_head_or_the_embedding_is_refused(target: str, tmp_path: Path) -> None:
+    made_elsewhere("llama", tmp_path, targets=["q_proj", target])
+    with pytest.raises(ModelError, match="which taut trains whole or not at all"):
+        apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))

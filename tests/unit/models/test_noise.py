@@ -4,8 +4,6 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.models import tiny_model
@@ -78,11 +76,11 @@ def test_no_noise_without_gradients_in_eval_or_with_alpha_zero() -> None:
 
 
 @pytest.fixture
-def adapted() -> Iterator[tuple[nn.Module, Noise]]:
+def adapted() -> tuple[nn.Module, Noise]:
     model = apply_lora(tiny_model("llama"), LoraConfig(rank=2, dropout=0.5, targets=["q_proj"]))
     noise = install_noise(model, NoiseConfig(), 0)
     assert noise is not None
-    yield model, noise
+    return model, noise
 
 
 def test_adapter_dropout_is_keyed_by_sample_and_layer(adapted: tuple[nn.Module, Noise]) -> None:

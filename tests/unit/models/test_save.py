@@ -31,10 +31,9 @@ def saved(
     options.setdefault("stop_ids", [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     options.setdefault("template", tokenizer.chat_template)
     save_model(model, tokenizer, directory, dtype=dtype, **options)
-    loaded = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", attn_implementation="eager", experts_implementation="eager"
     )
-    return loaded
 
 
 @pytest.mark.parametrize("name", [*CARRIED, *STATEFUL])
