@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from taut.config import load
 from taut.demo import ask as asking
 from taut.demo import fetch, reading, show, story
 from taut.demo.reading import Document, Question
 from taut.errors import ConfigError, DataError, ModelError, OutputError
+from taut.run import Run
 
 ROOT = Path(__file__).parents[2]
 TEXT = "Ann met the old fox. It hid in Bo's snuff-box, near Calais, for three days."
@@ -30,7 +30,7 @@ def document(name: str, num_questions: int) -> Document:
 
 
 def answer(text: str, reference: str, has_ended: bool = True) -> asking.Answer:
-    return asking._judge(Question("Who?", reference, (reference,)), text, has_ended)
+    return asking.judge(Question("Who?", reference, (reference,)), text, has_ended)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,7 @@ def test_split_takes_the_shortest_rich_documents_and_keeps_train_and_held_out_ap
     train, held_out = reading.split_documents([*rich, document("", 3)], num_train=4, num_eval=2)
     assert {len(d.text) for d in [*train, *held_out]} == set(range(1, 7))
     assert not {d.text for d in train} & {d.text for d in held_out}
-    assert {len(d.questions) for d in train} == {reading.QUESTIONS_PER_DOCUMENT}
-    assert {len(d.questions) for d in held_out} == {20}
+    assert {len(d.questions) for d in [*train, *held_out]} == {reading.QUESTIONS_PER_DOCUMENT}
     assert reading.split_documents([*rich, document("", 3)], 4, 2) == (train, held_out)
     with pytest.raises(DataError, match="found 7 documents"):
         reading.split_documents(rich, num_train=7, num_eval=1)
@@ -141,7 +140,7 @@ def test_answers_over_a_shared_document_are_those_of_generate() -> None:
     shared = torch.randint(40, (12,), generator=draw).tolist()
     prompts = [shared + torch.randint(40, (k,), generator=draw).tolist() for k in (3, 1, 5)]
     with torch.inference_mode():
-        said = list(asking.continuations(model, prompts, end=7))
+        said = list(asking.continuations(model, prompts, stops=(7,)))
         for ids, mine in zip(prompts, said, strict=True):
             whole = model.generate(
                 torch.tensor([ids]),
@@ -152,21 +151,6 @@ def test_answers_over_a_shared_document_are_those_of_generate() -> None:
                 pad_token_id=7,
             )
             assert mine == whole[0, len(ids) :].tolist()
-
-
-class Template:
-    """A tokenizer of characters whose turns end in ``#``."""
-
-    def apply_chat_template(self, turns: list[dict[str, str]], **options: Any) -> str:
-        text = "".join(f"<{turn['role'][0]}>{turn['content']}#\n" for turn in turns)
-        return text + ("<a>" if options.get("add_generation_prompt") else "")
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
-
-
-def test_the_end_of_turn_comes_from_the_template() -> None:
-    assert asking.end_of_turn(Template()) == ord("#")
 
 
 def test_a_report_counts_right_ended_and_held() -> None:
@@ -204,24 +188,20 @@ def test_a_changed_conversion_is_refused(tmp_path: Path) -> None:
         fetch.check_digests(tmp_path)
 
 
-def test_the_cache_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/else")
-    monkeypatch.delenv("TAUT_CACHE", raising=False)
-    assert fetch.cache_dir() == Path("/else/taut")
-    monkeypatch.setenv("TAUT_CACHE", "/here")
-    assert fetch.cache_dir() == Path("/here")
+def configured(plan: story.Plan) -> Run:
+    return story.configure(plan, Path("m"), Path("t.jsonl"), Path("e.jsonl"))
 
 
-def test_overrides_reach_the_run_and_leave_the_recipe_alone(tmp_path: Path) -> None:
+def test_overrides_reach_the_run_and_leave_the_rest_of_the_recipe(tmp_path: Path) -> None:
     out = tmp_path / "o"
-    plan = story.parse(
-        [f"out={out}", "questions=5", "steps=2", "optim.learning_rate=3e-4", "lora.rank=8"]
-    )
-    assert (plan.out, plan.questions, plan.run["steps"]) == (out, 5, 2)
-    assert plan.run["optim"] == {**story.RECIPE["optim"], "learning_rate": 3e-4}
-    assert plan.run["lora"] == {"rank": 8}
-    assert story.RECIPE["steps"] == 40
-    assert "steps" not in story.parse([f"out={out}", "epochs=1"]).run
+    words = ["questions=5", "steps=2", "optim.learning_rate=3e-4", "lora.rank=8"]
+    plan = story.parse([f"out={out}", *words])
+    run = configured(plan)
+    assert (plan.out, plan.questions, run.out, run.steps) == (out, 5, str(out), 2)
+    assert (run.optim.learning_rate, run.optim.warmup_ratio, run.lora.rank) == (3e-4, 0.1, 8)
+    assert (run.model, run.data.train, run.data.eval) == ("m", "t.jsonl", "e.jsonl")
+    by_epochs = configured(story.parse([f"out={out}", "epochs=1"]))
+    assert (by_epochs.steps, by_epochs.epochs) == (None, 1)
 
 
 def test_out_is_the_first_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,23 +214,25 @@ def test_out_is_the_first_free_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("steps", "expected key=value"),
-        ("model=elsewhere", "found model"),
-        ("data.max_length=10", "found data"),
+        ("steps", "expected each key=value once"),
+        ("model=elsewhere", "the demo's own model"),
+        ("data.max_length=10", "the demo's own data.max_length"),
         ("questions=0", "found questions=0"),
-        ("optim=1", "found optim=1"),
+        ("step=1", "unknown key 'step'"),
+        ("optim.warmup_ratio=1", "expected each key=value once"),
     ],
 )
-def test_overrides_that_cannot_be_are_refused(override: str, message: str) -> None:
+def test_overrides_that_cannot_be_are_refused(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        story.parse([override, "optim.learning_rate=1"])
+        story.parse([f"out={tmp_path}", "optim.warmup_ratio=1", override])
 
 
 def test_an_out_with_files_is_refused_unless_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("b", "utf-8")
-    with pytest.raises(OutputError, match="found files at out="):
+    with pytest.raises(OutputError, match="is not empty"):
         story.parse([f"out={tmp_path}"])
-    assert story.parse([f"out={tmp_path}", "overwrite=true"]).run["overwrite"] is True
+    (tmp_path / "resolved.json").write_text("{}", "utf-8")
+    assert configured(story.parse([f"out={tmp_path}", "overwrite=true"])).overwrite
 
 
 def test_first_questions_stop_at_the_limit() -> None:
@@ -259,9 +241,10 @@ def test_first_questions_stop_at_the_limit() -> None:
     assert story.first_questions(documents, None) == documents
 
 
-def test_the_example_is_the_recipe() -> None:
-    written = tomllib.loads((ROOT / "examples/reading/run.toml").read_text("utf-8"))
-    assert written == story.RECIPE
+def test_the_example_is_the_recipe(tmp_path: Path) -> None:
+    run = configured(story.parse([f"out={tmp_path}"]))
+    paths = ["model=m", "data.train=t.jsonl", "data.eval=e.jsonl", f"out={tmp_path}"]
+    assert load(Run, ROOT / "examples/reading/run.toml", paths) == run
 
 
 def test_what_is_printed_are_the_run_s_numbers(

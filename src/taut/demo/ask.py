@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from taut.data.render import Renderer
 from taut.demo.reading import (
     Document,
     Question,
@@ -26,6 +27,7 @@ from taut.demo.reading import (
     prompt,
     wilson_interval,
 )
+from taut.models.load import load_tokenizer
 
 MAX_NEW_TOKENS = 16
 
@@ -79,41 +81,32 @@ class Report:
 
 def ask(model_dir: Path, documents: Sequence[Document], progress: Callable[[], None]) -> Report:
     """The model's greedy answer to every question; ``progress`` is called after each."""
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    renderer = Renderer(load_tokenizer(str(model_dir)))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    end = end_of_turn(tokenizer)
+    stops = renderer.stop_ids
     answers: list[Answer] = []
     for document in documents:
-        prompts = [_prompt_ids(tokenizer, document, question) for question in document.questions]
-        said = continuations(model, prompts, end)
+        turns = [{"role": "user", "content": prompt(document, q)} for q in document.questions]
+        prompts = [renderer.prompt_ids([turn]).tolist() for turn in turns]
+        said = continuations(model, prompts, stops)
         for question, ids in zip(document.questions, said, strict=True):
-            text = str(tokenizer.decode([i for i in ids if i != end]))
-            answers.append(_judge(question, text.strip(), ids[-1] == end))
+            text = renderer.tokenizer.decode([token for token in ids if token not in stops])
+            answers.append(judge(question, str(text).strip(), ids[-1] in stops))
             progress()
     return Report(tuple(answers))
 
 
 @torch.inference_mode()
-def continuations(model: Any, prompts: Sequence[list[int]], end: int) -> Iterator[list[int]]:
+def continuations(
+    model: Any, prompts: Sequence[list[int]], stops: Sequence[int]
+) -> Iterator[list[int]]:
     """The greedy continuation of each prompt; what all have in common is computed once."""
     shared = num_shared(prompts)
     cache = DynamicCache(config=model.config)
     model(torch.tensor([prompts[0][:shared]]), past_key_values=cache, logits_to_keep=1)
     for ids in prompts:
-        yield _continue(model, cache, ids[shared:], end)
+        yield _continue(model, cache, ids[shared:], stops)
         cache.crop(shared - cache.get_seq_length())
-
-
-def end_of_turn(tokenizer: Any) -> int:
-    """The token the chat template writes after an assistant's content."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    asked: str = tokenizer.apply_chat_template(
-        turns[:1], tokenize=False, add_generation_prompt=True
-    )
-    whole: str = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert whole.startswith(asked + "b"), "the demo model's template writes the prompt as it was"
-    ids: list[int] = tokenizer(whole[len(asked) + 1 :], add_special_tokens=False)["input_ids"]
-    return ids[0]
 
 
 def num_shared(prompts: Sequence[Sequence[int]]) -> int:
@@ -124,22 +117,16 @@ def num_shared(prompts: Sequence[Sequence[int]]) -> int:
     return next((k for k, is_same in enumerate(same) if not is_same), limit)
 
 
-def _judge(question: Question, text: str, has_ended: bool) -> Answer:
+def judge(question: Question, text: str, has_ended: bool) -> Answer:
+    """How an answer scores."""
     is_right = is_exact_match(text, question.references)
     return Answer(question, text, has_ended, is_right, holds_reference(text, question.references))
 
 
-def _prompt_ids(tokenizer: Any, document: Document, question: Question) -> list[int]:
-    turns = [{"role": "user", "content": prompt(document, question)}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def _continue(model: Any, cache: DynamicCache, ids: list[int], end: int) -> list[int]:
-    """The greedy continuation of ``cache`` and ``ids``: up to and with ``end``, or cut."""
+def _continue(model: Any, cache: DynamicCache, ids: list[int], stops: Sequence[int]) -> list[int]:
+    """The greedy continuation of ``cache`` and ``ids``: up to and with a stop, or cut."""
     said: list[int] = []
-    while len(said) < MAX_NEW_TOKENS and (not said or said[-1] != end):
+    while len(said) < MAX_NEW_TOKENS and (not said or said[-1] not in stops):
         logits = model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits
         ids = [int(logits[0, -1].argmax())]
         said += ids

