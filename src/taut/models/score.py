@@ -99,7 +99,7 @@ class _Chunks:
         self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
         self.bias, self.spec = bias, spec
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
-        self.slices = [slice(at, at + rows) for at in range(0, hidden.shape[0], rows)]
+        self.slices = [slice(at, at + rows) for at in range(0, max(1, hidden.shape[0]), rows)]
 
     def logits(self, rows: slice) -> Tensor:
         """[rows, V] after bias, scale and softcap."""
@@ -128,7 +128,8 @@ class _Sums:
         wide = chunks.wide
         self.chunks = chunks
         self.hidden = torch.empty_like(chunks.hidden) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.weight = torch.empty_like(weight, dtype=wide) if needs[1] else None
+        self.is_first = True
         self.bias = None
         if chunks.bias is not None and needs[2]:
             self.bias = torch.zeros_like(chunks.bias, dtype=wide)
@@ -140,10 +141,20 @@ class _Sums:
         narrow = grad.to(self.chunks.dtype)
         if self.hidden is not None:
             torch.mm(narrow, self.chunks.weight, out=self.hidden[rows])
-        if self.weight is not None and self.chunks.dtype == self.weight.dtype:
-            self.weight.addmm_(narrow.T, self.chunks.hidden[rows])
-        elif self.weight is not None:
-            self.weight += narrow.T @ self.chunks.hidden[rows]
+        if self.weight is not None:
+            self._add_weight(narrow, self.chunks.hidden[rows])
+        self.is_first = False
+
+    def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
+        """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
+        assert self.weight is not None
+        if grad.dtype != self.weight.dtype:
+            product = grad.T @ hidden
+            self.weight.copy_(product) if self.is_first else self.weight.add_(product)
+        elif self.is_first:
+            torch.mm(grad.T, hidden, out=self.weight)
+        else:
+            self.weight.addmm_(grad.T, hidden)
 
 
 class _Head(torch.autograd.Function):
@@ -242,7 +253,11 @@ class _LinearHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if grad is None else grad * grads[0] for grad in ctx.saved_tensors]
+        factor = grads[0]
+        is_one = factor.device.type == "cpu" and float(factor) == 1.0  # no pass over [V, D] for it
+        scaled = [
+            grad if grad is None or is_one else grad.mul_(factor) for grad in ctx.saved_tensors
+        ]
         return (*scaled, None, None, None, None)
 
 
