@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format bench
+.PHONY: help venv demo test test-real lint format docs bench
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -46,6 +46,9 @@ lint: $(STAMP) ## format, lint, types, import rules
 format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanical
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
+
+docs: $(STAMP) ## write the generated pages
+	$(RUN)/python tests/docs/pages.py
 
 bench: $(STAMP) ## taut beside its peers, in one run
 	$(RUN)/python benchmarks/sft.py $(ARGS)

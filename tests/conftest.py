@@ -31,6 +31,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenised data of a test is cached in the test's own directory."""
-    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "taut-cache"))
+def own_cache(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a test caches stays in the test's own directory; real models come from the user's cache."""
+    if request.node.get_closest_marker("real") is None:
+        monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "taut-cache"))

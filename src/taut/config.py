@@ -356,20 +356,26 @@ def _path_of(detail: Any, tree: Any) -> KeyPath:
     return tuple(path)
 
 
+def _first_key(key: str, keys: Sequence[str]) -> str:
+    """``key``, or the first key of the table it names."""
+    return next((known for known in keys if known.startswith(f"{key}.")), key)
+
+
 def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     kinds = {detail["type"] for detail in details}
     if "value_error" in kinds:
         return str(details[0]["ctx"]["error"])
     if "missing" in kinds:
-        return f"key '{key}' is missing; expected {key}=... on the command line or in the run's TOML file"
+        wanted = _first_key(key, keys)
+        return f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"
     if "unexpected_keyword_argument" in kinds:
         return f"unknown key '{key}' {place}; {_suggest(key, keys)}"
-    wanted = [
+    kinds_wanted = [
         EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
         for detail in details
     ]
-    expected = " or ".join(dict.fromkeys(wanted))
+    expected = " or ".join(dict.fromkeys(kinds_wanted))
     given = json.dumps(details[0]["input"], ensure_ascii=False)
     return f"found {key}={given} {place}; expected {expected}; correct the value"
 

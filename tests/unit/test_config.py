@@ -166,6 +166,15 @@ def test_a_missing_key_is_named() -> None:
     assert "key 'out' is missing; expected out=..." in refused()
 
 
+def test_a_missing_table_is_named_by_its_first_key() -> None:
+    @configclass
+    class Outer:
+        batch: Batch
+
+    with pytest.raises(ConfigError, match=r"'batch' is missing; expected batch\.samples_per_step="):
+        load(Outer, None)
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert "expected a TOML file" in refused(path=tmp_path / "none.toml")
     assert "is not TOML" in refused(path=toml(tmp_path, "out = \n"))

@@ -1,0 +1,90 @@
+"""The pages tell the truth: paths exist, commands are accepted, examples parse, generated pages are current."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import CONFIG_PAGE, ROOT, config_page
+
+from taut.cli import COMMANDS, sort_words
+from taut.config import load
+from taut.run import Run
+
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+EXAMPLES = sorted((ROOT / "examples").rglob("run.toml"))
+
+PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|\.ci)/[\w./-]*)`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+COMMAND = re.compile(r"^(?:    |\$ )?((?:taut|make|torchrun|python -m taut) .*)$", re.MULTILINE)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for command in COMMAND.findall(page.read_text()):
+            yield page.name, command.split("   ")[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_and_link_of_a_page_exists(page: Path) -> None:
+    text = page.read_text()
+    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_architecture_names_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = {ROOT / path for path in PATH.findall(text)}
+    files = [path for path in (ROOT / "src/taut").rglob("*.py") if not path.name.startswith("__")]
+    unnamed = [path for path in files if path not in named and path.parent not in named]
+    assert [
+        str(path.relative_to(ROOT)) for path in unnamed if len(path.relative_to(ROOT).parts) == 3
+    ] == []
+    table = text[text.index("I want to ...") :]
+    assert len(PATH.findall(table)) > 30
+
+
+@pytest.mark.parametrize(("page", "command"), list(commands()))
+def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: Path) -> None:
+    words = shlex.split(command.replace(" -> ", " "))
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, f"{page}: make has no target {words[1]}"
+        return
+    words = words[next(i for i, word in enumerate(words) if word == "taut") + 1 :]
+    if words[0].startswith("-") or words[0].isupper():
+        return
+    assert words[0] in COMMANDS, f"{page}: taut has no command {words[0]}"
+    given = [word for word in words[1:] if not word.startswith("[")]
+    if "--help" in given or words[0] == "demo":
+        return
+    path, overrides = sort_words(given, {"overwrite", "resume"})
+    minimal = tmp_path / "run.toml"
+    minimal.write_text('model = "m"\nout = "o"\n[data]\ntrain = "a.jsonl"\n')
+    assert isinstance(load(Run, minimal if path else None, overrides), Run)
+
+
+def test_the_first_screen_of_the_readme_has_the_two_commands() -> None:
+    first = (ROOT / "README.md").read_text().splitlines()[:40]
+    assert "    make demo" in first
+    assert "    make test" in first
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_every_example_parses(path: Path) -> None:
+    given = tomllib.loads(path.read_text())
+    missing = [f"{key}=x" for key in ("model", "out") if key not in given]
+    if "train" not in given.get("data", {}):
+        missing.append("data.train=x")
+    assert isinstance(load(Run, path, missing), Run)
+
+
+def test_the_configuration_page_is_current() -> None:
+    assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"

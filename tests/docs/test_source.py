@@ -1,0 +1,135 @@
+"""House rules that no tool checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import ROOT
+
+import taut
+from taut.config import describe
+from taut.run import Run
+
+SOURCE = ROOT / "src" / "taut"
+FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+MOST_LINES = 400
+MOST_LINES_OF_A_FUNCTION = 60
+
+DISTRIBUTED = ("parallel.py", "checkpoint.py", "rollout")
+"""Where torch.distributed may be imported."""
+
+TEXT = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ""}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules a file imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    functions = {
+        f"{name_of(path)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {
+        name: lines for name, lines in functions.items() if lines > MOST_LINES_OF_A_FUNCTION
+    } == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_module_says_what_it_is(path: Path) -> None:
+    empty = path.name == "__init__.py" and not path.read_text().strip()
+    assert empty or ast.get_docstring(TREES[path])
+
+
+def test_losses_import_types_errors_and_torch_only() -> None:
+    allowed = {"torch", *sys.stdlib_module_names}
+    ours = ("taut.types", "taut.errors", "taut.losses")
+    for path, tree in TREES.items():
+        if path.parent.name == "losses":
+            others = [
+                name
+                for name in imports(tree)
+                if name.split(".")[0] not in allowed and not name.startswith(ours)
+            ]
+            assert others == [], path.name
+
+
+def test_torch_distributed_stays_where_it_belongs() -> None:
+    found = {
+        name_of(path)
+        for path, tree in TREES.items()
+        if any(name.startswith("torch.distributed") for name in imports(tree))
+    }
+    assert {name for name in found if not name.startswith(DISTRIBUTED)} == set()
+
+
+def test_no_submodule_hides_a_public_name() -> None:
+    """Importing ``taut.x`` sets the attribute ``x`` of taut: a module of that name would replace the function."""
+    children = {path.stem for path in SOURCE.glob("*.py")} | {
+        path.name for path in SOURCE.iterdir() if path.is_dir()
+    }
+    assert children & set(taut.__all__) == set()
+
+
+def reads(tree: ast.AST) -> Iterator[str]:
+    """The attributes a file reads, outside the validation of configurations."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            continue
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        yield from reads(node)
+
+
+def test_every_configuration_key_is_read_somewhere() -> None:
+    read = {name for tree in TREES.values() for name in reads(tree)}
+    keys = [row.key for row in describe(Run)]
+    assert [key for key in keys if key.rpartition(".")[2] not in read] == []
+
+
+def test_every_configuration_key_is_documented() -> None:
+    rows = describe(Run)
+    assert [row.key for row in rows if len(row.doc) < 10] == []
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"(?<![\w.:/])/(?:tmp|work|root|home)/\w")
+    files = [ROOT / name for name in listed.stdout.splitlines()]
+    found = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.is_file()
+        and path.suffix in TEXT
+        and pattern.search(path.read_text(errors="replace"))
+    ]
+    assert found == []
