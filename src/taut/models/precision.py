@@ -27,6 +27,8 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
 }
+_CPU_BF16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
+"""CPU capabilities that are bf16 arithmetic, as torch names them."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,12 +64,10 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
             return ChosenDtype(torch.bfloat16, "the GPU has bf16 arithmetic")
         return ChosenDtype(torch.float32, "the GPU has no bf16 arithmetic")
     if device.type == "cpu":
-        found = [
-            name for name in ("amx_bf16", "avx512_bf16") if torch.cpu.get_capabilities().get(name)
-        ]
+        found = [name for name in _CPU_BF16 if torch.cpu.get_capabilities().get(name)]
         if found:
             return ChosenDtype(torch.bfloat16, f"the CPU has bf16 arithmetic ({found[0]})")
-        return ChosenDtype(torch.float32, "the CPU has neither avx512_bf16 nor amx_bf16")
+        return ChosenDtype(torch.float32, f"the CPU has none of {', '.join(_CPU_BF16)}")
     return ChosenDtype(torch.float32, f"bf16 arithmetic of device type {device.type} is not known")
 
 

@@ -132,6 +132,7 @@ def _set_stops(
         settings.pad_token_id = tokenizer.pad_token_id
         if hasattr(settings, "use_cache"):
             settings.use_cache = True
+    generation._from_model_config = False  # else the library derives it anew, with one stop
     generation.eos_token_id = stops or None
     generation.pad_token_id = tokenizer.pad_token_id
     if not generation.do_sample:

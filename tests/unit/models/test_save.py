@@ -89,6 +89,7 @@ def test_stops_are_written_everywhere(tmp_path: Path) -> None:
     generation = GenerationConfig.from_pretrained(tmp_path / "model")
     read = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert generation.eos_token_id == [end, old]
+    assert not generation._from_model_config
     assert config["eos_token_id"] == end
     assert read.eos_token == "<|im_end|>"
     assert read.pad_token == "<|endoftext|>"
