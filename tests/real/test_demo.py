@@ -65,3 +65,15 @@ def test_a_short_demo_trains_and_leaves_a_run(
     printed = capsys.readouterr().out
     assert "exact match" in printed
     assert "tokens computed instead of" in printed
+
+
+def test_the_whole_demo_reaches_what_is_expected(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main([f"out={out}"]) == 0
+    numbers = json.loads((out / "demo.json").read_text("utf-8"))
+    before, after = numbers["before"], numbers["after"]
+    assert after["questions"] == EXPECTED["questions"]
+    assert before["exact_match"] <= EXPECTED["exact_match_before_at_most"]
+    assert after["exact_match"] >= EXPECTED["exact_match_after_at_least"]
+    assert after["ended_share"] >= EXPECTED["ended_after_at_least"]
+    assert numbers["loss_last"] < numbers["loss_first"] / 2

