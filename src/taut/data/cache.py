@@ -79,7 +79,7 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
 
 
 def save(directory: Path, key: str, entry: Entry) -> None:
-    """Write an entry; one that is already there under the key is replaced."""
+    """Write an entry; a damaged one that is there under the key is replaced."""
     with _beside(directory, key) as fresh:
         digests = {}
         for name, kind in ARRAYS.items():
@@ -102,15 +102,12 @@ def _beside(directory: Path, key: str) -> Iterator[Path]:
     try:
         fresh.mkdir(parents=True)
         yield fresh
-        if (directory / key).exists():
-            (directory / key).rename(retired)
         try:
             fresh.rename(directory / key)
         except OSError:
-            if not (
-                directory / key
-            ).is_dir():  # else another process was faster, with the same content
-                raise
+            if load(directory, key)[0] is None:  # else another process was faster, and as good
+                (directory / key).rename(retired)
+                fresh.rename(directory / key)
     except OSError as error:
         raise OutputError(
             f"the cache {directory} cannot be written: {error.strerror or error}; expected a "

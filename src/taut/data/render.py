@@ -203,7 +203,14 @@ class Renderer:
         place = f"{row.place}: messages[{turn.index}]"
         ids = ids_of[turn.row]
         start = self.template.context_length(ids_of[turn.prompt], ids, place)
-        return start, self.template.end_of_turn(ids, start, place) + 1
+        end = self.template.end_of_turn(ids, start, place)
+        if ids[end] in ids[start:end]:
+            raise RenderError(
+                f"{place}: {self.template.quoted(ids[end : end + 1])} ends the turn and is inside "
+                "it too; expected it "
+                "once, or the model would learn to stop there; remove it from the content"
+            )
+        return start, end + 1
 
     def _sample(self, name: str, ids: Ids, target_at: Iterable[int]) -> Sample:
         bos = self.tokenizer.bos_token_id

@@ -131,7 +131,7 @@ class Template:
         if end is None:
             raise RenderError(
                 "the chat template ends an assistant turn with no special token (it writes "
-                f"{self.decode(ids_of[row][start:])}), so a model could never learn to stop; "
+                f"{self.quoted(ids_of[row][start:])}), so a model could never learn to stop; "
                 "expected one such as eos "
                 "after the content; give a template that writes it with data.template=FILE, or "
                 "add the token"
@@ -151,8 +151,8 @@ class Template:
         if end is None:
             raise RenderError(
                 f"{place}: the chat template writes no token that ends this turn "
-                f"({self.decode(ids[start:][-8:])}); "
-                f"expected {self.decode(self.stop_ids)}; correct it or give one with "
+                f"({self.quoted(ids[start:][-8:])}); "
+                f"expected {self.quoted(self.stop_ids)}; correct it or give one with "
                 "data.template=FILE"
             )
         return end
@@ -161,7 +161,7 @@ class Template:
         """The last of ``ends`` after ``start``, if nothing but white space follows it."""
         for at in range(len(ids) - 1, start - 1, -1):
             if ids[at] in ends:
-                return None if str(self.tokenizer.decode(ids[at + 1 :])).strip() else at
+                return None if self.decode(ids[at + 1 :]).strip() else at
         return None
 
     def context_length(self, prompt: Ids, ids: Ids, place: str) -> int:
@@ -171,9 +171,9 @@ class Template:
         at = _common_length(prompt, ids)
         raise RenderError(
             f"{place}: the prompt is not a token prefix of the row: after "
-            f"{self.decode(ids[max(at - 4, 0) : at])}, token "
-            f"{at} is {self.decode(prompt[at : at + 1])} in the prompt and "
-            f"{self.decode(ids[at : at + 1])} in the row; "
+            f"{self.quoted(ids[max(at - 4, 0) : at])}, token "
+            f"{at} is {self.quoted(prompt[at : at + 1])} in the prompt and "
+            f"{self.quoted(ids[at : at + 1])} in the row; "
             "expected equal tokens, or the model would be taught on text it never sees when it "
             "answers; take white "
             "space from where prompt and answer meet, or give a template whose generation prompt "
@@ -182,8 +182,12 @@ class Template:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Quoted text, for messages."""
-        return repr(self.tokenizer.decode(list(ids))) if ids else "nothing"
+        """The text of these tokens, special ones included."""
+        return str(self.tokenizer.decode(list(ids)))
+
+    def quoted(self, ids: Sequence[int]) -> str:
+        """The same in quotes, for messages."""
+        return repr(self.decode(ids)) if ids else "nothing"
 
     def identity(self) -> str:
         """Changes whenever the ids of some text could: tokenizer, template, library versions.

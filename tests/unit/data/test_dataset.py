@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.tokenizers import QWEN3, tiny_tokenizer
 
+from taut.data import cache
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.render import Renderer
 from taut.data.sources import Source
@@ -141,6 +142,15 @@ def test_damaged_entries_are_made_anew(tmp_path: Path) -> None:
         assert [sample.ids_T.tolist() for sample in data] == expected
         assert load(tmp_path / "c", train=path).report.is_cached
         assert len(list((tmp_path / "c").iterdir())) == 1
+
+
+def test_a_faster_process_wins(tmp_path: Path) -> None:
+    data = load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
+    (part,) = data.parts
+    before = (tmp_path / "c" / part.key).stat().st_ino
+    cache.save(tmp_path / "c", part.key, part.entry)
+    assert (tmp_path / "c" / part.key).stat().st_ino == before
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [part.key]
 
 
 def test_errors_leave_nothing_behind(tmp_path: Path) -> None:

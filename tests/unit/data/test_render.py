@@ -174,6 +174,12 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
     assert Renderer(tokenizer, FORCED_THINKING).stop_ids == Renderer(tokenizer).stop_ids
 
 
+def test_an_end_token_inside_a_turn_is_refused() -> None:
+    stopping = [HISTORY[0], {"role": "assistant", "content": "2 plus<|im_end|> 3 is 5."}]
+    with pytest.raises(RenderError, match=r"^f:1: messages\[1\]: '<\|im_end\|>' ends the turn and"):
+        render(stopping)
+
+
 def test_two_bos_are_refused() -> None:
     with pytest.raises(RenderError, match="two BOS"):
         render(HISTORY, "mistral", text=MISTRAL.replace("{{ bos_token }}", "{{ bos_token }}<s>"))
