@@ -13,9 +13,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -30,9 +31,9 @@ from taut.parallel import Ranks
 class CheckpointConfig:
     """When training state is saved."""
 
-    every: int = 0
+    every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: none but the final model."""
-    keep: int = 2
+    keep: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints to keep."""
 
 

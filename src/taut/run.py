@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ ALONE_TOKENS = 1024
 class EvalConfig:
     """When held-out loss is measured (where data.eval is given): always at the end, and"""
 
-    every: int = 0
+    every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: only at the end."""
 
 
@@ -67,9 +68,9 @@ class Run:
     out: str
     """Directory the run is written to; refused if it has anything in it, unless resume or overwrite."""
     data: DataConfig
-    steps: int | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; the data go round as often as needed. Exclusive with epochs."""
-    epochs: float | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
     """Times round the data; 1 where steps is not given."""
     seed: int = 0
     """Seed of everything drawn at random: order, adapter initialisation, noise."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from taut.config import configclass
 from taut.data.pack import PackPolicy, pack, prefix_order, shared_prefixes
@@ -27,17 +28,17 @@ from taut.types import FloatArray, IntArray, Packed, Sample, Tree
 class BatchConfig:
     """What makes up an optimizer step, and how it is cut to fit."""
 
-    samples_per_step: int = 32
+    samples_per_step: Annotated[int, Field(ge=1)] = 32
     """Samples in an optimizer step, over all ranks and micro-batches."""
-    tokens_per_microbatch: int = 8192
+    tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
     """Most tokens computed at a time on one rank; a single longer sample gets a micro-batch of its own."""
     share_prefixes: bool = True
     """Compute a prefix that several samples of a micro-batch have in common once. Never changes the plan or the numbers."""
-    min_saved_tokens: int = 16
+    min_saved_tokens: Annotated[int, Field(ge=1)] = 16
     """Merge a prefix where that saves at least so many tokens."""
     group_prefixes: bool = False
     """Keep samples with a long common prefix (questions about one document) in one step: the shuffle moves whole groups."""
-    group_min_tokens: int = 64
+    group_min_tokens: Annotated[int, Field(ge=1)] = 64
     """How long a common prefix has to be for group_prefixes."""
     shuffle: bool = True
     """Shuffle the samples anew in each epoch; false: the order of the data files."""
@@ -62,14 +63,14 @@ class Order:
 
     def num_steps(self, epochs: float) -> int:
         """Steps in so many epochs; the last may be smaller."""
-        return max(1, int(np.ceil(round(epochs * self.epoch_size, 6) / self.samples_per_step)))
+        return -(-self._num_samples(epochs) // self.samples_per_step)
 
     def step(self, step: int, epochs: float | None = None) -> list[int]:
         """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they go round and round."""
         start = (step - 1) * self.samples_per_step
         stop = start + self.samples_per_step
         if epochs is not None:
-            stop = min(stop, round(epochs * self.epoch_size))
+            stop = min(stop, self._num_samples(epochs))
         chosen: list[int] = []
         while start < stop:
             epoch, offset = divmod(start, self.epoch_size)
@@ -103,6 +104,9 @@ class Order:
         chosen = random.permutation(chosen)
         rank_of_group = random.permutation(int(self.groups.max()) + 1)
         return chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
+
+    def _num_samples(self, epochs: float) -> int:
+        return max(1, round(epochs * self.epoch_size))
 
     def _quota(self, weight: float) -> int:
         return round(float(weight) * int((self.weights == weight).sum()))
@@ -179,7 +183,7 @@ def assign(trees: Sequence[Tree], budget: Budget) -> list[list[tuple[Sample, ...
     """
     pool = [sample for tree in trees if not tree.is_atom for sample in tree.samples]
     atoms = [_piece(tree.samples, budget) for tree in trees if tree.is_atom]
-    total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost if pool else 0.0
+    total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost
     best: list[list[Piece]] = []
     for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
         pieces = atoms + _pieces(pool, budget, max_cost=share * total / budget.num_ranks)
@@ -258,8 +262,13 @@ def _fill(pieces: Sequence[Piece], budget: Budget) -> list[tuple[Sample, ...]]:
     """A rank's pieces in micro-batches."""
     if budget.one_sample:
         return [piece.samples for piece in pieces]
-    bins = _first_fit(pieces, budget.tokens_per_microbatch)
-    return [tuple(sample for piece in some for sample in piece.samples) for some in bins]
+    filled: list[tuple[Sample, ...]] = []
+    for some in _first_fit(pieces, budget.tokens_per_microbatch):
+        together = _piece([sample for piece in some for sample in piece.samples], budget)
+        # Rarely a short prefix common to all leaves too little to save further down for it to be merged there.
+        fits = together.num_tokens <= budget.tokens_per_microbatch
+        filled += [together.samples] if fits else [piece.samples for piece in some]
+    return filled
 
 
 def _first_fit(pieces: Sequence[Piece], tokens: int) -> list[list[Piece]]:
