@@ -276,7 +276,7 @@ ROWS = VALUES | st.dictionaries(st.sampled_from([*NAMES, "tools"]), TURNS | VALU
 
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(row=ROWS)
 def test_any_json_is_read_or_refused_by_line(tmp_path: Path, template: str, row: object) -> None:
@@ -288,7 +288,7 @@ def test_any_json_is_read_or_refused_by_line(tmp_path: Path, template: str, row:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(line=st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
 def test_any_bytes_are_read_or_refused_by_line(tmp_path: Path, line: bytes) -> None:
