@@ -72,7 +72,7 @@ class Run:
     """Optimizer steps; the data go round as often as needed. Exclusive with epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Times round the data; 1 where steps is not given."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn at random: order, adapter initialisation, noise."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """Compute dtype; bfloat16 keeps float32 weights. Default: bfloat16 where the hardware computes in it, else float32."""
