@@ -16,6 +16,7 @@ from typing import Any
 from taut import __version__, parallel
 from taut.checkpoint import Checkpoints
 from taut.config import to_dict
+from taut.errors import ConfigError
 from taut.evals.heldout import HeldOut
 from taut.loop import StepReport, train
 from taut.models.lora import is_adapted, save_adapter
@@ -46,8 +47,10 @@ def sft(run: Run) -> Result:
     Raises TautError (what was found, what was expected, what to do) before anything is written, or CheckFailed where
     a proof or an alarm stops the run.
     """
-    ranks = parallel.start(run.device)
+    if run.out is None:
+        raise ConfigError("out is not set; expected a directory; set out=DIR")
     out = Path(run.out).expanduser()
+    ranks = parallel.start(run.device)
     require_usable(out, resume=run.resume, overwrite=run.overwrite)
     built = build(run, ranks)
     if ranks.is_writer:

@@ -1,7 +1,8 @@
 """``Run``, the root of the configuration, and ``build``: the only file that names everything.
 
-``build`` reads in the order things happen: ranks, data, dtype, attention, model, adapters, proofs, sharding, optimizer, job.
-Nothing is written before all of it has succeeded. What is chosen for the user is a ``Decision`` with its reason.
+``build`` reads in the order things happen: ranks, data, dtype, attention, model, adapters, proofs, sharding,
+optimizer, job. Nothing is written before all of it has succeeded. What is chosen for the user is a ``Decision`` with
+its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
 from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
-from taut.attention.select import select
+from taut.attention.select import Chosen, select
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
@@ -39,7 +40,12 @@ from taut.models.load import (
 )
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.noise import NoiseConfig, install_noise
-from taut.models.precision import backward_context, compute_context, resolve_dtype
+from taut.models.precision import (
+    ChosenDtype,
+    backward_context,
+    compute_context,
+    resolve_dtype,
+)
 from taut.models.prove import Proof, library_logps, prove
 from taut.models.score import Scorer
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer, require_trained
@@ -65,8 +71,9 @@ class Run:
 
     model: str
     """Directory (or hub name) of the model to start from."""
-    out: str
-    """Directory the run is written to; refused if it has anything in it, unless resume or overwrite."""
+    out: str | None = None
+    """Directory the run is written to; refused if it has anything in it, unless resume or overwrite.
+    ``taut show`` needs none."""
     data: DataConfig
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; the data go round as often as needed. Exclusive with epochs."""
@@ -163,10 +170,8 @@ def build(run: Run, ranks: Ranks) -> Built:
     """Load, wrap, prove and shard the model; everything is in force or refused when this returns."""
     inputs = load_inputs(run, ranks)
     decisions = list(inputs.decisions)
-    dtype = resolve_dtype(run.dtype, ranks.device)
-    chosen = select(run.attention, ranks.device, dtype.dtype, inputs.config.get_text_config())
-    decisions.append(Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason))
-    decisions.append(Decision("attention", chosen.name, chosen.reason))
+    dtype, chosen, reasons = choose(run, inputs, ranks.device)
+    decisions.extend(reasons)
     compute = partial(compute_context, dtype.dtype, ranks.device)
     model = load_model(
         run.model,
@@ -182,17 +187,14 @@ def build(run: Run, ranks: Ranks) -> Built:
     require_trained(adapted, inputs.new_ids)
     scorer = Scorer(adapted)
     proof = prove(scorer, compute(), dtype.dtype, int(inputs.train.lengths.max()))
-    method, num_steps = _method(run, inputs.train)
+    method, num_steps = build_method(run, inputs.train)
     noise = install_noise(adapted, run.noise, run.seed)
     alone = {} if noise is not None else _alone(method, adapted, dtype.dtype, ranks.device)
-    policy, why = _policy(run, proof, has_noise=noise is not None)
-    if why:
-        decisions.append(Decision("batch.share_prefixes", "false", why))
-    if proof.one_sample:
-        decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
+    policy, reasons = build_policy(run, proof.one_sample, has_noise=noise is not None)
+    decisions.extend(reasons)
     if run.activation_checkpointing:
         anatomy.unwrap(adapted).activation_checkpointing_enable({"use_reentrant": False})
-    budget = _budget(run, adapted, ranks, one_sample=proof.one_sample is not None)
+    budget = build_budget(run, adapted, ranks, one_sample=proof.one_sample is not None)
     parallel.shard(scorer, anatomy.layers(adapted), ranks)
     job = Job(
         scorer=scorer,
@@ -217,7 +219,21 @@ def build(run: Run, ranks: Ranks) -> Built:
     return Built(run, inputs, scorer, job, proof, decisions, saved_dtype)
 
 
-def _method(run: Run, train: Dataset) -> tuple[Sft, int]:
+def choose(
+    run: Run, inputs: Inputs, device: torch.device
+) -> tuple[ChosenDtype, Chosen, list[Decision]]:
+    """The compute dtype and the attention backend, and why these."""
+    dtype = resolve_dtype(run.dtype, device)
+    chosen = select(run.attention, device, dtype.dtype, inputs.config.get_text_config())
+    name = str(dtype.dtype).removeprefix("torch.")
+    decisions = [
+        Decision("dtype", name, dtype.reason),
+        Decision("attention", chosen.name, chosen.reason),
+    ]
+    return dtype, chosen, decisions
+
+
+def build_method(run: Run, train: Dataset) -> tuple[Sft, int]:
     """The method with its order of samples, and the number of steps."""
     groups = prefix_groups(train, run.batch.group_min_tokens) if run.batch.group_prefixes else None
     order = Order(train.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
@@ -237,19 +253,20 @@ def _alone(
         return {name: library_logps(model, samples[name], device) for name in chosen}
 
 
-def _policy(run: Run, proof: Proof, *, has_noise: bool) -> tuple[PackPolicy, str | None]:
-    """Whether prefixes are shared, and why not where they were asked for."""
-    policy = PackPolicy(run.batch.share_prefixes, run.batch.min_saved_tokens)
-    if not run.batch.share_prefixes:
-        return policy, None
-    if has_noise:
-        return policy._replace(share_prefixes=False), "noise belongs to one sample, a shared prefix to several"
-    if proof.one_sample:
-        return policy._replace(share_prefixes=False), proof.one_sample
-    return policy, None
+def build_policy(
+    run: Run, one_sample: str | None, *, has_noise: bool
+) -> tuple[PackPolicy, list[Decision]]:
+    """How prefixes are shared, and why not where they were asked for. ``one_sample``: why nothing is packed."""
+    decisions = [Decision("packing", "one sample at a time", one_sample)] if one_sample else []
+    obstacle = "noise belongs to one sample, a shared prefix to several" if has_noise else one_sample
+    if run.batch.share_prefixes and obstacle:
+        decisions.insert(0, Decision("batch.share_prefixes", "false", obstacle))
+    is_shared = run.batch.share_prefixes and not obstacle
+    return PackPolicy(is_shared, run.batch.min_saved_tokens), decisions
 
 
-def _budget(run: Run, model: nn.Module, ranks: Ranks, *, one_sample: bool) -> Budget:
+def build_budget(run: Run, model: nn.Module, ranks: Ranks, *, one_sample: bool) -> Budget:
+    """How a step is divided among ranks and micro-batches."""
     rates = anatomy.flops(model)
     return Budget(
         tokens_per_microbatch=run.batch.tokens_per_microbatch,

@@ -110,6 +110,16 @@ def load_model(
     return ready
 
 
+def load_skeleton(
+    path: str, config: PreTrainedConfig, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model's modules on the meta device: its architecture, and no weight."""
+    build: Any = AutoModelForCausalLM.from_config  # has no types
+    with _one_line(path, "a causal language model"), torch.device("meta"):
+        skeleton: PreTrainedModel = build(config, trust_remote_code=trust_remote_code)
+    return skeleton
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer at ``path``, of the class that its users will get."""
     directory = Path(path)

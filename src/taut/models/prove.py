@@ -62,7 +62,7 @@ def prove(
     max_length: int,
 ) -> Proof:
     """Run the proofs. Raises AttentionError or ModelError for what cannot be trained exactly."""
-    reasons = [*_one_sample_reasons(scorer.model, max_length)]
+    reasons = [*one_sample_reasons(scorer.model, max_length)]
     was_training = scorer.training
     scorer.eval()
     with torch.no_grad(), compute:
@@ -97,7 +97,7 @@ def prove(
     return Proof(len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None)
 
 
-def _one_sample_reasons(model: PreTrainedModel, max_length: int) -> list[str]:
+def one_sample_reasons(model: PreTrainedModel, max_length: int) -> list[str]:
     """What in this architecture forbids packing."""
     reasons = []
     stateful = anatomy.stateful_layers(model)
