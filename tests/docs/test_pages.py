@@ -22,12 +22,17 @@ EXAMPLES = sorted((ROOT / "examples").rglob("run.toml"))
 
 PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|\.ci)/[\w./-]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
-COMMAND = re.compile(r"^(?:    |\$ )?((?:taut|make|torchrun|python -m taut) .*)$", re.MULTILINE)
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:\$ )?((?:taut|make|torchrun|python -m taut) .*)$", re.MULTILINE)
 
 
 def commands() -> Iterator[tuple[str, str]]:
+    """What the code blocks of the pages tell a reader to type, without a comment beside it."""
     for page in PAGES:
-        for command in COMMAND.findall(page.read_text()):
+        text = page.read_text()
+        code = "\n".join(FENCED.findall(text) + INDENTED.findall(text))
+        for command in COMMAND.findall(code):
             yield page.name, command.split("   ")[0]
 
 
