@@ -1,7 +1,7 @@
 """Alarms: what the first steps must show, and what no step may show.
 
-- ``FirstStep``: the first step's log-probabilities equal those of the same samples run one at a time through the library's
-  own attention and head (taken before training by ``alone``); a difference stops the run before the update.
+- ``FirstStep``: the first step's log-probs equal those of the same samples run one at a time through the library's own
+  attention and head (taken before training); a difference stops the run before the update.
 - ``Untouched``: after the first backward every trainable tensor has a gradient, and within ``PATIENCE`` steps one
   that is not zero; a tensor outside the graph stops the run, one that is always zero is reported.
 - ``Spikes``: a gradient norm far above the recent median is reported.
@@ -66,9 +66,9 @@ class FirstStep:
         )
         if not is_sound:
             raise CheckFailed(
-                f"step {report.step}: the log-probs of {worst_id or 'a sample on another rank'} differ by {found:.3g} nats a "
-                f"token from the same sample run alone (at most {self.tolerance:g} is rounding); the packed forward does not "
-                "compute this model; nothing was updated; set attention=reference, and please report the model"
+                f"step {report.step}: the log-probs of {worst_id or 'a sample on another rank'} differ by "
+                f"{found:.3g} nats a token from the same sample run alone (at most {self.tolerance:g} is rounding); "
+                "the packed forward does not compute this model; nothing was updated; set attention=reference, and please report the model"
             )
 
 
@@ -98,7 +98,9 @@ class Untouched:
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = job.ranks.max(flags)
-        self.silent -= {name for name, flag in zip(self.names.values(), reached, strict=True) if flag}
+        self.silent -= {
+            name for name, flag in zip(self.names.values(), reached, strict=True) if flag
+        }
         if self.silent and self.steps == PATIENCE:
             some = sorted(self.silent)
             job.emit(
@@ -124,7 +126,8 @@ class Spikes:
                     "warning",
                     name="grad_norm_spike",
                     step=report.step,
-                    detail=f"gradient norm {report.grad_norm:.3g} is {report.grad_norm / median:.0f} times the recent median",
+                    detail=f"gradient norm {report.grad_norm:.3g}, "
+                    f"{report.grad_norm / median:.0f} times the recent median",
                     sample_ids=report.sample_ids,
                 )
         self.recent.append(report.grad_norm)

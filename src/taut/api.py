@@ -121,20 +121,26 @@ def _emit_start(built: Built, log: RunLog) -> None:
     )
     for name, value, detail in (
         ("attention", proof.num_attention_layers, "layers call the chosen attention, all of them"),
-        ("neighbour", proof.neighbour, "largest change of a log-prob when a packed neighbour changes"),
+        (
+            "neighbour",
+            proof.neighbour,
+            "largest change of a log-prob when a packed neighbour changes",
+        ),
         ("future", proof.future, "largest change of a log-prob when a later token changes"),
         ("head", proof.head, "largest difference of log-probs from the model's own logits"),
     ):
         is_excused = name == "neighbour" and proof.one_sample is not None
         outcome = "skipped" if is_excused else "passed"
         log.emit(
-            "check", name=name, outcome=outcome, value=value, detail=proof.one_sample if is_excused else detail
+            "check",
+            name=name,
+            outcome=outcome,
+            value=value,
+            detail=proof.one_sample if is_excused else detail,
         )
 
 
-def _every(
-    every: int, evaluate: HeldOut | None, num_steps: int
-) -> list[Callable[[int], Any]]:
+def _every(every: int, evaluate: HeldOut | None, num_steps: int) -> list[Callable[[int], Any]]:
     """Evaluation between steps; the end has its own."""
     if not every or evaluate is None:
         return []
@@ -177,7 +183,17 @@ def _resolved(built: Built) -> dict[str, Any]:
 def _identity(built: Built) -> dict[str, Any]:
     """What a resumed run must have in common with the one it goes on from."""
     config = to_dict(built.run)
-    may_change = ("out", "resume", "overwrite", "steps", "epochs", "log", "checkpoint", "eval", "device")
+    may_change = (
+        "out",
+        "resume",
+        "overwrite",
+        "steps",
+        "epochs",
+        "log",
+        "checkpoint",
+        "eval",
+        "device",
+    )
     return {
         "config": {key: value for key, value in config.items() if key not in may_change},
         "data": built.inputs.train.fingerprint,

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from taut.config import configclass
 from taut.errors import ConfigError, OutputError
@@ -71,7 +71,9 @@ class Checkpoints:
                 beside.rename(final)
                 self._forget()
         except OSError as error:
-            raise OutputError(f"the checkpoint {final} cannot be written: {error}; free the place and resume") from error
+            raise OutputError(
+                f"the checkpoint {final} cannot be written: {error}; free the place and resume"
+            ) from error
         self.ranks.barrier()
         self.emit("checkpoint", step=step, path=str(final))
         return final
@@ -115,9 +117,7 @@ def complete(folder: Path) -> list[Path]:
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Readable differences between two nested mappings."""
     return [
-        f"{key}: {was!r} then, {now!r} now"
-        for key, was, now in _leaves(old, new, "")
-        if was != now
+        f"{key}: {was!r} then, {now!r} now" for key, was, now in _leaves(old, new, "") if was != now
     ]
 
 

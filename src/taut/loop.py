@@ -192,11 +192,11 @@ def padded(
 def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
     """Each term's count over all micro-batches and ranks, from what is listed, before any forward."""
     units = loss.units
-    counts = [
-        sum(losses.count(unit, packed) for packed in microbatches) for unit in units.values()
-    ]
+    counts = [sum(losses.count(unit, packed) for packed in microbatches) for unit in units.values()]
     totals = dict(zip(units, ranks.sum(counts), strict=True))
-    assert all(count > 0 for count in totals.values()), f"a step without anything to learn: {totals}"
+    assert all(count > 0 for count in totals.values()), (
+        f"a step without anything to learn: {totals}"
+    )
     return totals
 
 

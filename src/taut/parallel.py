@@ -70,7 +70,9 @@ def start(device: str = "auto") -> Ranks:
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
     if device.startswith("cuda") and not has_cuda:
-        raise ConfigError(f"device={device} was asked for and no CUDA device is to be had; set device=cpu")
+        raise ConfigError(
+            f"device={device} was asked for and no CUDA device is to be had; set device=cpu"
+        )
     if device not in ("auto", "cpu") and not device.startswith("cuda"):
         raise ConfigError(f"device={device} is not known; expected auto, cpu, cuda or cuda:N")
     if device == "cpu" or not has_cuda:

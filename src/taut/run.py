@@ -82,7 +82,7 @@ class Run:
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn at random: order, adapter initialisation, noise."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """Compute dtype; bfloat16 keeps float32 weights. Default: bfloat16 where the hardware computes in it, else float32."""
+    """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
@@ -154,7 +154,9 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
     decisions = []
     max_length = run.data.max_length or context_length(config)
     if max_length is None:
-        raise ConfigError(f"data.max_length is not set and {run.model} names no context; set data.max_length")
+        raise ConfigError(
+            f"data.max_length is not set and {run.model} names no context; set data.max_length"
+        )
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
     if not ranks.is_writer:
@@ -183,7 +185,9 @@ def build(run: Run, ranks: Ranks) -> Built:
     add_tokens(model, inputs.new_ids)
     adapted = apply_lora(model, run.lora, run.seed)
     if run.freeze:
-        decisions.append(Decision("freeze", f"{len(freeze(adapted, run.freeze))} tensors", "freeze"))
+        decisions.append(
+            Decision("freeze", f"{len(freeze(adapted, run.freeze))} tensors", "freeze")
+        )
     require_trained(adapted, inputs.new_ids)
     scorer = Scorer(adapted)
     proof = prove(scorer, compute(), dtype.dtype, int(inputs.train.lengths.max()))
@@ -258,7 +262,9 @@ def build_policy(
 ) -> tuple[PackPolicy, list[Decision]]:
     """How prefixes are shared, and why not where they were asked for. ``one_sample``: why nothing is packed."""
     decisions = [Decision("packing", "one sample at a time", one_sample)] if one_sample else []
-    obstacle = "noise belongs to one sample, a shared prefix to several" if has_noise else one_sample
+    obstacle = (
+        "noise belongs to one sample, a shared prefix to several" if has_noise else one_sample
+    )
     if run.batch.share_prefixes and obstacle:
         decisions.insert(0, Decision("batch.share_prefixes", "false", obstacle))
     is_shared = run.batch.share_prefixes and not obstacle

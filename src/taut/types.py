@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +47,9 @@ class Sample:
     """Named per-target values, each of shape [N]: old_logp_N, advantage_N, ..."""
 
     def __post_init__(self) -> None:
-        assert self.ids_T.ndim == 1 and self.ids_T.size > 0, f"{self.id}: a sample has at least one token"
+        assert self.ids_T.ndim == 1 and self.ids_T.size > 0, (
+            f"{self.id}: a sample has at least one token"
+        )
         assert self.target_at_N.shape == self.weight_N.shape, f"{self.id}: one weight per target"
         if self.target_at_N.size:
             assert self.target_at_N[0] >= 1, f"{self.id}: the first token has no predictor"
@@ -122,13 +124,13 @@ class Packed:
 
     def to(self, device: torch.device | str) -> Packed:
         """The same micro-batch on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        moved_streams = {name: value.to(device) for name, value in self.streams.items()}
-        return replace(self, **moved, streams=moved_streams)
+        streams = {name: value.to(device) for name, value in self.streams.items()}
+        return replace(self, **moved, streams=streams)
 
 
 class Scores(NamedTuple):

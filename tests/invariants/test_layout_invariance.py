@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests import emulation
+from tests.models import CARRIED, EIGHT, tiny_model
+from tests.samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,9 +22,6 @@ from taut.losses import LOSSES, Loss
 from taut.models.precision import compute_context
 from taut.models.score import Scorer
 from taut.types import Packed, Sample, Scores
-from tests import emulation
-from tests.models import CARRIED, EIGHT, tiny_model
-from tests.samples import nested_family
 
 LIMIT = 1e-9
 SHARE_ALL = PackPolicy(share_prefixes=True, min_saved_tokens=1)
@@ -63,7 +63,9 @@ def measure(
                 scores = scorer(packed)
                 torch.stack(list(loss(scores, packed).terms.values())).sum().backward()
             total += sum(float(term.detach()) for term in loss(scores, packed).terms.values())
-    gradients = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None
+    }
     return total, gradients
 
 
@@ -97,9 +99,7 @@ def test_every_layout_gives_the_same_loss_and_gradients(name: str, backend: str,
     expected = measure(scorer, LOSSES[loss], [pack([s], ALONE) for s in samples], is_linear=False)
     for layout in LAYOUTS.values():
         for is_linear in (False, True):
-            require_equal(
-                measure(scorer, LOSSES[loss], layout(samples), is_linear), expected
-            )
+            require_equal(measure(scorer, LOSSES[loss], layout(samples), is_linear), expected)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -130,7 +130,9 @@ def test_alone_equals_the_librarys_own_attention(name: str) -> None:
 def test_touching_one_sample_leaves_the_others_alone(name: str) -> None:
     scorer = load(name, "reference")
     samples = nested_family(97)
-    changed = Sample("alone", (samples[3].ids_T + 1) % 97, samples[3].target_at_N, samples[3].weight_N)
+    changed = Sample(
+        "alone", (samples[3].ids_T + 1) % 97, samples[3].target_at_N, samples[3].weight_N
+    )
     with torch.no_grad():
         before, after = (
             scores_by_id(scorer, pack(some, SHARE_ALL))

@@ -56,7 +56,9 @@ def read_call(module: nn.Module, head_dim: int, keywords: Mapping[str, Any]) -> 
     if not given.get("is_causal", getattr(module, "is_causal", True)):
         raise AttentionError(f"{where} is not causal; taut trains causal language models")
     scale = given.pop("scaling", None)
-    window, softcap, sinks = (given.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
+    window, softcap, sinks = (
+        given.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")
+    )
     unknown = sorted(set(given) - HARMLESS)
     if unknown:
         raise AttentionError(

@@ -95,7 +95,9 @@ class Layout:
     @cached_property
     def is_flat(self) -> bool:
         """No prefix is shared: every segment is a whole sample."""
-        return all(segment.parent < 0 and segment.reach == segment.stop for segment in self.segments)
+        return all(
+            segment.parent < 0 and segment.reach == segment.stop for segment in self.segments
+        )
 
     @cached_property
     def paths(self) -> tuple[IntArray, ...]:

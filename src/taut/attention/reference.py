@@ -36,7 +36,9 @@ Part = tuple[int, int, int, int, bool, bool]
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
     """One layer's attention; see the module docstring for shapes."""
     is_windowed = call.window is not None and layout.max_depth >= call.window
-    is_plain = not is_windowed and call.softcap is None and call.sinks is None and layout.last_T is None
+    is_plain = (
+        not is_windowed and call.softcap is None and call.sinks is None and layout.last_T is None
+    )
     if is_plain and query.device.type == "cpu":
         groups = query.shape[1] // key.shape[1]
         key, value = _repeat(key, groups), _repeat(value, groups)
@@ -54,7 +56,9 @@ def parts(layout: Layout) -> list[Part]:
             is_first = segment.parent < 0
             found.append((segment.start, segment.stop, segment.start, segment.stop, True, is_first))
             if segment.reach > segment.stop:
-                found.append((segment.stop, segment.reach, segment.start, segment.stop, False, is_first))
+                found.append(
+                    (segment.stop, segment.reach, segment.start, segment.stop, False, is_first)
+                )
         layout.cache["parts"] = found
     return found
 
@@ -63,7 +67,9 @@ class TreeAttention(torch.autograd.Function):
     """Merged flash attention over rectangles; heads already repeated. q, k, v [1, H, T, K]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Part], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Part], scale: float
+    ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(q.dtype, torch.float32)
         is_merged = not all(is_first for *_, is_first in parts)
@@ -141,7 +147,9 @@ def path_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, ca
     return torch.cat(outs, dim=2)
 
 
-def _key_range(segment: Segment, start: int, stop: int, layout: Layout, window: int | None) -> slice:
+def _key_range(
+    segment: Segment, start: int, stop: int, layout: Layout, window: int | None
+) -> slice:
     """Which depths the queries [start, stop) of a segment can see at all."""
     first = segment.depth + start - segment.start
     if layout.last_T is not None:
@@ -154,7 +162,9 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, call: Cal
     scores = query @ key.transpose(-1, -2) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~mask, -torch.inf)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(
+        ~mask, -torch.inf
+    )
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)

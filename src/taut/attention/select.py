@@ -9,7 +9,7 @@ records what it is, and every layer that calls is recorded too; models/prove.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +70,9 @@ def select(
         return Chosen(requested, "asked for by name")
     for name in ("varlen", "flex"):
         if obstacles[name] is None:
-            passed = [f"{other}: {why}" for other, why in obstacles.items() if why and other != name]
+            passed = [
+                f"{other}: {why}" for other, why in obstacles.items() if why and other != name
+            ]
             return Chosen(name, "; ".join(["the fastest exact kernel here", *passed]))
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
 
@@ -140,13 +142,22 @@ def _attention(
             "call it through taut, or load it again for use elsewhere"
         )
     assert attention_mask is None, "a mask reached a taut attention function"
-    assert query.shape[:3:2] == (1, taut_layout.reach_T.size), f"a flat run is expected, got {query.shape}"
+    assert query.shape[:3:2] == (1, taut_layout.reach_T.size), (
+        f"a flat run is expected, got {query.shape}"
+    )
     call = read_call(module, query.shape[-1], keywords)
     if _observation is not None:
         _observation.layers.append(module)
         _observation.windows_called.add(call.window)
+    query, key, value = (_as_computed(x) for x in (query, key, value))
     out = BACKENDS[backend](query, key, value, taut_layout, call)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """In autocast's dtype, as the library's attention is: RoPE leaves q and k in float32 beside a narrow v."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _mask(**request: Any) -> None:
@@ -183,8 +194,6 @@ def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
         f"token {q} {'sees' if allowed[tuple(wrong)] else 'does not see'} token {k} (chunked attention, for one); "
         "taut cannot carry it exactly; train a model with full or sliding-window attention"
     )
-
-
 
 
 for _name in BACKENDS:

@@ -32,7 +32,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
         out = _kernel_on(query, key, value, layout, call)
     else:
         out = checkpoint(
-            _gathered, query, key, value, layout, call, use_reentrant=False, preserve_rng_state=False
+            _gathered,
+            query,
+            key,
+            value,
+            layout,
+            call,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
     return out.transpose(0, 1).unsqueeze(0)
 

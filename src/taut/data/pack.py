@@ -11,6 +11,7 @@ what is learned. Nothing here draws random numbers or knows of steps and ranks: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -75,10 +76,7 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
     if not policy.share_prefixes or len(samples) == 1:
         return list(range(len(samples))), [0] * len(samples)
     order = prefix_order(samples)
-    common = [0] + [
-        common_prefix(samples[left], samples[right])
-        for left, right in zip(order, order[1:], strict=False)
-    ]
+    common = [0] + [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
     return order, _worthwhile(common, policy.min_saved_tokens)
 
 
@@ -118,7 +116,7 @@ def _worthwhile(common: list[int], min_saved: int) -> list[int]:
         for i in cuts:
             kept[i] = above
         bounds = [start, *cuts, stop]
-        runs.extend((left, right, above) for left, right in zip(bounds, bounds[1:], strict=False))
+        runs.extend((left, right, above) for left, right in pairwise(bounds))
     return kept
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -33,11 +34,11 @@ class BatchConfig:
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
     """Most tokens computed at a time on one rank; a single longer sample gets a micro-batch of its own."""
     share_prefixes: bool = True
-    """Compute a prefix that several samples of a micro-batch have in common once. Never changes the plan or the numbers."""
+    """Compute a prefix that samples of a micro-batch have in common once. Never changes the plan or the numbers."""
     min_saved_tokens: Annotated[int, Field(ge=1)] = 16
     """Merge a prefix where that saves at least so many tokens."""
     group_prefixes: bool = False
-    """Keep samples with a long common prefix (questions about one document) in one step: the shuffle moves whole groups."""
+    """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups."""
     group_min_tokens: Annotated[int, Field(ge=1)] = 64
     """How long a common prefix has to be for group_prefixes."""
     shuffle: bool = True
@@ -119,8 +120,7 @@ def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
     ``min_tokens`` more: a system prompt common to all does not make one group of everything.
     """
     order = prefix_order(samples)
-    neighbours = zip(order, order[1:], strict=False)
-    common = [0, *(common_prefix_of(samples[left], samples[right]) for left, right in neighbours)]
+    common = [0, *(common_prefix_of(samples[a], samples[b]) for a, b in pairwise(order))]
     group_of = np.full(len(samples), -1, dtype=np.int64)
     num_groups = 0
     runs = [(0, len(order))]

@@ -32,10 +32,16 @@ class HeldOut:
                 stop = min(start + SAMPLES_AT_A_TIME, len(self.samples))
                 trees = [Tree((self.samples[index],)) for index in range(start, stop)]
                 for loss_sum, weight_sum, num_tokens in self._sums(trees):
-                    total, weight, tokens = total + loss_sum, weight + weight_sum, tokens + num_tokens
+                    total, weight, tokens = (
+                        total + loss_sum,
+                        weight + weight_sum,
+                        tokens + num_tokens,
+                    )
         total, weight, tokens = job.ranks.sum([total, weight, tokens])
         loss = total / weight
-        job.emit("eval", step=step, loss=loss, num_samples=len(self.samples), num_tokens=int(tokens))
+        job.emit(
+            "eval", step=step, loss=loss, num_samples=len(self.samples), num_tokens=int(tokens)
+        )
         return loss
 
     def _sums(self, trees: list[Tree]) -> list[tuple[float, float, int]]:
@@ -50,7 +56,13 @@ class HeldOut:
         for packed in mine:
             scores = job.scorer(packed)
             terms = job.method.loss(scores, packed.to(scores.logp_N.device)).terms
-            sums.append((sum(float(t) for t in terms.values()), float(packed.weight_N.sum()), packed.num_tokens))
+            sums.append(
+                (
+                    sum(float(t) for t in terms.values()),
+                    float(packed.weight_N.sum()),
+                    packed.num_tokens,
+                )
+            )
         most = int(job.ranks.max([len(mine)])[0])
         for _ in range(most - len(mine)):
             job.scorer(layouts(trees[0].samples, job.policy, job.budget.tokens_per_microbatch)[0])

@@ -97,7 +97,7 @@ def prove(
     return Proof(len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None)
 
 
-def one_sample_reasons(model: PreTrainedModel, max_length: int) -> list[str]:
+def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
     """What in this architecture forbids packing."""
     reasons = []
     stateful = anatomy.stateful_layers(model)
@@ -123,7 +123,7 @@ def _observe(scorer: Scorer) -> Observation:
     return seen
 
 
-def _require_calls(model: PreTrainedModel, seen: Observation) -> None:
+def _require_calls(model: nn.Module, seen: Observation) -> None:
     expected = anatomy.attention_layer_count(model)
     if len(seen.layers) != expected or len(set(seen.layers)) != expected:
         raise AttentionError(
@@ -152,7 +152,7 @@ def _perturb(scorer: Scorer) -> tuple[float, float]:
     )
     other = _probe("a", LENGTHS[1], scorer, seed=3)
     changed = short.ids_T.copy()
-    changed[-1] = (changed[-1] + 1) % scorer.model.config.get_text_config().vocab_size
+    changed[-1] = (changed[-1] + 1) % anatomy.text_config(scorer.model).vocab_size
     late = Sample("b", changed, short.target_at_N, short.weight_N)
     with_long, with_other, with_late = (
         _logps(scorer, pack(pair, ALONE)) for pair in ((long, short), (other, short), (long, late))
@@ -214,6 +214,6 @@ def _gap(left: Tensor, right: Tensor) -> float:
 
 def _probe(name: str, length: int, scorer: Scorer, seed: int) -> Sample:
     """Random tokens, all targets."""
-    vocabulary = scorer.model.config.get_text_config().vocab_size
+    vocabulary = anatomy.text_config(scorer.model).vocab_size
     ids_T = np.random.default_rng(seed).integers(0, vocabulary, length)
     return Sample(name, ids_T, np.arange(1, length), np.ones(length - 1))

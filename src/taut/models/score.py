@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from taut.attention.layout import Layout
 from taut.models.anatomy import HeadSpec, decoder, head
@@ -41,7 +40,7 @@ class Scorer(nn.Module):
     attention.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
@@ -82,10 +81,11 @@ def score_hidden(
             hidden_ND, spec.weight, spec.bias, target_N, spec, with_entropy
         )
         return Scores(logp_N, entropy_N if with_entropy else None)
-    total, logp_N, entropy_N = _LinearHead.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, spec.weight, spec.bias, target_N, linear_N, spec, with_entropy
+    assert not with_entropy, "entropy is not computed where the gradient is formed in the forward"
+    total, logp_N = _LinearHead.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, spec.weight, spec.bias, target_N, linear_N, spec
     )
-    return Scores(logp_N, entropy_N if with_entropy else None, total)
+    return Scores(logp_N, linear_sum=total)
 
 
 class _Chunks:
@@ -229,27 +229,24 @@ class _LinearHead(torch.autograd.Function):
         target: Tensor,
         linear: Tensor,
         spec: HeadSpec,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, weight, bias, spec)
         sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
         linear = linear.to(chunks.wide)
         logp = torch.empty_like(linear)
-        entropy = torch.zeros_like(logp)
         for rows in chunks.slices:
             z = chunks.logits(rows)
             every = torch.log_softmax(z, dim=-1)
             logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
-            if with_entropy:
-                entropy[rows] = -(every.exp() * every).sum(1)
             share = linear[rows, None]
             grad = every.exp_().mul_(-share)
             grad.scatter_add_(1, target[rows, None], share)
-            sums.add(rows, chunks.to_raw(grad, z))
-            del z
+            grad = chunks.to_raw(grad, z)
+            del z, every
+            sums.add(rows, grad)
         ctx.save_for_backward(_cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias)
-        ctx.mark_non_differentiable(logp, entropy)
-        return (linear * logp).sum(), logp, entropy
+        ctx.mark_non_differentiable(logp)
+        return (linear * logp).sum(), logp
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -258,7 +255,7 @@ class _LinearHead(torch.autograd.Function):
         scaled = [
             grad if grad is None or is_one else grad.mul_(factor) for grad in ctx.saved_tensors
         ]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None)
 
 
 def _cast(grad: Tensor | None, like: Tensor) -> Tensor | None:

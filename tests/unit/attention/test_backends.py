@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests import emulation
 from torch import Tensor, nn
 
 from taut.attention import flex, reference, varlen
 from taut.attention.call import Call, read_call
 from taut.attention.layout import Layout
 from taut.errors import AttentionError
-from tests import emulation
 
 TREE = np.array([16] * 5 + [13] * 3 + [10] * 2 + [13] * 3 + [16] * 3 + [20] * 4)
 FLAT = np.array([7] * 7 + [12] * 5 + [20] * 8)
@@ -111,7 +111,9 @@ def test_flex_forward_equals_dense(call: str) -> None:
 
 def test_keywords_are_carried_or_refused() -> None:
     module = nn.Identity()
-    call = read_call(module, 16, {"scaling": 0.5, "sliding_window": 3, "softcap": None, "position_ids": 1})
+    call = read_call(
+        module, 16, {"scaling": 0.5, "sliding_window": 3, "softcap": None, "position_ids": 1}
+    )
     assert (call.scale, call.window, call.softcap) == (0.5, 3, None)
     assert read_call(module, 16, {}).scale == 0.25
     for keywords, named in (

@@ -46,7 +46,10 @@ def test_dense_mask_is_the_definition() -> None:
 
 def test_window_counts_depth_not_the_flat_index() -> None:
     mask = Layout(REACH).dense_mask(window=2)
-    assert mask[5].nonzero().flatten().tolist() == [2, 5]  # flat neighbours 3 and 4 are on another branch
+    assert mask[5].nonzero().flatten().tolist() == [
+        2,
+        5,
+    ]  # flat neighbours 3 and 4 are on another branch
 
 
 def test_a_block_sees_itself_both_ways() -> None:
@@ -66,11 +69,15 @@ def test_mask_mod_equals_the_dense_mask() -> None:
     query, key = torch.meshgrid(grid, grid, indexing="ij")
     zero = torch.zeros_like(query)
     for window in (None, 2):
-        assert torch.equal(layout.mask_mod(window)(zero, zero, query, key), layout.dense_mask(window))
+        assert torch.equal(
+            layout.mask_mod(window)(zero, zero, query, key), layout.dense_mask(window)
+        )
 
 
 @pytest.mark.parametrize(
-    "reach", [[1, 1], [3, 2], [2, 3, 3], [4, 3, 4, 4]], ids=["behind", "beyond", "crossing", "inner"]
+    "reach",
+    [[1, 1], [3, 2], [2, 3, 3], [4, 3, 4, 4]],
+    ids=["behind", "beyond", "crossing", "inner"],
 )
 def test_what_is_not_laminar_is_refused(reach: list[int]) -> None:
     with pytest.raises(AssertionError):
