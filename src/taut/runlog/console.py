@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from taut.runlog.events import Event
@@ -66,18 +65,23 @@ class ConsoleReport:
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))
 
+    def _say_rows(self, rows: Sequence[Sequence[str]]) -> None:
+        """Rows of text, their columns aligned; the last one may be of any length."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            self._say("  ".join(cells).rstrip())
+
     def _show_start(self, event: Event) -> None:
         self._num_steps = event.get("num_steps")
-        decisions = event.get("decisions", ())
-        if decisions:
-            self._console.print(decisions_table(decisions))
+        self._say_rows(event.get("decisions", ()))
         if event.get("data"):
             self._say(f"data  {event['data']}")
         for what in ("dropped", "cut"):
             for line in event.get(what, ())[:LINES_SHOWN]:
                 self._say(f"{what}  {line}", "yellow")
         if self._console.is_terminal:
-            columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}")
+            columns = BarColumn(10), MofNCompleteColumn(), TextColumn("{task.description}")
             self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("", total=self._num_steps)
             self._progress.start()
@@ -126,7 +130,7 @@ class ConsoleReport:
     def _show_end(self, event: Event) -> None:
         self.close()
         if self._steps:
-            self._console.print(summary_table(self._steps, self._evals))
+            self._say_rows(summary(self._steps, self._evals))
         rest = fields_text(event)
         if rest:
             self._say(rest)
@@ -147,11 +151,11 @@ def step_text(event: Event, left: timedelta | None) -> str:
         f"lr {event['learning_rate']:.2e}",
         f"{speed:,.0f} tok/s",
     ]
+    if left is not None:
+        parts.append(f"{left} left")
     if event["num_tokens"] < event["num_tokens_unshared"]:
         parts.append(f"saved {saved(event['num_tokens'], event['num_tokens_unshared'])}")
     parts.append(f"{memory_bytes(event) / 1e9:.1f} GB")
-    if left is not None:
-        parts.append(f"{left} left")
     return "  ".join(parts)
 
 
@@ -176,39 +180,29 @@ def number(value: Any) -> str:
 
 def fields_text(event: Event) -> str:
     """The fields of an event that nothing else shows, on one line."""
-    shown = {key: value for key, value in event.items() if key not in NOT_SHOWN}
     return "  ".join(
         f"{key} {number(value)}"
-        for key, value in shown.items()
-        if not isinstance(value, list | dict)
+        for key, value in event.items()
+        if key not in NOT_SHOWN and value is not None and not isinstance(value, list | dict)
     )
 
 
-def decisions_table(decisions: Sequence[Sequence[str]]) -> Table:
-    """What was settled for the user, and why."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for name, value, reason in decisions:
-        table.add_row(Text(name, "bold"), Text(str(value)), Text(reason, "dim"))
-    return table
-
-
-def summary_table(steps: Sequence[Event], evals: Sequence[Event]) -> Table:
-    """The run in a few lines."""
+def summary(steps: Sequence[Event], evals: Sequence[Event]) -> list[tuple[str, str]]:
+    """The run in a few rows."""
     seconds, computed, unshared, targets = (
         sum(step[key] for step in steps)
         for key in ("seconds", "num_tokens", "num_tokens_unshared", "num_targets")
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_row("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}")
-    table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}")
+    speed = unshared / max(seconds, 1e-9)
+    rows = [
+        ("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}"),
+        ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
+    ]
     if evals:
-        table.add_row("held-out loss", f"{evals[0]['loss']:.4f} -> {evals[-1]['loss']:.4f}")
-    table.add_row(
-        "tokens",
-        f"{unshared:,} ({targets:,} targets), {unshared / max(seconds, 1e-9):,.0f} a second",
-    )
+        rows.append(("held-out loss", " -> ".join(f"{event['loss']:.4f}" for event in evals)))
+    rows.append(("tokens", f"{unshared:,} ({targets:,} targets), {speed:,.0f} a second"))
     if computed < unshared:
-        table.add_row(
-            "computed", f"{computed:,}: sharing prefixes saved {saved(computed, unshared)}"
+        rows.append(
+            ("computed", f"{computed:,}: sharing prefixes saved {saved(computed, unshared)}")
         )
-    return table
+    return rows
