@@ -128,6 +128,11 @@ class Inputs:
     new_ids: list[int]
     decisions: list[Decision]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, held-out ones included."""
+        return max(int(data.lengths.max()) for data in (self.train, self.eval) if data is not None)
+
 
 @dataclass(frozen=True)
 class Built:
@@ -190,7 +195,7 @@ def build(run: Run, ranks: Ranks) -> Built:
         )
     require_trained(adapted, inputs.new_ids)
     scorer = Scorer(adapted)
-    proof = prove(scorer, compute(), dtype.dtype, int(inputs.train.lengths.max()))
+    proof = prove(scorer, compute(), dtype.dtype, inputs.longest)
     method, num_steps = build_method(run, inputs.train)
     noise = install_noise(adapted, run.noise, run.seed)
     alone = {} if noise is not None else _alone(method, adapted, dtype.dtype, ranks.device)

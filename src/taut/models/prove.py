@@ -31,7 +31,7 @@ from taut.models.score import Scorer
 from taut.types import Packed, Sample
 
 LENGTHS = (24, 40)
-"""Tokens of the two probe samples: the neighbour is the longer one."""
+"""Tokens of the two probe samples: the neighbour is the longer one. Fewer where all samples are shorter."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.5}
 """Largest difference of a log-prob (nats) that is rounding, by compute dtype."""
@@ -67,7 +67,7 @@ def prove(
     scorer.eval()
     with torch.no_grad(), compute:
         seen = _observe(scorer)
-        neighbour, future = _perturb(scorer)
+        neighbour, future = _perturb(scorer, max_length)
         head = _head_difference(scorer)
     scorer.train(was_training)
     limit = TOLERANCE[dtype]
@@ -142,15 +142,13 @@ def _require_calls(model: nn.Module, seen: Observation) -> None:
         )
 
 
-def _perturb(scorer: Scorer) -> tuple[float, float]:
+def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
     """How much the second sample's log-probs move when its neighbour, and when its own last token,
     changes.
     """
-    long, short = (
-        _probe("a", LENGTHS[1], scorer, seed=1),
-        _probe("b", LENGTHS[0], scorer, seed=2),
-    )
-    other = _probe("a", LENGTHS[1], scorer, seed=3)
+    shorter, longer = (max(3, min(length, max_length)) for length in LENGTHS)
+    long, short = _probe("a", longer, scorer, seed=1), _probe("b", shorter, scorer, seed=2)
+    other = _probe("a", longer, scorer, seed=3)
     changed = short.ids_T.copy()
     changed[-1] = (changed[-1] + 1) % anatomy.text_config(scorer.model).vocab_size
     late = Sample("b", changed, short.target_at_N, short.weight_N)
