@@ -1,0 +1,371 @@
+"""``taut show``: what a run would do, before it does it.
+
+In this order: the configuration in force (what was set first, the defaults after), what was decided for the user and
+why, the data report with everything dropped or cut, what packing and sharing prefixes save in the first steps, and the
+first samples with their targets marked. Targets stand in brackets as well as in green, so that pipes and every eye can
+tell them; special tokens are written out, and a target that ends a turn has a mark of its own.
+
+The plan is the run's own: the same order, budget and policy, on a skeleton of the model. No weight is loaded, nothing
+is computed and nothing is written (tokenised data goes to the cache). May be imported by ``taut.api`` only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import TextIOWrapper
+from itertools import groupby
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut import parallel
+from taut.config import describe, to_dict
+from taut.data.dataset import Dataset
+from taut.data.length import Incident
+from taut.data.pack import PackPolicy
+from taut.data.plan import Budget, assign, layouts
+from taut.methods.sft import Sft
+from taut.models.load import load_skeleton
+from taut.models.prove import one_sample_reasons
+from taut.parallel import Ranks
+from taut.run import (
+    Decision,
+    Inputs,
+    Run,
+    build_budget,
+    build_method,
+    build_policy,
+    choose,
+    load_inputs,
+)
+from taut.types import Sample
+
+NUM_SAMPLES = 3
+NUM_STEPS = 5
+"""How many steps are planned."""
+NUM_INCIDENTS = 10
+"""How many dropped or cut rows are listed."""
+NUM_BEFORE = 8
+"""Tokens decoded before a stretch, for its own text to come out as in its place."""
+LONGEST_CONTEXT = 600
+LONGEST_TARGET = 2_000
+"""Characters of a stretch of text that are shown before its middle is left out."""
+
+
+def show(run: Run, console: Console | None = None) -> None:
+    """Print what ``run`` would do."""
+    ranks = parallel.start(run.device)
+    inputs = load_inputs(run, ranks)
+    if ranks.is_writer:
+        with escaped(sys.stdout):
+            _print(run, inputs, ranks, console or Console(highlight=False))
+    parallel.stop(ranks)
+
+
+@contextmanager
+def escaped(stream: TextIO) -> Iterator[None]:
+    """What the stream's encoding lacks is written as a backslash and a number, not raised."""
+    if not isinstance(stream, TextIOWrapper):
+        yield
+        return
+    errors = stream.errors
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=errors)
+
+
+def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
+    skeleton = load_skeleton(run.model, inputs.config, run.trust_remote_code)
+    reasons = one_sample_reasons(skeleton, inputs.longest)
+    one_sample = "; ".join(reasons) or None
+    has_dropout = run.lora.dropout > 0 and bool(run.lora.rank or run.lora.adapter)
+    has_noise = run.noise.neftune_alpha > 0 or has_dropout
+    policy, obstacles = build_policy(run, one_sample, has_noise=has_noise)
+    decisions = [*inputs.decisions, *choose(run, inputs, ranks.device)[2], *obstacles]
+    budget = build_budget(run, skeleton, ranks, one_sample=one_sample is not None)
+    method, num_steps = build_method(run, inputs.train)
+
+    _section(console, "configuration", *_configuration(run))
+    _section(console, "decisions", _decisions(decisions))
+    _section(console, "data", _data(inputs))
+    plans = [
+        plan_step(method, step, budget, policy) for step in range(1, 1 + min(num_steps, NUM_STEPS))
+    ]
+    _section(console, "plan", *_plan(plans, num_steps, ranks.size, policy))
+    marks = marks_for(console)
+    _section(console, "samples", _legend(marks))
+    ends = frozenset(inputs.renderer.stop_ids)
+    for sample in inputs.train[:NUM_SAMPLES]:
+        view = view_of(sample, inputs.tokenizer, ends, marks)
+        console.print(Text(f"\n  {_title(sample, ends)}", "bold"))
+        console.print(_indented(view))
+
+
+def _section(console: Console, title: str, *parts: Any) -> None:
+    console.print(Text(f"\n{title}", "bold underline"))
+    for part in parts:
+        console.print(_indented(part))
+
+
+def _indented(part: Any) -> Padding:
+    return Padding(part, (0, 0, 0, 2), expand=False)
+
+
+def _configuration(run: Run) -> Iterator[Table]:
+    """What was set, one key a line with its default beside it; then the defaults, a table of keys a line."""
+    values = dict(_flat(to_dict(run), {row.key for row in describe(Run)}))
+    given, rest = _grid(3), _grid(2)
+    defaults: dict[str, list[str]] = {}
+    for row in describe(Run):
+        value = _written(values[row.key])
+        if value == row.default:
+            table, _, name = row.key.rpartition(".")
+            defaults.setdefault(table or "run", []).append(
+                f"{name}={value.replace(' ', chr(0xA0))}"
+            )
+        else:
+            was = "" if row.default == "required" else f"default {row.default}"
+            given.add_row(Text(row.key, "bold"), Text(value, "yellow"), Text(was, "dim"))
+    for table, pairs in defaults.items():
+        rest.add_row(Text(table, "dim"), Text("  ".join(pairs), "dim"))
+    yield given
+    rest.title, rest.title_justify, rest.title_style = "\ndefaults in force", "left", "dim italic"
+    yield rest
+
+
+def _decisions(decisions: Sequence[Decision]) -> Table:
+    """What was settled for the user, and why."""
+    table = _grid(3)
+    for decision in decisions:
+        table.add_row(
+            Text(decision.name, "bold"), Text(decision.value), Text(decision.reason, "dim")
+        )
+    return table
+
+
+def _flat(tree: dict[str, Any], keys: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in keys:
+            yield key, value
+        else:
+            yield from _flat(value, keys, f"{key}.")
+
+
+def _written(value: Any) -> str:
+    """As ``describe`` writes defaults."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def _data(inputs: Inputs) -> Table:
+    table = _grid(2)
+    for split, data in (("train", inputs.train), ("eval", inputs.eval)):
+        if data is not None:
+            for number, line in enumerate(_report(data)):
+                table.add_row(Text("" if number else split, "bold"), line)
+    return table
+
+
+def _report(data: Dataset) -> Iterator[Text]:
+    report = data.report
+    for decision in report.decisions:
+        yield Text(decision)
+    yield Text(
+        f"{report.num_rows:,} rows, {report.num_samples:,} samples, {report.num_tokens:,} tokens, "
+        f"{report.num_targets:,} of them targets ({report.num_targets / report.num_tokens:.0%})"
+    )
+    shortest, middle, longest = np.quantile(data.lengths, [0, 0.5, 1]).astype(int)
+    yield Text(f"tokens of a sample: {shortest:,} to {longest:,}, median {middle:,}")
+    if not report.dropped and not report.cut:
+        yield Text("nothing dropped, nothing cut")
+    for name, incidents in (("dropped", report.dropped), ("cut", report.cut)):
+        if incidents:
+            yield Text(f"{len(incidents):,} {name}:", "bold yellow")
+            yield from _listed(incidents)
+
+
+def _listed(incidents: Sequence[Incident]) -> Iterator[Text]:
+    for incident in incidents[:NUM_INCIDENTS]:
+        yield Text(f"  {incident.place}: {incident.reason}", "yellow")
+    if len(incidents) > NUM_INCIDENTS:
+        yield Text(
+            f"  and {len(incidents) - NUM_INCIDENTS:,} more; a run's events.jsonl lists all",
+            "yellow",
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step would compute, over all ranks."""
+
+    step: int
+    num_samples: int
+    num_targets: int
+    padded: int
+    """Tokens, were every sample padded to the longest of the step."""
+    unshared: int
+    """Tokens the samples have."""
+    computed: int
+    """Tokens computed, prefixes shared where the policy says so."""
+    num_microbatches: int
+
+
+def plan_step(method: Sft, step: int, budget: Budget, policy: PackPolicy) -> StepPlan:
+    """The micro-batches of a step, as the loop would make them."""
+    trees = method.prepare(step)
+    packs = [
+        packed
+        for rank in assign(trees, budget)
+        for samples in rank
+        for packed in layouts(samples, policy, budget.tokens_per_microbatch)
+    ]
+    lengths = [sample.num_tokens for tree in trees for sample in tree.samples]
+    return StepPlan(
+        step=step,
+        num_samples=len(lengths),
+        num_targets=sum(packed.num_targets for packed in packs),
+        padded=len(lengths) * max(lengths),
+        unshared=sum(lengths),
+        computed=sum(packed.num_tokens for packed in packs),
+        num_microbatches=len(packs),
+    )
+
+
+def _plan(
+    plans: Sequence[StepPlan], num_steps: int, num_ranks: int, policy: PackPolicy
+) -> Iterator[Table | Text]:
+    """The first steps, and what they save."""
+    ranks = f" on {num_ranks} ranks" if num_ranks > 1 else ""
+    which = f"; the first {len(plans)}" if len(plans) < num_steps else ""
+    yield Text(f"{num_steps:,} step{'s' if num_steps > 1 else ''}{ranks}{which}, in tokens:")
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("step", "samples", "targets", "if padded", "packed", "computed", "micro-batches"):
+        table.add_column(name, justify="right")
+    for plan in plans:
+        table.add_row(*(f"{number:,}" for number in vars(plan).values()))
+    yield table
+    padded, unshared, computed = (
+        sum(getattr(plan, name) for plan in plans) for name in ("padded", "unshared", "computed")
+    )
+    sharing = "prefixes are not shared"
+    if policy.share_prefixes:
+        sharing = f"sharing prefixes {1 - computed / unshared:.0%} fewer than packing alone"
+    saved = f"{1 - unshared / padded:.0%}"
+    yield Text(
+        f"packing computes {saved} fewer tokens than padding a step to its longest sample;\n{sharing}"
+    )
+
+
+class Marks(NamedTuple):
+    """What is written around targets, after a target that ends a turn, and at a line's end."""
+
+    left: str
+    right: str
+    end: str
+    newline: str
+
+
+def marks_for(console: Console) -> Marks:
+    """Marks that the console's encoding has."""
+    if console.encoding.lower().startswith("utf"):
+        return Marks("⟦", "⟧", "■", "↵\n")
+    return Marks("[[", "]]", "(END)", "\n")
+
+
+def _legend(marks: Marks) -> Text:
+    return Text.assemble(
+        (f"{marks.left}a target, to be learned{marks.right}", "green"),
+        "   ",
+        ("context", "dim"),
+        "   ",
+        ("<special>", "cyan"),
+        "   ",
+        (f"{marks.end} ends a turn: what the model stops with", "bold green"),
+    )
+
+
+def _title(sample: Sample, ends: frozenset[int]) -> str:
+    num_ends = sum(int(token) in ends for token in sample.ids_T[sample.target_at_N])
+    taught = f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
+    return f"{sample.id}: {sample.num_tokens:,} tokens, {sample.num_targets:,} targets, {taught}"
+
+
+class _Kind(NamedTuple):
+    """What a token is shown as."""
+
+    is_target: bool
+    is_special: bool
+    is_end: bool
+
+    @property
+    def style(self) -> str:
+        if self.is_target:
+            return "bold green" if self.is_special or self.is_end else "green"
+        return "cyan" if self.is_special else "dim"
+
+
+def view_of(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], marks: Marks
+) -> Text:
+    """A sample's text with targets in brackets and in green."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    targets = frozenset(sample.target_at_N.tolist())
+    ids = sample.ids_T.tolist()
+
+    def kind(at: int) -> _Kind:
+        is_target = at in targets
+        return _Kind(is_target, ids[at] in special, is_target and ids[at] in ends)
+
+    view, was_target = Text(), False
+    for found, run in groupby(range(len(ids)), kind):
+        places = list(run)
+        if found.is_target != was_target:
+            view.append(marks.left if found.is_target else marks.right, "green")
+            was_target = found.is_target
+        text = _shortened(_decoded(ids, places[0], places[-1] + 1, tokenizer), found.is_target)
+        view.append(text.replace("\n", marks.newline), found.style)
+        if found.is_end:
+            view.append(marks.end, "bold green")
+    if was_target:
+        view.append(marks.right, "green")
+    view.rstrip()
+    return view
+
+
+def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the tokens [start, stop) add to the text before them: some decoders drop a text's first space."""
+    first = max(0, start - NUM_BEFORE)
+    before, through = (str(tokenizer.decode(ids[first:at])) for at in (start, stop))
+    is_prefix = through.startswith(before)
+    return through[len(before) :] if is_prefix else str(tokenizer.decode(ids[start:stop]))
+
+
+def _shortened(text: str, is_target: bool) -> str:
+    """Long text without its middle."""
+    most = LONGEST_TARGET if is_target else LONGEST_CONTEXT
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 3, most // 4
+    return f"{text[:head]} [... {len(text) - head - tail:,} characters ...] {text[-tail:]}"
+
+
+def _grid(num_columns: int) -> Table:
+    """Columns without lines; long words (paths) are folded, never cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    for _ in range(num_columns - 1):
+        table.add_column(overflow="fold")
+    return table
