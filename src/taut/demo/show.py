@@ -20,7 +20,7 @@ from taut.demo.ask import Answer, Report
 from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document, wilson_interval
 
 NUM_SAMPLES = 3
-NUM_LOSSES = 6
+NUM_LOSSES = 5
 
 _console = Console(highlight=False)
 
@@ -72,7 +72,7 @@ def closing(
     _console.print(_samples(before, after))
     last = len(steps) - 1
     marks = sorted({round(k * last / (NUM_LOSSES - 1)) for k in range(NUM_LOSSES)})
-    losses = "  ".join(f"{steps[k]['loss']:.2f} (step {steps[k]['step']})" for k in marks)
+    losses = ", ".join(f"{steps[k]['loss']:.2f} (step {steps[k]['step']})" for k in marks)
     shared = sum(step["num_tokens"] for step in steps)
     unshared = sum(step["num_tokens_unshared"] for step in steps)
     training = sum(step["seconds"] for step in steps)
