@@ -1,0 +1,332 @@
+"""``taut.sft`` from a JSONL file to a model directory, on tiny random models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import taut
+from taut.data.dataset import DataConfig, build_renderer, load_dataset
+from taut.models.load import quiet_library
+from taut.models.precision import compute_context
+from tests.chats import (
+    QUIET,
+    chats,
+    column,
+    decisions,
+    events,
+    largest_difference,
+    save_model,
+    sft,
+    weights,
+    words_of,
+    write_rows,
+)
+
+STEP_FIELDS = {
+    "step": int,
+    "loss": float,
+    "grad_norm": float,
+    "learning_rate": float,
+    "num_targets": int,
+    "num_tokens": int,
+    "num_tokens_unshared": int,
+    "seconds": float,
+    "sample_ids": list,
+}
+"""The contract other tools rely on."""
+
+Go = Callable[..., taut.Result]
+
+
+@pytest.fixture
+def go(model: Path, train: Path, tmp_path: Path) -> Go:
+    """``go(name, **keys)`` runs into ``tmp_path/name``."""
+    return lambda name="out", **keys: sft(model, train, tmp_path / name, **keys)
+
+
+def load_plain(directory: Path) -> PreTrainedModel:
+    """As a user without taut loads it."""
+    with quiet_library():
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return found.eval()
+
+
+def mean_loss(directory: Path, rows: Path) -> float:
+    """-log p of the assistant's tokens, through transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    data = load_dataset(
+        DataConfig(train=str(rows)), "train", build_renderer(DataConfig(), tokenizer), 200
+    )
+    model, total, count = load_plain(directory), 0.0, 0
+    with torch.no_grad(), compute_context(torch.float64, torch.device("cpu")):
+        for sample in data:
+            logp = model(torch.from_numpy(sample.ids_T)[None]).logits[0].log_softmax(-1)
+            for at in sample.target_at_N:
+                total -= float(logp[at - 1, sample.ids_T[at]])
+            count += sample.num_targets
+    return total / count
+
+
+def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
+    result = go(steps=5)
+    out = result.out
+    assert {path.name for path in out.iterdir()} == {"resolved.json", "events.jsonl", "model"}
+    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert set(kinds) == {"start", "check", "step", "end"}
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    for step in steps:
+        assert {name: type(step[name]) for name in STEP_FIELDS} == STEP_FIELDS
+        assert len(step["sample_ids"]) == 6
+        assert step["num_tokens"] < step["num_tokens_unshared"]
+    checks = {line["name"]: line["outcome"] for line in lines if line["kind"] == "check"}
+    assert checks == dict.fromkeys(
+        ["attention", "neighbour", "future", "head", "first_step"], "passed"
+    )
+    assert result.loss == steps[-1]["loss"] == lines[-1]["loss"]
+    resolved = json.loads((out / "resolved.json").read_text())
+    assert resolved["config"]["steps"] == 5
+    assert resolved["config"]["batch"]["samples_per_step"] == 6
+    assert resolved["num_steps"] == 5
+    assert {"dtype", "attention"} <= decisions(out).keys()
+    assert str(train) in column(out, "sample_ids")[0][0]
+
+
+def test_the_first_loss_is_the_mean_over_all_targets_of_the_step(go: Go, model: Path, train: Path) -> None:
+    result = go(epochs=1.0, batch__samples_per_step=23)
+    assert column(result.out, "loss") == pytest.approx([mean_loss(model, train)], rel=1e-9)
+
+
+def test_the_saved_model_is_the_trained_one_and_loads_anywhere(
+    go: Go, model: Path, train: Path
+) -> None:
+    result = go(steps=3, data__eval=str(train))
+    assert result.eval_loss == pytest.approx(mean_loss(result.model, train), rel=1e-9)
+    assert result.eval_loss != pytest.approx(mean_loss(model, train), rel=1e-3)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    assert tokenizer.chat_template
+    config = load_plain(result.model).generation_config
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in torch.tensor(config.eos_token_id).flatten()
+
+
+def test_evaluation_every_so_often_and_at_the_end(go: Go, train: Path) -> None:
+    result = go(steps=5, data__eval=str(train), eval__every=2)
+    found = events(result.out, "eval")
+    assert [event["step"] for event in found] == [2, 4, 5]
+    assert {event["num_samples"] for event in found} == {23}
+    assert found[-1]["loss"] == result.eval_loss
+
+
+def test_sharing_changes_neither_plan_nor_numbers(go: Go) -> None:
+    runs = [
+        go("shared", steps=4),
+        go("apart", steps=4, batch__share_prefixes=False),
+        go("split", steps=4, batch__tokens_per_microbatch=90),
+        go("recomputed", steps=4, activation_checkpointing=True),
+        go("all", steps=4, activation_checkpointing=True, batch__share_prefixes=False),
+    ]
+    first = runs[0]
+    for run in runs[1:]:
+        for name in ("loss", "grad_norm"):
+            assert column(run.out, name) == pytest.approx(column(first.out, name), rel=1e-9)
+        assert column(run.out, "sample_ids") == column(first.out, "sample_ids")
+        unshared = column(run.out, "num_tokens_unshared")
+        assert unshared == column(first.out, "num_tokens_unshared")
+        # AdamW divides by the root of tiny second moments, which magnifies rounding.
+        assert largest_difference(weights(run.model), weights(first.model)) < 1e-7
+    assert column(runs[1].out, "num_tokens") == column(runs[1].out, "num_tokens_unshared")
+
+
+def test_steps_go_round_and_epochs_end(go: Go) -> None:
+    endless = column(go("steps", steps=5).out, "sample_ids")
+    assert [len(step) for step in endless] == [6] * 5
+    flat = [name for step in endless for name in step]
+    assert len(set(flat[:23])) == 23
+    ended = column(go("epochs", epochs=1.0).out, "sample_ids")
+    assert [len(step) for step in ended] == [6, 6, 6, 5]
+    assert [name for step in ended for name in step] == flat[:23]
+
+
+def test_documents_are_kept_in_one_step(model: Path, tmp_path: Path) -> None:
+    rows = []
+    for document in range(4):
+        for question, row in enumerate(chats(3, seed=document)):
+            row["messages"][0]["content"] = f"document {document} " + "the cat sat on the mat " * 12
+            row["messages"][1]["content"] = f"question {question}"
+            rows.append(row)
+    train = write_rows(tmp_path / "documents.jsonl", rows[::2] + rows[1::2])
+    out = sft(
+        model, train, tmp_path / "out", steps=4, batch__samples_per_step=3, batch__group_prefixes=True
+    ).out
+    saved = [
+        1 - now / alone
+        for now, alone in zip(column(out, "num_tokens"), column(out, "num_tokens_unshared"), strict=True)
+    ]
+    assert min(saved) > 0.3, "each step is one document"
+
+
+def test_a_memorisable_set_is_memorised(model: Path, tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "few.jsonl", chats(4, seed=5))
+    keys: dict[str, Any] = {
+        "dtype": "float32",
+        "optim.learning_rate": 1e-2,
+        "batch.samples_per_step": 4,
+    }
+    losses = column(sft(model, train, tmp_path / "out", steps=40, **keys).out, "loss")
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's own call
+def test_lora_saves_the_adapter_and_the_merged_model(go: Go, model: Path, train: Path) -> None:
+    from peft import PeftModel
+
+    result = go(steps=3, lora__rank=4, optim__learning_rate=1e-2, data__eval=str(train))
+    adapter = weights(result.out / "adapter")
+    assert all("lora_" in name for name in adapter)
+    assert max(float(t.abs().max()) for name, t in adapter.items() if "lora_B" in name) > 1e-3
+    merged = load_plain(result.model)
+    ids = torch.arange(12)[None] + 5
+    with torch.no_grad(), compute_context(torch.float64, torch.device("cpu")):
+        ours = merged(ids).logits
+        base = load_plain(model)
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, str(result.out / "adapter"))(ids).logits
+    torch.testing.assert_close(ours, adapted, rtol=0, atol=1e-5)  # peft loads adapters in float32
+    name = "model.layers.1.mlp.up_proj"
+    added = weights(result.model)[f"{name}.weight"] - weights(model)[f"{name}.weight"]
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    torch.testing.assert_close(added, 2.0 * b @ a, rtol=0, atol=1e-12)
+    assert float((ours - before).abs().max()) > 1e-3
+    assert result.eval_loss == pytest.approx(mean_loss(result.model, train), rel=1e-9)
+
+
+def test_going_on_from_an_adapter(go: Go) -> None:
+    first = go("first", steps=2, lora__rank=4)
+    second = go("second", steps=1, lora__adapter=str(first.out / "adapter"))
+    frozen_too = weights(first.out / "adapter")
+    assert weights(second.out / "adapter").keys() == frozen_too.keys()
+    assert 0 < largest_difference(weights(second.out / "adapter"), frozen_too) < 0.01
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lora__rank": 4, "lora__dora": True},
+        {"lora__rank": 4, "lora__rslora": True, "lora__targets": ["q_proj", "down_proj"]},
+    ],
+    ids=["dora", "rslora"],
+)
+def test_kinds_of_lora_do_not_depend_on_the_layout(go: Go, keys: dict[str, Any]) -> None:
+    losses = [
+        column(go(name, steps=3, batch__tokens_per_microbatch=tokens, **keys).out, "loss")
+        for name, tokens in (("one", 8192), ("many", 80))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora__rank": 4, "lora__dropout": 0.3}], ids=["full", "lora"])
+def test_noise_does_not_depend_on_the_layout(go: Go, keys: dict[str, Any]) -> None:
+    noisy = {"noise__neftune_alpha": 5.0, "steps": 3, **keys}
+    one, many, again = (
+        go("one", **noisy),
+        go("many", batch__tokens_per_microbatch=80, **noisy),
+        go("again", activation_checkpointing=True, **noisy),
+    )
+    quiet = go("quiet", steps=3)
+    for other in (many, again):
+        assert column(one.out, "loss") == pytest.approx(column(other.out, "loss"), rel=1e-9)
+        assert column(one.out, "grad_norm") == pytest.approx(column(other.out, "grad_norm"), rel=1e-9)
+    assert column(one.out, "loss")[0] != pytest.approx(column(quiet.out, "loss")[0], rel=1e-4)
+    value, reason = decisions(one.out)["batch.share_prefixes"]
+    assert value == "false"
+    assert "noise" in reason
+    assert column(one.out, "num_tokens") == column(one.out, "num_tokens_unshared")
+
+
+def test_bfloat16_is_near_float32_and_keeps_float32_weights(go: Go) -> None:
+    narrow, wide = (go(name, steps=4, dtype=name) for name in ("bfloat16", "float32"))
+    assert column(narrow.out, "loss") == pytest.approx(column(wide.out, "loss"), rel=0.02)
+    assert column(narrow.out, "loss") != column(wide.out, "loss")
+    assert largest_difference(weights(narrow.model), weights(wide.model)) < 0.02
+
+
+def test_frozen_tensors_stay_and_the_others_move(go: Go, model: Path) -> None:
+    result = go(steps=2, freeze=["*embed_tokens*", "*layers.0.*"])
+    before, after = weights(model), weights(result.model)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {n for n in before if "layers.1." in n or n == "model.norm.weight"}
+    assert "freeze" in decisions(result.out)
+
+
+def test_added_tokens_are_learned_and_saved(model: Path, tmp_path: Path) -> None:
+    rows = chats(8)
+    for row in rows:
+        row["messages"][2]["content"] = "<|answer|>" + row["messages"][2]["content"]
+    train = write_rows(tmp_path / "rows.jsonl", rows)
+    result = sft(model, train, tmp_path / "out", steps=2, tokens__add=["<|answer|>"])
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    (new,) = tokenizer.encode("<|answer|>", add_special_tokens=False)
+    table = weights(result.model)["model.embed_tokens.weight"]
+    assert table.shape[0] > new
+    known = weights(model)["model.embed_tokens.weight"]
+    assert not torch.allclose(table[new], known[:new].mean(0), atol=1e-6), "it has been trained"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_layers_with_state_run_one_sample_at_a_time(name: str, train: Path, tmp_path: Path) -> None:
+    model = save_model(tmp_path / name, name)
+    out = sft(model, train, tmp_path / "out", steps=2, dtype="float32").out
+    value, reason = decisions(out)["packing"]
+    assert value == "one sample at a time"
+    assert "layers with state across tokens" in reason
+    assert column(out, "num_tokens") == column(out, "num_tokens_unshared")
+    outcomes = {event["name"]: event["outcome"] for event in events(out, "check")}
+    assert outcomes["neighbour"] == "skipped"
+    assert outcomes["first_step"] == "passed"
+
+
+def test_the_command_line_and_a_toml_file_do_the_same(
+    go: Go, model: Path, train: Path, tmp_path: Path
+) -> None:
+    expected = go("library", steps=2)
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'model = "{model}"\nsteps = 3\n[data]\ntrain = "{train}"\n')
+    out = tmp_path / "command"
+    words = [str(toml), *words_of({**QUIET, "steps": 2, "out": str(out)})]
+    done = subprocess.run(
+        [sys.executable, "-m", "taut", "sft", *words], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert column(out, "loss") == column(expected.out, "loss")
+    assert largest_difference(weights(out / "model"), weights(expected.model)) == 0.0
+
+
+def test_a_second_start_does_not_tokenise_again(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = go("first", steps=1)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr("taut.data.dataset._tokenise", refuse)
+    assert column(go("second", steps=1).out, "loss") == column(first.out, "loss")
+
+
+def test_an_out_with_a_run_in_it_is_replaced_only_when_told(go: Go, tmp_path: Path) -> None:
+    go(steps=1)
+    with pytest.raises(taut.OutputError, match="not empty"):
+        go(steps=2)
+    assert len(column(tmp_path / "out", "loss")) == 1
+    go(steps=2, overwrite=True)
+    assert len(column(tmp_path / "out", "loss")) == 2
