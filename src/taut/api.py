@@ -65,7 +65,7 @@ def sft(run: Run) -> Result:
 
 def show(run: Run) -> None:
     """Print the configuration in force, the data report and the first samples, targets coloured. Writes nothing."""
-    from taut.show import show as print_run
+    from taut.preview import show as print_run
 
     print_run(run)
 

@@ -23,9 +23,9 @@ from taut.config import from_mapping
 from taut.data.formats import Conversation
 from taut.data.render import Renderer
 from taut.errors import ConfigError
+from taut.preview import Marks, marks_for, show, view_of
 from taut.run import Run
 from taut.runlog import read_events
-from taut.show import Marks, marks_for, show, view_of
 from taut.types import Sample
 
 MARKS = Marks("⟦", "⟧", "■", "\n")
@@ -206,6 +206,15 @@ def test_a_stream_that_lacks_the_marks_gets_others(
     assert stream.errors == "strict"
     assert r"[[na\xefve \U0001f642<|im_end|>(END)]]" in raw.getvalue().decode("ascii")
     assert marks_for(Console(file=io.StringIO())).end == "■"
+
+
+def test_from_python_it_can_be_called_twice(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(Path("rows.jsonl"), rows("the cat"))
+    for _ in range(2):
+        taut.show(model=str(model), data={"train": str(data)}, device="cpu")
+        assert "end of turn" in capsys.readouterr().out
 
 
 def test_only_training_needs_an_out(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
