@@ -40,7 +40,7 @@ class FirstStep:
     tolerance: float
 
     def __call__(self, report: StepReport, job: Job) -> None:
-        if not self.alone:
+        if not self.alone or report.step != 1:  # a resumed run has other weights
             return
         worst, worst_id, compared = 0.0, "", 0
         for packed, scores in report.scored:

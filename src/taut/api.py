@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from taut import __version__, parallel
-from taut.checkpoint import Checkpoints
+from taut.checkpoint import Checkpoints, require_resumable
 from taut.config import to_dict
 from taut.errors import ConfigError
 from taut.evals.heldout import HeldOut
@@ -25,6 +25,9 @@ from taut.outdir import claim, require_usable
 from taut.parallel import Ranks
 from taut.run import Built, Run, build
 from taut.runlog import RunLog
+
+CHECKPOINTS = "checkpoints"
+"""The folder in ``out`` that holds training state."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ def sft(run: Run) -> Result:
     ranks = parallel.start(run.device)
     require_usable(out, resume=run.resume, overwrite=run.overwrite)
     built = build(run, ranks)
+    if run.resume:
+        require_resumable(out / CHECKPOINTS, _identity(built), built.job.num_steps)
     if ranks.is_writer:
         claim(out, _resolved(built), overwrite=run.overwrite)
     ranks.barrier()
@@ -74,7 +79,7 @@ def _run(built: Built, out: Path, log: RunLog) -> Result:
     """Train, evaluate and save."""
     job, run = built.job, built.run
     checkpoints = Checkpoints(
-        folder=out / "checkpoints",
+        folder=out / CHECKPOINTS,
         config=run.checkpoint,
         scorer=built.scorer,
         optimizer=job.optimizer,
@@ -84,7 +89,8 @@ def _run(built: Built, out: Path, log: RunLog) -> Result:
     )
     began = time.perf_counter()
     _emit_start(built, log)
-    if run.resume and (step := checkpoints.resume()):
+    if run.resume:
+        step = checkpoints.resume()
         job.first_step = step + 1
         log.emit("resume", from_step=step)
     evaluate = HeldOut(built.inputs.eval, job) if built.inputs.eval is not None else None

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,7 +65,8 @@ class Checkpoints:
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
             self.ranks.barrier()
-            save_sharded(self._state(), checkpoint_id=beside)
+            with _quiet():
+                save_sharded(self._state(), checkpoint_id=beside)
             if self.ranks.is_writer:
                 meta = {"step": step, "identity": self.identity}
                 (beside / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -83,22 +86,16 @@ class Checkpoints:
         found = complete(self.folder)
         if not found:
             return 0
-        meta = json.loads((found[-1] / "meta.json").read_text())
-        changed = difference(meta["identity"], json.loads(json.dumps(self.identity)))
-        if changed:
-            raise ConfigError(
-                f"resume=true: {found[-1]} belongs to another run: {'; '.join(changed[:5])}; "
-                "resume with what it was started with, or start anew in another out"
-            )
         state = self._state()
-        load_sharded(state, checkpoint_id=found[-1])
+        with _quiet():
+            load_sharded(state, checkpoint_id=found[-1])
         set_state_dict(
             self.scorer,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        return int(meta["step"])
+        return int(_meta(found[-1])["step"])
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.scorer, self.optimizer)
@@ -112,6 +109,36 @@ class Checkpoints:
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
     return sorted(path.parent for path in folder.glob("step-*/meta.json"))
+
+
+def require_resumable(folder: Path, identity: Mapping[str, Any], num_steps: int) -> None:
+    """Raise ConfigError where the newest checkpoint belongs to another run, or lies beyond this one's end."""
+    for newest in complete(folder)[-1:]:
+        meta = _meta(newest)
+        changed = difference(meta["identity"], json.loads(json.dumps(identity)))
+        if changed:
+            raise ConfigError(
+                f"resume=true: {newest} belongs to another run: {'; '.join(changed[:5])}; "
+                "resume with what it was started with, or start anew in another out"
+            )
+        if meta["step"] > num_steps:
+            raise ConfigError(
+                f"resume=true: {newest} is beyond the end of this run, step {num_steps}; "
+                f"expected steps={meta['step']} or more; raise steps or epochs"
+            )
+
+
+def _meta(checkpoint: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())
+    return meta
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that one process saves and loads by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

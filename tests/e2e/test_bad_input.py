@@ -86,10 +86,19 @@ ANSWER = '{"role": "assistant", "content": "ho"}'
 
 CASES: dict[str, tuple[Spoil, str]] = {
     # name: (what is spoilt, the parts of the message in order: found, place, expectation or remedy)
-    "unknown key": (keys_are(sede=1), r"unknown key 'sede' on the command line.*did you mean 'seed'"),
+    "unknown key": (
+        keys_are(sede=1),
+        r"unknown key 'sede' on the command line.*did you mean 'seed'",
+    ),
     "unknown nested key": (keys_are(batch__sample=1), r"unknown key 'batch\.sample'"),
-    "unknown key in a file": (missing_in_toml, r"unknown key 'data\.trian' at run\.toml; did you mean 'data\.train'"),
-    "wrong kind": (keys_are(steps="many"), r"found steps=\"many\" on the command line; expected an integer; correct"),
+    "unknown key in a file": (
+        missing_in_toml,
+        r"unknown key 'data\.trian' at run\.toml; did you mean 'data\.train'",
+    ),
+    "wrong kind": (
+        keys_are(steps="many"),
+        r"found steps=\"many\" on the command line; expected an integer; correct",
+    ),
     "steps below one": (keys_are(steps=0), r"found steps=0 on the command line; expected .*1"),
     "unknown dtype": (keys_are(dtype="float8"), r"found dtype=\"float8\".*expected .*'float32'"),
     "unknown device": (keys_are(device="tpu"), r"device=tpu.*expected auto, cpu"),
@@ -105,9 +114,15 @@ CASES: dict[str, tuple[Spoil, str]] = {
         lines(f'{{"messages": [{USER.replace("user", "usr")}, {ANSWER}]}}'),
         r"train\.jsonl:3.*'usr'.*expected.*user",
     ),
-    "empty file": (lambda place, keys: (place / "train.jsonl").write_text(""), r"train\.jsonl.*no rows.*;"),
+    "empty file": (
+        lambda place, keys: (place / "train.jsonl").write_text(""),
+        r"train\.jsonl.*no rows.*;",
+    ),
     "too long": (keys_are(data__max_length=40), r"train\.jsonl:\d+.*\d+ tokens.*40.*;"),
-    "no model": (keys_are(model="nowhere/at/all"), r"model=nowhere/at/all does not exist; expected"),
+    "no model": (
+        keys_are(model="nowhere/at/all"),
+        r"model=nowhere/at/all does not exist; expected",
+    ),
     "no tokenizer": (model_without("*token*", "*.jinja"), r"model.*tokenizer.*;"),
     "no template": (without_template, r"template.*;"),
     "no weights": (model_without("*.safetensors"), r"no weights; expected model\.safetensors"),
@@ -115,13 +130,25 @@ CASES: dict[str, tuple[Spoil, str]] = {
         lambda place, keys: (place / "model" / "config.json").write_text("{"),
         r"config\.json is not JSON.*;",
     ),
-    "out below a file": (out_below_a_file, r"out=.*file/run cannot be made.*is a file; name another"),
+    "out below a file": (
+        out_below_a_file,
+        r"out=.*file/run cannot be made.*is a file; name another",
+    ),
     "out is a file": (out_is_a_file, r"out=.*file is a file; expected a directory"),
     "out not empty": (out_not_empty, r"out=.*run exists and is not empty; .*resume.*overwrite"),
     "overwriting no run": (overwrite_what_is_no_run, r"out=.*not a taut run.*name another"),
-    "varlen on the CPU": (keys_are(attention="varlen"), r"attention=varlen cannot run.*CUDA.*attention=auto"),
-    "unknown attention": (keys_are(attention="flash"), r"attention=flash is not known; expected auto"),
-    "template file": (keys_are(data__template="none.jinja"), r"data\.template: cannot read none\.jinja.*;"),
+    "varlen on the CPU": (
+        keys_are(attention="varlen"),
+        r"attention=varlen cannot run.*CUDA.*attention=auto",
+    ),
+    "unknown attention": (
+        keys_are(attention="flash"),
+        r"attention=flash is not known; expected auto",
+    ),
+    "template file": (
+        keys_are(data__template="none.jinja"),
+        r"data\.template: cannot read none\.jinja.*;",
+    ),
     "lora targets": (
         keys_are(lora__rank=2, lora__targets=["nothing"]),
         r"lora\.targets.*nothing.*;",
@@ -153,7 +180,13 @@ def test_one_line_exit_code_two_and_nothing_written(
     shutil.copytree(model, place / "model")
     write_rows(place / "train.jsonl", chats(6))
     monkeypatch.chdir(place)
-    keys = {**QUIET, "model": str(place / "model"), "data.train": "train.jsonl", "out": "run", "steps": 2}
+    keys = {
+        **QUIET,
+        "model": str(place / "model"),
+        "data.train": "train.jsonl",
+        "out": "run",
+        "steps": 2,
+    }
     spoil, message = CASES[name]
     spoil(place, keys)
     files = [keys.pop("TOML")] if "TOML" in keys else []

@@ -104,7 +104,9 @@ def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
     assert str(train) in column(out, "sample_ids")[0][0]
 
 
-def test_the_first_loss_is_the_mean_over_all_targets_of_the_step(go: Go, model: Path, train: Path) -> None:
+def test_the_first_loss_is_the_mean_over_all_targets_of_the_step(
+    go: Go, model: Path, train: Path
+) -> None:
     result = go(epochs=1.0, batch__samples_per_step=23)
     assert column(result.out, "loss") == pytest.approx([mean_loss(model, train)], rel=1e-9)
 
@@ -118,7 +120,9 @@ def test_the_saved_model_is_the_trained_one_and_loads_anywhere(
     tokenizer = AutoTokenizer.from_pretrained(result.model)
     assert tokenizer.chat_template
     config = load_plain(result.model).generation_config
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in torch.tensor(config.eos_token_id).flatten()
+    assert (
+        tokenizer.convert_tokens_to_ids("<|im_end|>") in torch.tensor(config.eos_token_id).flatten()
+    )
 
 
 def test_evaluation_every_so_often_and_at_the_end(go: Go, train: Path) -> None:
@@ -168,11 +172,18 @@ def test_documents_are_kept_in_one_step(model: Path, tmp_path: Path) -> None:
             rows.append(row)
     train = write_rows(tmp_path / "documents.jsonl", rows[::2] + rows[1::2])
     out = sft(
-        model, train, tmp_path / "out", steps=4, batch__samples_per_step=3, batch__group_prefixes=True
+        model,
+        train,
+        tmp_path / "out",
+        steps=4,
+        batch__samples_per_step=3,
+        batch__group_prefixes=True,
     ).out
     saved = [
         1 - now / alone
-        for now, alone in zip(column(out, "num_tokens"), column(out, "num_tokens_unshared"), strict=True)
+        for now, alone in zip(
+            column(out, "num_tokens"), column(out, "num_tokens_unshared"), strict=True
+        )
     ]
     assert min(saved) > 0.3, "each step is one document"
 
@@ -236,7 +247,9 @@ def test_kinds_of_lora_do_not_depend_on_the_layout(go: Go, keys: dict[str, Any])
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("keys", [{}, {"lora__rank": 4, "lora__dropout": 0.3}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"lora__rank": 4, "lora__dropout": 0.3}], ids=["full", "lora"]
+)
 def test_noise_does_not_depend_on_the_layout(go: Go, keys: dict[str, Any]) -> None:
     noisy = {"noise__neftune_alpha": 5.0, "steps": 3, **keys}
     one, many, again = (
@@ -247,7 +260,9 @@ def test_noise_does_not_depend_on_the_layout(go: Go, keys: dict[str, Any]) -> No
     quiet = go("quiet", steps=3)
     for other in (many, again):
         assert column(one.out, "loss") == pytest.approx(column(other.out, "loss"), rel=1e-9)
-        assert column(one.out, "grad_norm") == pytest.approx(column(other.out, "grad_norm"), rel=1e-9)
+        assert column(one.out, "grad_norm") == pytest.approx(
+            column(other.out, "grad_norm"), rel=1e-9
+        )
     assert column(one.out, "loss")[0] != pytest.approx(column(quiet.out, "loss")[0], rel=1e-4)
     value, reason = decisions(one.out)["batch.share_prefixes"]
     assert value == "false"

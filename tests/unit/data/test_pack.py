@@ -146,7 +146,11 @@ def test_duplicates_and_a_sample_that_is_a_prefix() -> None:
     packed = pack(samples, SHARE_ALL)
     assert packed.ids_T.tolist() == [1, 2, 3, 4]
     assert packed.reach_T.tolist() == [4, 4, 4, 4]
-    assert dict(zip(packed.sample_ids, packed.read_R.tolist(), strict=True)) == {"x": 3, "y": 3, "inner": 1}
+    assert dict(zip(packed.sample_ids, packed.read_R.tolist(), strict=True)) == {
+        "x": 3,
+        "y": 3,
+        "inner": 1,
+    }
     require_faithful(packed, samples)
 
 
@@ -154,7 +158,14 @@ def test_targets_inside_a_shared_prefix_are_listed_once_per_row() -> None:
     samples = [sample("a", [1, 2, 3, 4], 1, seed=1), sample("b", [1, 2, 3, 5], 2, seed=2)]
     packed = pack(samples, SHARE_ALL)
     assert packed.ids_T.tolist() == [1, 2, 3, 4, 5]
-    assert list(zip(packed.predictor_N.tolist(), packed.target_N.tolist(), packed.row_N.tolist(), strict=True)) == [
+    assert list(
+        zip(
+            packed.predictor_N.tolist(),
+            packed.target_N.tolist(),
+            packed.row_N.tolist(),
+            strict=True,
+        )
+    ) == [
         (0, 2, 0),
         (1, 3, 0),
         (2, 4, 0),

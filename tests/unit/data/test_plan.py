@@ -36,7 +36,8 @@ def chats(num_samples: int, seed: int) -> list[Sample]:
     random = np.random.default_rng(seed)
     lengths = np.minimum(2048, np.exp(random.normal(np.log(150), 1.0, num_samples)).astype(int) + 4)
     return [
-        sample(f"c{i}", random.integers(0, 8000, n).tolist(), n - n // 3) for i, n in enumerate(lengths)
+        sample(f"c{i}", random.integers(0, 8000, n).tolist(), n - n // 3)
+        for i, n in enumerate(lengths)
     ]
 
 
@@ -68,7 +69,9 @@ class TestOrder:
         sizes = [len(one.step(step, 1.0)) for step in range(1, 6)]
         assert sizes == [5, 5, 5, 5, 3]
         assert sorted(i for step in range(1, 6) for i in one.step(step, 1.0)) == list(range(23))
-        assert [len(one.step(step, 2.0)) for step in range(1, one.num_steps(2.0) + 1)] == [5] * 9 + [1]
+        assert [len(one.step(step, 2.0)) for step in range(1, one.num_steps(2.0) + 1)] == [
+            5
+        ] * 9 + [1]
         assert one.num_steps(0.5) == 3
         assert sum(len(one.step(step, 0.5)) for step in range(1, 4)) == round(0.5 * 23)
 
@@ -188,7 +191,10 @@ class TestAssign:
     @pytest.mark.parametrize("num_ranks", [1, 2, 3])
     def test_atoms_are_never_split(self, num_ranks: int) -> None:
         pairs = [
-            Tree((sample(f"{i}+", [i, 1, 2, 3, 4]), sample(f"{i}-", [i, 5, 6, 7, 8, 9])), is_atom=True)
+            Tree(
+                (sample(f"{i}+", [i, 1, 2, 3, 4]), sample(f"{i}-", [i, 5, 6, 7, 8, 9])),
+                is_atom=True,
+            )
             for i in range(9)
         ]
         for budget in (Budget(3, num_ranks, COST, 1), Budget(25, num_ranks, COST, 1)):
@@ -208,7 +214,9 @@ class TestAssign:
         assert len(ids_of(ranks)) == 10
 
     def test_a_sample_over_the_budget_has_a_microbatch_of_its_own(self) -> None:
-        samples = [sample("long", list(range(90)))] + [sample(str(i), [100 + i, 1, 2]) for i in range(5)]
+        samples = [sample("long", list(range(90)))] + [
+            sample(str(i), [100 + i, 1, 2]) for i in range(5)
+        ]
         (rank,) = assign(trees_of(samples), Budget(10, 1, COST))
         assert ("long",) in [tuple(s.id for s in some) for some in rank]
 

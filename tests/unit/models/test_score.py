@@ -190,7 +190,9 @@ def test_under_autocast_it_is_as_near_the_truth_as_plain_autocast(
         weight = nn.Parameter(exact_weight.to(dtype))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float64):
             if way == "plain":
-                logp = (hidden @ weight.T).to(dtype).log_softmax(-1).gather(1, target[:, None])[:, 0]
+                logp = (
+                    (hidden @ weight.T).to(dtype).log_softmax(-1).gather(1, target[:, None])[:, 0]
+                )
                 total: Tensor | None = logp.sum()
             else:
                 scores = score_hidden(
