@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-
-import taut
-from taut.runlog import Event, read_events
 from tests.models import save_tiny
 from tests.tokenizers import tiny_tokenizer
 
-WORDS = "the cat dog ran over a big red house and then saw some birds in the blue sky".split()
+import taut
+from taut.runlog import Event, read_events
+
+SENTENCE = "the cat dog ran over a big red house and then saw some birds in the blue sky"
+WORDS = SENTENCE.split()
 SYSTEM = "you are a helpful cat and you answer"
 QUIET: dict[str, Any] = {
     "device": "cpu",

@@ -4,7 +4,7 @@ Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone
 word without ``=`` is the TOML file they are set on top of. All are the same thing to ``taut.config``.
 
 A TautError is one line on stderr and its exit code (2: the user can put it right; 1: a check failed); under torchrun
-the first rank prints it for all. Any other exception is a mistake of ours and keeps its traceback.
+the rank that fails first prints it for all. Any other exception is a mistake of ours and keeps its traceback.
 
 Imports nothing heavy until a command runs. May be imported by ``__main__`` only.
 """
@@ -53,11 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except TautError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if _is_told_here():
             sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _is_told_here() -> bool:
+    """Whether it is for this process to print the error that ends it."""
+    if "RANK" not in os.environ:
+        return True
+    from taut import parallel
+
+    return parallel.is_first_to_fail()
 
 
 def _dispatch(words: Sequence[str]) -> int:

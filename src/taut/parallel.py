@@ -94,6 +94,17 @@ def stop(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
+def is_first_to_fail() -> bool:
+    """Whether no other rank has asked this before: the one that is told True prints the error that ends all.
+
+    Before the ranks have met, a mistake is the same on all of them and is for rank 0 to print.
+    """
+    if not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.add("taut/failed", 1)) == 1
+
+
 def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
     """Shard every layer and the root over all ranks; gradients arrive summed."""
     if ranks.size == 1:

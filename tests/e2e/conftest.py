@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.chats import chats, save_model, write_rows
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chats import QUIET, chats, words_of, write_rows
 
 from taut.cli import main
-from tests.chats import QUIET, chats, words_of, write_rows
 
 Spoil = Callable[[Path, dict[str, Any]], None]
 

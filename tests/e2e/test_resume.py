@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import taut
 from tests.chats import (
     QUIET,
     chats,
@@ -26,6 +24,8 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+
+import taut
 
 Go = Callable[..., taut.Result]
 

@@ -11,12 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-import taut
-from taut.data.dataset import DataConfig, build_renderer, load_dataset
-from taut.models.load import quiet_library
-from taut.models.precision import compute_context
 from tests.chats import (
     QUIET,
     chats,
@@ -30,6 +24,12 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import taut
+from taut.data.dataset import DataConfig, build_renderer, load_dataset
+from taut.models.load import quiet_library
+from taut.models.precision import compute_context
 
 STEP_FIELDS = {
     "step": int,

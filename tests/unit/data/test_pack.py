@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.samples import nested_family, sample
 
 from taut.attention.layout import Layout
 from taut.data.pack import (
@@ -21,7 +22,6 @@ from taut.data.pack import (
     prefix_order,
 )
 from taut.types import Packed, Sample
-from tests.samples import nested_family, sample
 
 SHARE_ALL = PackPolicy(True, 1)
 

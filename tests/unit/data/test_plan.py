@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.samples import sample
 
 from taut.data.pack import PackPolicy, num_distinct_tokens
 from taut.data.plan import (
@@ -21,7 +22,6 @@ from taut.data.plan import (
     prefix_groups,
 )
 from taut.types import Sample, Tree
-from tests.samples import sample
 
 COST = CostModel(per_token=6e6, per_pair=1e4, per_target=2e6)
 

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from tests.models import CARRIED, EIGHT, STATEFUL, tiny_model
+from tests.samples import sample
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,8 +18,6 @@ from taut.errors import AttentionError, ModelError
 from taut.models.precision import compute_context
 from taut.models.prove import Proof, library_logps, prove
 from taut.models.score import Scorer
-from tests.models import CARRIED, EIGHT, STATEFUL, tiny_model
-from tests.samples import sample
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,142 @@
+"""Two gloo ranks are one process: losses, gradient norms and final weights; an error on one ends all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chats import (
+    QUIET,
+    chats,
+    column,
+    events,
+    largest_difference,
+    save_model,
+    sft,
+    weights,
+    words_of,
+    write_rows,
+)
+
+LIMIT = 1e-9
+
+RUNS: dict[str, dict[str, Any]] = {
+    # Five samples a step in micro-batches of 90 tokens: the ranks have different numbers of them.
+    "uneven bins": {"steps": 4, "batch.samples_per_step": 5, "batch.tokens_per_microbatch": 90},
+    # One sample a step: a rank has none, and runs one backward that counts for nothing.
+    "a rank without": {"steps": 3, "batch.samples_per_step": 1, "activation_checkpointing": True},
+    "lora, noise, checkpoints": {
+        "steps": 4,
+        "lora.rank": 4,
+        "lora.dropout": 0.2,
+        "lora.modules_to_save": ["embed_tokens", "lm_head"],
+        "checkpoint.every": 2,
+    },
+}
+
+LAST = """\
+import os, sys
+from taut import cli, errors, loop
+def fail(*_, **__):
+    if os.environ["RANK"] == "1":
+        raise errors.CheckFailed("step 2: planted on the second rank")
+real = loop.train_step
+loop.train_step = lambda job, step: real(job, step) if step < 2 else (fail(), real(job, step))[1]
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""A program whose second rank fails at step 2, while the first waits for it in a collective."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untied, so that head and embedding can be trained beside adapters."""
+    place = tmp_path_factory.mktemp("model") / "llama"
+    return save_model(place, "llama", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", chats(11))
+
+
+def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Two processes of ``python WORDS``."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    return subprocess.run(
+        [*launcher, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def keys_of(model: Path, train: Path, out: Path, run: str) -> dict[str, Any]:
+    return {
+        **QUIET,
+        "model": model,
+        "data.train": train,
+        "data.eval": train,
+        "out": out,
+        **RUNS[run],
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_ranks_equal_one_process(run: str, model: Path, train: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    sft(model, train, one, **{"data.eval": str(train), **RUNS[run]})
+    done = torchrun("-m", "taut", "sft", *words_of(keys_of(model, train, two, run)))
+    assert done.returncode == 0, done.stderr
+    assert events(two, "start")[0]["num_ranks"] == 2
+    for name in ("loss", "grad_norm"):
+        assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
+    for name in ("sample_ids", "num_targets", "num_tokens_unshared", "step"):
+        assert column(two, name) == column(one, name)
+    held_out = [[event["loss"] for event in events(out, "eval")] for out in (one, two)]
+    assert held_out[1] == pytest.approx(held_out[0], rel=LIMIT)
+    assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
+    if "lora.rank" in RUNS[run]:
+        assert largest_difference(weights(two / "adapter"), weights(one / "adapter")) < LIMIT
+    if "checkpoint.every" in RUNS[run]:  # a checkpoint of two ranks goes on in one process
+        for path in (two / "checkpoints" / "step-000004").iterdir():
+            path.unlink()
+        sft(model, train, two, **{"data.eval": str(train), **RUNS[run]}, resume=True)
+        assert events(two, "resume")[0]["from_step"] == 2
+        assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=LIMIT)
+        assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
+
+
+def test_an_error_on_one_rank_ends_all_with_its_message(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAST)
+    keys = keys_of(model, train, tmp_path / "out", "uneven bins")
+    done = torchrun(program, "sft", *words_of(keys))
+    assert done.returncode != 0
+    assert done.stderr.count("taut: error: step 2: planted on the second rank\n") == 1
+    assert column(tmp_path / "out", "step") == [1]
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_an_error_on_every_rank_is_told_once(model: Path, tmp_path: Path) -> None:
+    keys = keys_of(model, tmp_path / "none.jsonl", tmp_path / "out", "uneven bins")
+    done = torchrun("-m", "taut", "sft", *words_of(keys))
+    assert done.returncode != 0
+    assert done.stderr.count("taut: error: ") == 1
+    assert "none.jsonl" in done.stderr
+    assert not (tmp_path / "out").exists()
