@@ -126,6 +126,8 @@ class Inputs:
     eval: Dataset | None
     max_length: int
     new_ids: list[int]
+    stop_ids: tuple[int, ...]
+    """What ends a turn. Derived here, so that a template without an end is refused before training."""
     decisions: list[Decision]
 
     @property
@@ -170,7 +172,17 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
     held_out = load_dataset(run.data, "eval", renderer, max_length) if run.data.eval else None
     if ranks.is_writer:
         ranks.barrier()
-    return Inputs(config, tokenizer, renderer, train, held_out, max_length, new_ids, decisions)
+    return Inputs(
+        config=config,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        train=train,
+        eval=held_out,
+        max_length=max_length,
+        new_ids=new_ids,
+        stop_ids=renderer.stop_ids,
+        decisions=decisions,
+    )
 
 
 def build(run: Run, ranks: Ranks) -> Built:

@@ -22,7 +22,7 @@ from taut.cli import main
 from taut.config import from_mapping
 from taut.data.formats import Conversation
 from taut.data.render import Renderer
-from taut.errors import ConfigError
+from taut.errors import ConfigError, RenderError
 from taut.preview import Marks, marks_for, show, view_of
 from taut.run import Run
 from taut.runlog import read_events
@@ -227,3 +227,17 @@ def test_only_training_needs_an_out(model: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == message
     with pytest.raises(ConfigError, match="out is not set"):
         api.sft(from_mapping(Run, {"model": str(model), "data.train": str(data)}))
+
+
+def test_a_template_that_never_ends_a_turn_is_refused_before_training() -> None:
+    """On plain text, which the template does not render: only the saved model would need its end."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    )
+    model = save_tiny("qwen2", Path("tiny"), tokenizer)
+    data = write(Path("rows.jsonl"), [{"text": "the cat sat on the mat"}])
+    for command in (taut.show, taut.sft):
+        with pytest.raises(RenderError, match="ends an assistant turn with no special token"):
+            command(model=str(model), data={"train": str(data)}, out="out", device="cpu", steps=1)
+    assert not Path("out").exists()
