@@ -50,8 +50,8 @@ class FirstStep:
                     continue
                 difference = logp_N[packed.row_N == row] - self.alone[sample_id]
                 compared += 1
-                gap = float(difference.abs().mean())
-                if not gap <= worst:
+                gap = float(difference.abs().mean().nan_to_num(nan=torch.inf))
+                if gap > worst:
                     worst, worst_id = gap, sample_id
         found = job.ranks.max([worst])[0]
         total = int(job.ranks.sum([compared])[0])
@@ -68,7 +68,8 @@ class FirstStep:
             raise CheckFailed(
                 f"step {report.step}: the log-probs of {worst_id or 'a sample on another rank'} differ by "
                 f"{found:.3g} nats a token from the same sample run alone (at most {self.tolerance:g} is rounding); "
-                "the packed forward does not compute this model; nothing was updated; set attention=reference, and please report the model"
+                "the packed forward does not compute this model; nothing was updated; set attention=reference, and "
+                "please report the model"
             )
 
 

@@ -1,0 +1,43 @@
+"""A job as ``taut.run.build`` makes it, on a tiny model, with its events in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.chats import QUIET, chats, save_model, write_rows
+
+from taut import parallel
+from taut.config import from_mapping
+from taut.losses import Loss
+from taut.losses.sft import CrossEntropy
+from taut.run import Built, Run, build
+from taut.types import Tree
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A method whose every step has the same trees."""
+
+    trees: Sequence[Tree]
+    loss: Loss = CrossEntropy()  # noqa: RUF009 (frozen)
+
+    def prepare(self, step: int) -> list[Tree]:
+        return list(self.trees)
+
+
+def make(
+    place: Path, architecture: str = "qwen2", **keys: Any
+) -> tuple[Built, list[dict[str, Any]]]:
+    """A built run of six chats a step, and the events its job will emit."""
+    dotted = {key.replace("__", "."): value for key, value in keys.items()}
+    model = save_model(place / architecture, architecture)
+    train = write_rows(place / "train.jsonl", chats(10))
+    fixed = {"model": str(model), "data.train": str(train), "out": str(place / "out"), "steps": 20}
+    run = from_mapping(Run, {**QUIET, **fixed, **dotted})
+    built = build(run, parallel.start("cpu"))
+    events: list[dict[str, Any]] = []
+    built.job.emit = lambda kind, **fields: events.append({"kind": kind, **fields})
+    return built, events
