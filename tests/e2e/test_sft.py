@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.chats import (
     QUIET,
+    SENTENCE,
     chats,
     column,
     decisions,
@@ -24,6 +25,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.models import CARRIED, STATEFUL
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import taut
@@ -56,7 +58,11 @@ def go(model: Path, train: Path, tmp_path: Path) -> Go:
 def load_plain(directory: Path) -> PreTrainedModel:
     """As a user without taut loads it."""
     with quiet_library():
-        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype="auto",
+            experts_implementation="eager",  # the only ones in float64
+        )
     return found.eval()
 
 
@@ -299,7 +305,47 @@ def test_added_tokens_are_learned_and_saved(model: Path, tmp_path: Path) -> None
     assert not torch.allclose(table[new], known[:new].mean(0), atol=1e-6), "it has been trained"
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", CARRIED)
+def test_every_architecture_trains_packed_and_saves_what_it_trained(
+    name: str, train: Path, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / name, name, dtype=torch.float64)
+    keys = {"steps": 2, "data__eval": str(train)}
+    result = sft(model, train, tmp_path / "out", **keys)
+    again = sft(model, train, tmp_path / "recomputed", activation_checkpointing=True, **keys)
+    assert {event["outcome"] for event in events(result.out, "check")} == {"passed"}
+    assert not events(result.out, "warning")
+    assert sum(column(result.out, "num_tokens")) < sum(column(result.out, "num_tokens_unshared"))
+    assert result.eval_loss == pytest.approx(mean_loss(result.model, train), rel=1e-6)
+    assert column(again.out, "grad_norm") == pytest.approx(
+        column(result.out, "grad_norm"), rel=1e-9
+    )
+
+
+def test_chunked_attention_is_refused_before_anything_is_written(
+    train: Path, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model", "llama4_text")
+    with pytest.raises(taut.AttentionError, match=r"llama4_text .*chunked attention"):
+        sft(model, train, tmp_path / "out", steps=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_longrope_packs_within_its_first_regime_only(model: Path, tmp_path: Path) -> None:
+    """The original length is 32 here; one held-out sample beyond it is enough."""
+    rope = save_model(tmp_path / "model", "phi3_longrope", dtype=torch.float64)
+    brief = [{"prompt": "the cat", "completion": f"ran {word}"} for word in SENTENCE.split()]
+    train = write_rows(tmp_path / "short.jsonl", brief)
+    held_out = write_rows(tmp_path / "long.jsonl", [*brief, *chats(1)])
+    packed = sft(rope, train, tmp_path / "packed", steps=1)
+    alone = sft(rope, train, tmp_path / "alone", steps=1, data__eval=str(held_out))
+    assert "packing" not in decisions(packed.out)
+    assert "longrope" in decisions(alone.out)["packing"][1]
+    assert column(packed.out, "loss") == pytest.approx(column(alone.out, "loss"), rel=1e-9)
+    assert alone.eval_loss == pytest.approx(mean_loss(alone.model, held_out), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
 def test_layers_with_state_run_one_sample_at_a_time(name: str, train: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)
     out = sft(model, train, tmp_path / "out", steps=2, dtype="float32").out
