@@ -100,9 +100,7 @@ def end_of_turn(ids, start, tokenizer):
 
 def order(num_samples, seed, epoch):
     """The samples of an epoch (from 0), shuffled."""
-    random = np.random.default_rng([seed, epoch])
-    random.permutation(num_samples)  # where a mixture draws its fractions; one data set has none
-    return random.permutation(num_samples).tolist()
+    return np.random.default_rng([seed, epoch]).permutation(num_samples).tolist()
 
 
 def steps_of(num_samples, seed, samples_per_step, num_steps):

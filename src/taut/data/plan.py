@@ -96,13 +96,14 @@ class Order:
             rows = np.flatnonzero(self.weights == weight)
             times, rest = divmod(self._quota(weight), rows.size)
             members.append(np.tile(rows, times))
-            members.append(random.permutation(rows)[:rest])
+            if rest:
+                members.append(random.permutation(rows)[:rest])
         chosen = np.sort(np.concatenate(members))
         if not self.is_shuffled:
             return chosen
-        if self.groups is None:
-            return random.permutation(chosen)
         chosen = random.permutation(chosen)
+        if self.groups is None:
+            return chosen
         rank_of_group = random.permutation(int(self.groups.max()) + 1)
         return chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
 
