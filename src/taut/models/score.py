@@ -99,11 +99,20 @@ class _Chunks:
         self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
         self.bias, self.spec = bias, spec
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
+        shape = (min(rows, hidden.shape[0]), weight.shape[0])
+        # Written anew by each chunk: fresh memory of this size costs more than what is computed in it.
+        self._logits = hidden.new_empty(shape, dtype=self.wide)
+        self._log_probs = torch.empty_like(self._logits)
         self.slices = [slice(at, at + rows) for at in range(0, max(1, hidden.shape[0]), rows)]
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, V] after bias, scale and softcap."""
-        z = (self.hidden[rows] @ self.weight.T).to(self.wide)
+        """[rows, V] after bias, scale and softcap; valid until the next chunk's."""
+        hidden = self.hidden[rows]
+        z = self._logits[: hidden.shape[0]]
+        if self.dtype == self.wide:
+            torch.mm(hidden, self.weight.T, out=z)
+        else:
+            z.copy_(hidden @ self.weight.T)
         if self.bias is not None:
             z += self.bias
         if self.spec.scale != 1.0:
@@ -111,6 +120,10 @@ class _Chunks:
         if self.spec.softcap is not None:
             z = torch.tanh_(z.div_(self.spec.softcap)).mul_(self.spec.softcap)
         return z
+
+    def log_probs(self, z: Tensor) -> Tensor:
+        """log_softmax of the logits, [rows, V]; valid until the next chunk's."""
+        return torch.log_softmax(z, dim=-1, out=self._log_probs[: z.shape[0]])
 
     def to_raw(self, grad: Tensor, z: Tensor) -> Tensor:
         """The gradient with respect to ``h W^T + b`` from the one with respect to the logits
@@ -174,7 +187,7 @@ class _Head(torch.autograd.Function):
         logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
         entropy = torch.zeros_like(logp)
         for rows in chunks.slices:
-            every = torch.log_softmax(chunks.logits(rows), dim=-1)
+            every = chunks.log_probs(chunks.logits(rows))
             logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
             if with_entropy:
                 entropy[rows] = -(every.exp() * every).sum(1)
@@ -199,7 +212,7 @@ class _Head(torch.autograd.Function):
         sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
         for rows in chunks.slices:
             z = chunks.logits(rows)
-            every = torch.log_softmax(z, dim=-1)
+            every = chunks.log_probs(z)
             p = every.exp()
             share = grad_logp[rows, None]
             grad = -share * p
@@ -236,14 +249,12 @@ class _LinearHead(torch.autograd.Function):
         logp = torch.empty_like(linear)
         for rows in chunks.slices:
             z = chunks.logits(rows)
-            every = torch.log_softmax(z, dim=-1)
+            every = chunks.log_probs(z)
             logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
             share = linear[rows, None]
             grad = every.exp_().mul_(-share)
             grad.scatter_add_(1, target[rows, None], share)
-            grad = chunks.to_raw(grad, z)
-            del z, every
-            sums.add(rows, grad)
+            sums.add(rows, chunks.to_raw(grad, z))
         ctx.save_for_backward(_cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias)
         ctx.mark_non_differentiable(logp)
         return (linear * logp).sum(), logp
