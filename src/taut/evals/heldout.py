@@ -52,6 +52,7 @@ class HeldOut:
             for samples in assign(trees, job.budget)[job.ranks.rank]
             for packed in layouts(samples, job.policy, job.budget.tokens_per_microbatch)
         ]
+        most = int(job.ranks.max([len(mine)])[0])
         sums = []
         for packed in mine:
             scores = job.scorer(packed)
@@ -63,7 +64,6 @@ class HeldOut:
                     packed.num_tokens,
                 )
             )
-        most = int(job.ranks.max([len(mine)])[0])
         for _ in range(most - len(mine)):
             job.scorer(layouts(trees[0].samples, job.policy, job.budget.tokens_per_microbatch)[0])
         return sums
