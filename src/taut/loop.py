@@ -173,8 +173,8 @@ def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
     mine = assign(trees, job.budget)[job.ranks.rank]
     return [
         packed
-        for samples in mine
-        for packed in layouts(samples, job.policy, job.budget.tokens_per_microbatch)
+        for planned in mine
+        for packed in layouts(planned, job.policy, job.budget.tokens_per_microbatch)
     ]
 
 
@@ -184,7 +184,7 @@ def padded(
     """The micro-batches, and as many that count for nothing as it takes for all ranks to run equally many backwards."""
     most = int(job.ranks.max([len(microbatches)])[0])
     shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
-    filler = layouts([shortest], job.policy, job.budget.tokens_per_microbatch)
+    filler = layouts((Tree((shortest,)),), job.policy, job.budget.tokens_per_microbatch)
     missing = most - len(microbatches)
     return [(packed, True) for packed in microbatches] + [(filler[0], False)] * missing
 

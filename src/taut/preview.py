@@ -229,8 +229,8 @@ def plan_step(method: Sft, step: int, budget: Budget, policy: PackPolicy) -> Ste
     packs = [
         packed
         for rank in assign(trees, budget)
-        for samples in rank
-        for packed in layouts(samples, policy, budget.tokens_per_microbatch)
+        for planned in rank
+        for packed in layouts(planned, policy, budget.tokens_per_microbatch)
     ]
     lengths = [sample.num_tokens for tree in trees for sample in tree.samples]
     return StepPlan(

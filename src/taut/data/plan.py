@@ -169,21 +169,26 @@ class Budget(NamedTuple):
     """Every micro-batch is one sample: for models with state across tokens."""
 
 
-class Piece(NamedTuple):
-    """Samples that stay in one micro-batch."""
+Microbatch = tuple[Tree, ...]
+"""What is computed together, as planned."""
 
-    samples: tuple[Sample, ...]
+
+class Piece(NamedTuple):
+    """A tree that stays in one micro-batch, with its distinct tokens and predicted cost."""
+
+    tree: Tree
     num_tokens: int
     cost: float
 
 
-def assign(trees: Sequence[Tree], budget: Budget) -> list[list[tuple[Sample, ...]]]:
-    """The micro-batches of every rank: ``[rank][micro-batch] -> samples``. A rank may have none.
+def assign(trees: Sequence[Tree], budget: Budget) -> list[list[Microbatch]]:
+    """The micro-batches of every rank: ``[rank][micro-batch] -> trees``. A rank may have none.
 
     Atoms are never split; other samples are pooled, so that prefixes common to several trees are found too.
     """
     pool = [sample for tree in trees if not tree.is_atom for sample in tree.samples]
-    atoms = [_piece(tree.samples, budget) for tree in trees if tree.is_atom]
+    atoms = [_piece(tree.samples, budget, is_atom=True) for tree in trees if tree.is_atom]
+    assert not (atoms and budget.one_sample), "samples that run one at a time cannot be coupled"
     total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost
     best: list[list[Piece]] = []
     for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
@@ -194,22 +199,36 @@ def assign(trees: Sequence[Tree], budget: Budget) -> list[list[tuple[Sample, ...
     return [_fill(pieces, budget) for pieces in best]
 
 
-def imbalance(ranks: Sequence[Sequence[tuple[Sample, ...]]], budget: Budget) -> float:
+def samples_of(trees: Sequence[Tree]) -> list[Sample]:
+    """The samples of a micro-batch, or of any trees."""
+    return [sample for tree in trees for sample in tree.samples]
+
+
+def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
     """Largest over mean predicted cost of the ranks."""
-    costs = [sum(_piece(samples, budget).cost for samples in rank) for rank in ranks]
+    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
     return max(costs) / (sum(costs) / len(costs))
 
 
-def layouts(samples: Sequence[Sample], policy: PackPolicy, tokens: int) -> list[Packed]:
-    """One planned micro-batch as it is computed: one layout, or several within the budget where sharing is off."""
+def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
+    """One planned micro-batch as it is computed: one layout, or several within the budget where sharing is off.
+
+    An atom stays in one layout either way.
+    """
     if policy.share_prefixes:
-        return [pack(samples, policy)]
-    bins = _first_fit([Piece((s,), s.num_tokens, 0.0) for s in samples], tokens)
-    return [pack([piece.samples[0] for piece in some], policy) for some in bins]
+        return [pack(samples_of(trees), policy)]
+    units = [
+        unit
+        for tree in trees
+        for unit in ([tree] if tree.is_atom else [Tree((sample,)) for sample in tree.samples])
+    ]
+    sized = [Piece(unit, sum(s.num_tokens for s in unit.samples), 0.0) for unit in units]
+    bins = _first_fit(sized, tokens)
+    return [pack(samples_of([piece.tree for piece in some]), policy) for some in bins]
 
 
-def _piece(samples: Sequence[Sample], budget: Budget) -> Piece:
-    """Samples laid out together, with their distinct tokens and predicted cost."""
+def _piece(samples: Sequence[Sample], budget: Budget, *, is_atom: bool = False) -> Piece:
+    """Samples laid out together."""
     order, shared = shared_prefixes(samples, PackPolicy(True, budget.min_saved_tokens))
     lengths = np.array([samples[index].num_tokens for index in order])
     prefixes = np.array(shared)
@@ -218,7 +237,8 @@ def _piece(samples: Sequence[Sample], budget: Budget) -> Piece:
     num_targets = sum(sample.num_targets for sample in samples)
     rates = budget.cost
     cost = rates.per_token * num_tokens + rates.per_pair * pairs + rates.per_target * num_targets
-    return Piece(tuple(samples[index] for index in order), num_tokens, float(cost))
+    tree = Tree(tuple(samples[index] for index in order), is_atom)
+    return Piece(tree, num_tokens, float(cost))
 
 
 def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Piece]:
@@ -259,16 +279,16 @@ def _largest_cost(ranks: Sequence[Sequence[Piece]]) -> float:
     return max(sum(piece.cost for piece in rank) for rank in ranks)
 
 
-def _fill(pieces: Sequence[Piece], budget: Budget) -> list[tuple[Sample, ...]]:
+def _fill(pieces: Sequence[Piece], budget: Budget) -> list[Microbatch]:
     """A rank's pieces in micro-batches."""
     if budget.one_sample:
-        return [piece.samples for piece in pieces]
-    filled: list[tuple[Sample, ...]] = []
+        return [(piece.tree,) for piece in pieces]
+    filled: list[Microbatch] = []
     for some in _first_fit(pieces, budget.tokens_per_microbatch):
-        together = _piece([sample for piece in some for sample in piece.samples], budget)
+        trees = tuple(piece.tree for piece in some)
         # Rarely a short prefix common to all leaves too little to save further down for it to be merged there.
-        fits = together.num_tokens <= budget.tokens_per_microbatch
-        filled += [together.samples] if fits else [piece.samples for piece in some]
+        fits = _piece(samples_of(trees), budget).num_tokens <= budget.tokens_per_microbatch
+        filled += [trees] if fits else [(tree,) for tree in trees]
     return filled
 
 

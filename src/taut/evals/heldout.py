@@ -49,8 +49,8 @@ class HeldOut:
         job = self.job
         mine = [
             packed
-            for samples in assign(trees, job.budget)[job.ranks.rank]
-            for packed in layouts(samples, job.policy, job.budget.tokens_per_microbatch)
+            for planned in assign(trees, job.budget)[job.ranks.rank]
+            for packed in layouts(planned, job.policy, job.budget.tokens_per_microbatch)
         ]
         most = int(job.ranks.max([len(mine)])[0])
         sums = []
@@ -65,5 +65,5 @@ class HeldOut:
                 )
             )
         for _ in range(most - len(mine)):
-            job.scorer(layouts(trees[0].samples, job.policy, job.budget.tokens_per_microbatch)[0])
+            job.scorer(layouts((trees[0],), job.policy, job.budget.tokens_per_microbatch)[0])
         return sums

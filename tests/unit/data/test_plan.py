@@ -20,6 +20,7 @@ from taut.data.plan import (
     imbalance,
     layouts,
     prefix_groups,
+    samples_of,
 )
 from taut.types import Sample, Tree
 
@@ -43,6 +44,11 @@ def chats(num_samples: int, seed: int) -> list[Sample]:
 
 def trees_of(samples: Sequence[Sample]) -> list[Tree]:
     return [Tree((s,)) for s in samples]
+
+
+def planned(trees: Sequence[Tree], budget: Budget) -> list[list[list[Sample]]]:
+    """The samples of each rank's micro-batches."""
+    return [[samples_of(microbatch) for microbatch in rank] for rank in assign(trees, budget)]
 
 
 def ids_of(ranks: Sequence[Sequence[Sequence[Sample]]]) -> list[str]:
@@ -173,19 +179,22 @@ class TestAssign:
         budget = Budget(tokens, num_ranks, COST, min_saved_tokens=4)
         ranks = assign(trees_of(samples), budget)
         assert len(ranks) == num_ranks
-        assert sorted(ids_of(ranks)) == sorted(s.id for s in samples)
-        for some in (some for rank in ranks for some in rank):
+        assert sorted(s.id for rank in ranks for some in rank for s in samples_of(some)) == sorted(
+            s.id for s in samples
+        )
+        for planned_one in (some for rank in ranks for some in rank):
+            some = samples_of(planned_one)
             size = num_distinct_tokens(some, PackPolicy(True, 4))
             assert size <= tokens or len(some) == 1
-            (shared,) = layouts(some, PackPolicy(True, 4), tokens)
+            (shared,) = layouts(planned_one, PackPolicy(True, 4), tokens)
             assert shared.num_tokens == size
-            for packed in layouts(some, PackPolicy(False), tokens):
+            for packed in layouts(planned_one, PackPolicy(False), tokens):
                 assert packed.num_tokens <= tokens or packed.num_samples == 1
 
     def test_it_is_a_pure_function(self) -> None:
         trees, budget = trees_of(chats(40, 0)), Budget(1024, 2, COST)
-        assert [[[s.id for s in some] for some in rank] for rank in assign(trees, budget)] == [
-            [[s.id for s in some] for some in rank] for rank in assign(trees, budget)
+        assert [[[s.id for s in some] for some in rank] for rank in planned(trees, budget)] == [
+            [[s.id for s in some] for some in rank] for rank in planned(trees, budget)
         ]
 
     @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -198,7 +207,7 @@ class TestAssign:
             for i in range(9)
         ]
         for budget in (Budget(3, num_ranks, COST, 1), Budget(25, num_ranks, COST, 1)):
-            ranks = assign(pairs, budget)
+            ranks = planned(pairs, budget)
             assert len(ids_of(ranks)) == 18
             for some in (some for rank in ranks for some in rank):
                 names = Counter(s.id[:-1] for s in some)
@@ -208,7 +217,7 @@ class TestAssign:
 
     def test_atoms_and_a_pool_together(self) -> None:
         pair = Tree((sample("p+", [1, 2, 3]), sample("p-", [1, 2, 4])), is_atom=True)
-        ranks = assign([pair, *trees_of(chats(8, 1))], Budget(512, 2, COST))
+        ranks = planned([pair, *trees_of(chats(8, 1))], Budget(512, 2, COST))
         home = [rank for rank in ranks if any(s.id == "p+" for some in rank for s in some)]
         assert any({"p+", "p-"} <= {s.id for s in some} for some in home[0])
         assert len(ids_of(ranks)) == 10
@@ -217,13 +226,13 @@ class TestAssign:
         samples = [sample("long", list(range(90)))] + [
             sample(str(i), [100 + i, 1, 2]) for i in range(5)
         ]
-        (rank,) = assign(trees_of(samples), Budget(10, 1, COST))
+        (rank,) = planned(trees_of(samples), Budget(10, 1, COST))
         assert ("long",) in [tuple(s.id for s in some) for some in rank]
 
     def test_a_larger_group_is_cut_between_samples(self) -> None:
         document = list(range(50))
         samples = [sample(f"q{i}", [*document, 60 + i, *range(9)], 50) for i in range(8)]
-        (rank,) = assign([Tree(tuple(samples))], Budget(85, 1, COST))
+        (rank,) = planned([Tree(tuple(samples))], Budget(85, 1, COST))
         assert sorted(ids_of([rank])) == [f"q{i}" for i in range(8)]
         assert [len(some) for some in rank] == [2, 2, 2, 2] or max(map(len, rank)) == 3
         for some in rank:
@@ -235,7 +244,7 @@ class TestAssign:
         samples = [sample(f"q{i}", [*document, 60 + i, 1, 2], 50) for i in range(8)]
         noise = [sample(f"n{i}", [100 + i] * 40) for i in range(8)]
         mixed = [s for pair in zip(samples, noise, strict=True) for s in pair]
-        (rank,) = assign(trees_of(mixed), Budget(80, 1, COST))
+        (rank,) = planned(trees_of(mixed), Budget(80, 1, COST))
         assert {s.id for some in rank if any(s.id == "q0" for s in some) for s in some} >= {
             f"q{i}" for i in range(8)
         }
@@ -257,20 +266,27 @@ class TestAssign:
 
     def test_one_sample_mode(self) -> None:
         samples = [sample(f"q{i}", [1] * 30 + [i]) for i in range(5)]
-        ranks = assign(trees_of(samples), Budget(8192, 2, COST, one_sample=True))
+        ranks = planned(trees_of(samples), Budget(8192, 2, COST, one_sample=True))
         assert {len(some) for rank in ranks for some in rank} == {1}
         assert sorted(ids_of(ranks)) == [f"q{i}" for i in range(5)]
 
     def test_more_ranks_than_samples_leave_a_rank_without(self) -> None:
-        ranks = assign(trees_of([sample("a", [1, 2, 3])]), Budget(10, 3, COST))
+        ranks = planned(trees_of([sample("a", [1, 2, 3])]), Budget(10, 3, COST))
         assert sorted(map(len, ranks)) == [0, 0, 1]
 
 
 def test_sharing_is_one_layout_and_off_stays_in_the_budget() -> None:
     document = list(range(50))
     samples = [sample(f"q{i}", [*document, 60 + i, 1], 50) for i in range(6)]
-    shared = layouts(samples, PackPolicy(), 70)
-    apart = layouts(samples, PackPolicy(False), 110)
+    shared = layouts((Tree(tuple(samples)),), PackPolicy(), 70)
+    apart = layouts((Tree(tuple(samples)),), PackPolicy(False), 110)
     assert [packed.num_tokens for packed in shared] == [50 + 6 * 2]
     assert [packed.num_tokens for packed in apart] == [104, 104, 104]
     assert sorted(i for packed in apart for i in packed.sample_ids) == [s.id for s in samples]
+
+
+def test_an_atom_stays_in_one_layout_with_sharing_off() -> None:
+    pair = Tree((sample("p+", [1] * 30 + [2]), sample("p-", [1] * 30 + [3])), is_atom=True)
+    others = Tree((sample("a", [4] * 30), sample("b", [5] * 30)))
+    found = [packed.sample_ids for packed in layouts((others, pair), PackPolicy(False), 40)]
+    assert sorted(found) == [("a",), ("b",), ("p+", "p-")]
