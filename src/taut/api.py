@@ -16,7 +16,7 @@ from typing import Any
 from taut import __version__, parallel
 from taut.checkpoint import Checkpoints, require_resumable
 from taut.config import to_dict
-from taut.errors import ConfigError
+from taut.errors import ConfigError, TautError
 from taut.evals.heldout import HeldOut
 from taut.loop import StepReport, train
 from taut.models.lora import is_adapted, save_adapter
@@ -63,7 +63,11 @@ def sft(run: Run) -> Result:
     ranks.barrier()
     with RunLog.open(out, run.log, is_writer=ranks.is_writer) as log:
         built.job.emit = log.emit
-        result = _run(built, out, log)
+        try:
+            result = _run(built, out, log)
+        except (TautError, KeyboardInterrupt) as error:
+            log.emit("end", outcome="stopped", reason=str(error) or type(error).__name__)
+            raise
     parallel.stop(ranks)
     return result
 

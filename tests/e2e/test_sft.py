@@ -391,3 +391,13 @@ def test_an_out_with_a_run_in_it_is_replaced_only_when_told(go: Go, tmp_path: Pa
     assert len(column(tmp_path / "out", "loss")) == 1
     go(steps=2, overwrite=True)
     assert len(column(tmp_path / "out", "loss")) == 2
+
+
+def test_a_stopped_run_says_so_at_its_end(go: Go, tmp_path: Path) -> None:
+    """An absurd learning rate without clipping overflows; the events end with why."""
+    with pytest.raises(taut.NonFiniteError):
+        go(steps=6, dtype="float32", optim__learning_rate=1e38, optim__clip_grad_norm=None)
+    (last,) = events(tmp_path / "out", "end")
+    assert last["outcome"] == "stopped"
+    assert "is nan" in last["reason"] or "is inf" in last["reason"]
+    assert not (tmp_path / "out" / "model").exists()
