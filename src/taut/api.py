@@ -16,6 +16,7 @@ from typing import Any
 from taut import __version__, parallel
 from taut.checkpoint import Checkpoints, require_resumable
 from taut.config import to_dict
+from taut.data.dataset import input_paths
 from taut.errors import ConfigError, TautError
 from taut.evals.heldout import HeldOut
 from taut.loop import StepReport, train
@@ -54,7 +55,7 @@ def sft(run: Run) -> Result:
         raise ConfigError("out is not set; expected a directory; set out=DIR")
     out = Path(run.out).expanduser()
     ranks = parallel.start(run.device)
-    require_usable(out, resume=run.resume, overwrite=run.overwrite)
+    require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
     built = build(run, ranks)
     if run.resume:
         require_resumable(out / CHECKPOINTS, _identity(built), built.job.num_steps)
@@ -148,6 +149,12 @@ def _emit_start(built: Built, log: RunLog) -> None:
             value=value,
             detail=proof.one_sample if is_excused else detail,
         )
+
+
+def _inputs(run: Run) -> list[str]:
+    """What the run reads."""
+    adapter = [run.lora.adapter] if run.lora.adapter else []
+    return [run.model, *adapter, *input_paths(run.data)]
 
 
 def _every(every: int, evaluate: HeldOut | None, num_steps: int) -> list[Callable[[int], Any]]:

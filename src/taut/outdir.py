@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ MARK = "resolved.json"
 """The file by which a directory is known to be a run of taut's."""
 
 
-def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise OutputError unless the run may be written to ``out``. Writes nothing."""
+def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:
+    """Raise OutputError unless the run may be written to ``out``. Writes nothing.
+
+    ``inputs``: what the run reads; overwriting must not delete it.
+    """
     if resume and overwrite:
         raise OutputError("resume=true and overwrite=true contradict each other; keep one")
     if out.exists() and not out.is_dir():
@@ -37,6 +40,12 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool) -> None:
             f"out={out} holds files that are not a taut run (no {MARK}); "
             "overwrite=true deletes only runs; name another directory"
         )
+    for path in inputs if overwrite else ():
+        if Path(path).expanduser().resolve().is_relative_to(out.resolve()):
+            raise OutputError(
+                f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
+                "name another out"
+            )
     if not (resume or overwrite):
         raise OutputError(
             f"out={out} exists and is not empty; name another directory, or say resume=true to go on or "

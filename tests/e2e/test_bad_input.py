@@ -76,6 +76,11 @@ def overwrite_what_is_no_run(place: Path, keys: dict[str, Any]) -> None:
     keys["overwrite"] = True
 
 
+def overwrite_the_model(place: Path, keys: dict[str, Any]) -> None:
+    (place / "resolved.json").write_text("{}")
+    keys |= {"out": str(place), "overwrite": True}
+
+
 def missing_in_toml(place: Path, keys: dict[str, Any]) -> None:
     (place / "run.toml").write_text('[data]\ntrian = "a.jsonl"\n')
     keys["TOML"] = str(place / "run.toml")
@@ -137,6 +142,10 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "out is a file": (out_is_a_file, r"out=.*file is a file; expected a directory"),
     "out not empty": (out_not_empty, r"out=.*run exists and is not empty; .*resume.*overwrite"),
     "overwriting no run": (overwrite_what_is_no_run, r"out=.*not a taut run.*name another"),
+    "overwriting the model": (
+        overwrite_the_model,
+        r"overwrite=true would delete .*model, which this run reads.*name another out",
+    ),
     "varlen on the CPU": (
         keys_are(attention="varlen"),
         r"attention=varlen cannot run.*CUDA.*attention=auto",

@@ -49,6 +49,17 @@ def test_only_runs_are_overwritten(tmp_path: Path) -> None:
         usable(tmp_path, overwrite=True)
 
 
+def test_what_the_run_reads_is_not_overwritten(tmp_path: Path) -> None:
+    out = run_in(tmp_path / "run")
+    (tmp_path / "link").symlink_to(out)
+    for read in (out / "model", out, tmp_path / "link" / "model", out / "old.jsonl"):
+        with pytest.raises(OutputError, match=r"would delete .*; name another out"):
+            require_usable(out, resume=False, overwrite=True, inputs=["org/name", str(read)])
+    beside = [str(tmp_path / "run2" / "model"), "org/name"]
+    require_usable(out, resume=False, overwrite=True, inputs=beside)
+    require_usable(out, resume=True, overwrite=False, inputs=[str(out / "model")])
+
+
 @pytest.mark.parametrize("below", ["", "/deep/er"])
 def test_a_file_in_the_way_is_named(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

@@ -229,12 +229,23 @@ def load_dataset(
     return Dataset(parts, decisions, is_cached)
 
 
+def input_paths(config: DataConfig) -> list[str]:
+    """Every file, directory or name that a data config reads."""
+    paths = [source.path for split in ("train", "eval") for source in _listed(config, split)]
+    return [*paths, *(path for path in (config.template, config.cache) if path)]
+
+
 def _sources(config: DataConfig, split: Literal["train", "eval"]) -> list[Source]:
-    given = config.train if split == "train" else config.eval
-    if not given:
+    sources = _listed(config, split)
+    if not sources:
         raise ConfigError(
             f"data.{split} is not set; expected a path or a list; set data.{split}=FILE.jsonl"
         )
+    return sources
+
+
+def _listed(config: DataConfig, split: str) -> list[Source]:
+    given = (config.train if split == "train" else config.eval) or []
     items = [given] if isinstance(given, str) else given
     return [Source(path=item) if isinstance(item, str) else item for item in items]
 
