@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -103,6 +104,7 @@ class Part:
     """One tokenised source inside a data set."""
 
     path: str
+    """As configured; numbered where a mixture names a path again, so that sample ids are unique."""
     weight: float
     key: str
     entry: cache.Entry
@@ -214,6 +216,7 @@ def load_dataset(
     opened = [open_source(source) for source in sources]
     identity = renderer.identity()
     parts, decisions, is_cached = [], [], True
+    times_seen: Counter[str] = Counter()
     for source, how, found in zip(sources, columns, opened, strict=True):
         key = _key(found, how, limits, identity)
         entry, reason = cache.load(directory, key)
@@ -225,8 +228,26 @@ def load_dataset(
         decisions.append(
             f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
         )
-        parts.append(Part(source.path, source.weight, key, entry))
+        times_seen[source.path] += 1
+        times = times_seen[source.path]
+        label = source.path if times == 1 else f"{source.path}({times})"
+        parts.append(Part(label, source.weight, key, entry))
+        _require_weight_counts(parts[-1], split)
     return Dataset(parts, decisions, is_cached)
+
+
+def _require_weight_counts(part: Part, split: str) -> None:
+    num_samples = len(part.entry.arrays["line"])
+    if split == "eval" and part.weight != 1:
+        raise ConfigError(
+            f"data.eval: {part.path} has weight {part.weight:g}; expected none: held-out samples count "
+            "once each; remove the weight"
+        )
+    if round(part.weight * num_samples) == 0:
+        raise ConfigError(
+            f"data.train: weight {part.weight:g} gives none of the {num_samples} samples of {part.path} "
+            "to an epoch; expected at least one; raise the weight, or leave the source out"
+        )
 
 
 def input_paths(config: DataConfig) -> list[str]:

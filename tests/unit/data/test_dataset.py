@@ -178,15 +178,32 @@ def test_cache_directory_from_the_environment(
 
 def test_mixture(tmp_path: Path) -> None:
     chats = write(tmp_path / "a.jsonl", [CHAT] * 3)
-    texts = write(tmp_path / "b.jsonl", [{"body": DOCUMENT["text"]}])
+    texts = write(tmp_path / "b.jsonl", [{"body": DOCUMENT["text"]}] * 2)
     sources = [chats, Source(path=texts, weight=0.5, columns={"text": "body"})]
     data = load(tmp_path / "c", train=sources)
-    assert data.weights.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert data.weights.tolist() == [1.0, 1.0, 1.0, 0.5, 0.5]
     assert data[3].id == f"{texts}:1"
     heavier = [chats, Source(path=texts, weight=2, columns={"text": "body"})]
     other = load(tmp_path / "c", train=heavier)
     assert other.report.is_cached
     assert other.fingerprint != data.fingerprint
+
+
+def test_a_path_named_twice_gives_samples_of_their_own_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"one": "first words here", "two": "others"}])
+    sources = [Source(path=path, columns={"text": name}) for name in ("one", "two")]
+    data = load(tmp_path / "c", train=sources, ignore_keys=("one", "two"))
+    assert [sample.id for sample in data] == [f"{path}:1", f"{path}(2):1"]
+
+
+def test_a_weight_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [DOCUMENT] * 4)
+    rare = [path, Source(path=path, weight=0.1)]
+    with pytest.raises(ConfigError, match=r"weight 0\.1 gives none of the 4 samples of .*\(2\)"):
+        load(tmp_path / "c", train=rare)
+    config = DataConfig(cache=str(tmp_path / "c"), eval=[Source(path=path, weight=2)])
+    with pytest.raises(ConfigError, match=r"data\.eval: .* has weight 2; expected none"):
+        load_dataset(config, "eval", Renderer(tiny_tokenizer()), 512)
 
 
 def test_what_was_cut_and_dropped_is_listed(tmp_path: Path) -> None:
