@@ -10,8 +10,10 @@ Imports config and errors only. torch.distributed is imported here and in checkp
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from taut.errors import ConfigError
+
+PATIENCE = timedelta(hours=12)
+"""How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten
+minutes. A rank that fails ends the others at once through torchrun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +75,17 @@ def start(device: str = "auto") -> Ranks:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device={device} is not known; expected auto, cpu, cuda or cuda:N")
+    if device.startswith("cuda:") and size > 1:
+        raise ConfigError(
+            f"device={device} is one device and there are {size} ranks; each rank takes the one of its "
+            "LOCAL_RANK; set device=cuda"
+        )
     if device.startswith("cuda") and not has_cuda:
         raise ConfigError(
             f"device={device} was asked for and no CUDA device is to be had; set device=cpu"
         )
-    if device not in ("auto", "cpu") and not device.startswith("cuda"):
-        raise ConfigError(f"device={device} is not known; expected auto, cpu, cuda or cuda:N")
     if device == "cpu" or not has_cuda:
         chosen = torch.device("cpu")
     elif size > 1 or device in ("auto", "cuda"):
@@ -82,10 +93,20 @@ def start(device: str = "auto") -> Ranks:
     else:
         chosen = torch.device(device)
     if chosen.type == "cuda":
+        _require_present(chosen)
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
     return Ranks(rank, size, chosen)
+
+
+def _require_present(device: torch.device) -> None:
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ConfigError(
+            f"device {device} is wanted and there are {count} CUDA devices; name a smaller one, or start "
+            "no more ranks on a machine than it has devices"
+        )
 
 
 def stop(ranks: Ranks) -> None:

@@ -50,6 +50,32 @@ def test_a_device_that_is_not_there_is_refused(
     assert parallel.start("auto").device.type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("device", "ranks", "message"),
+    [
+        ("cudax", "1", "device=cudax is not known"),
+        ("cuda:1", "2", "device=cuda:1 is one device and there are 2 ranks; .*set device=cuda"),
+        ("cuda:2", "1", "device cuda:2 is wanted and there are 2 CUDA devices"),
+    ],
+)
+def test_a_device_that_would_not_be_used_is_refused(
+    device: str, ranks: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ConfigError, match=message):
+        parallel.start(device)
+
+
+def test_ranks_wait_for_the_one_that_works_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.append(how))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parallel.start("cpu")
+    assert joined == [{"timeout": parallel.PATIENCE}]
+
+
 def parameters(scale: float) -> list[nn.Parameter]:
     found = [
         nn.Parameter(torch.ones(3)),
