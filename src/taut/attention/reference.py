@@ -2,11 +2,11 @@
 
 Two exact ways to the same numbers, chosen per call by what the layer asks for:
 
-``tree_attention`` (no window that bites, no softcap, no sinks, no two-way block; CPU): a segment [a, b) whose subtree
-ends at e is attended by its own tokens causally and by all its descendants [b, e) fully, so a tree is a list of
-contiguous rectangles of (queries, keys). Each goes through the flash kernel, and the parts of one query are merged by
-their log-sum-exp. The kernel's backward, given the merged output and log-sum-exp, returns each part's exact share of
-the gradient (as in ring attention, arXiv:2310.01889).
+``TreeAttention`` (no window that bites, no softcap, no sinks, no two-way block, one head size; CPU): a segment [a, b)
+whose subtree ends at e is attended by its own tokens causally and by all its descendants [b, e) fully, so a tree is a
+list of contiguous rectangles of (queries, keys). Each goes through the flash kernel, and the parts of one query are
+merged by their log-sum-exp. The kernel's backward, given the merged output and log-sum-exp, returns each part's exact
+share of the gradient (as in ring attention, arXiv:2310.01889).
 
 ``path_attention`` (everything else): per segment, its queries in chunks against the keys on its path, with a boolean
 mask from depth; through SDPA, or an explicit softmax where a softcap or sinks are asked for.
@@ -37,7 +37,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
     """One layer's attention; see the module docstring for shapes."""
     is_windowed = call.window is not None and layout.max_depth >= call.window
     is_plain = (
-        not is_windowed and call.softcap is None and call.sinks is None and layout.last_T is None
+        not is_windowed
+        and call.softcap is None
+        and call.sinks is None
+        and layout.last_T is None
+        and query.shape[-1] == value.shape[-1]  # the flash kernel knows one head size
     )
     if is_plain and query.device.type == "cpu":
         groups = query.shape[1] // key.shape[1]

@@ -86,13 +86,17 @@ def _obstacle(
     if device.type != "cuda":
         return f"the device is {device.type}; its backward needs CUDA"
     if name == "flex":
-        return None
+        is_wide = dtype == torch.float64
+        return "the kernel adds up in float32 and dtype is float64" if is_wide else None
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel computes in 16 bit and dtype is {dtype}".replace("torch.", "")
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the kernel needs compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "the model has an attention softcap"
+    sizes = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
+    if None not in sizes and sizes[0] != sizes[1]:
+        return f"queries have heads of {sizes[0]}, values of {sizes[1]}"
     if config.model_type.startswith("gpt_oss"):
         return "the model has attention sinks"
     return None

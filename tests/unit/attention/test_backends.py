@@ -7,10 +7,12 @@ import pytest
 import torch
 from tests import emulation
 from torch import Tensor, nn
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from taut.attention import flex, reference, varlen
 from taut.attention.call import Call, read_call
 from taut.attention.layout import Layout
+from taut.attention.select import select
 from taut.errors import AttentionError
 
 TREE = np.array([16] * 5 + [13] * 3 + [10] * 2 + [13] * 3 + [16] * 3 + [20] * 4)
@@ -69,6 +71,33 @@ def test_long_segments_are_cut_into_query_chunks(monkeypatch: pytest.MonkeyPatch
         layout = Layout(TREE)
         ours = reference.path_attention(*inputs, layout, call)
         torch.testing.assert_close(ours, dense(*inputs, layout, call), rtol=0, atol=1e-13)
+
+
+def test_values_of_another_head_size() -> None:
+    query, key, value = heads(20)
+    layout, inputs = Layout(TREE), [query, key, value[..., :5]]
+    ours, expected = (f(*inputs, layout, CALLS["plain"]) for f in (reference.attend, dense))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+    wanted = gradients(expected, inputs)
+    for grad, other in zip(gradients(ours, inputs), wanted, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "name"),
+    [
+        (torch.bfloat16, LlamaConfig(), "varlen"),
+        (torch.float32, LlamaConfig(), "flex"),
+        (torch.float64, LlamaConfig(), "reference"),
+        (torch.bfloat16, Gemma2Config(), "flex"),
+        (torch.bfloat16, DeepseekV3Config(), "flex"),
+    ],
+)
+def test_what_runs_on_a_gpu(
+    dtype: torch.dtype, config: PreTrainedConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert select("auto", torch.device("cuda"), dtype, config).name == name
 
 
 def test_two_way_blocks() -> None:
