@@ -128,6 +128,7 @@ def _emit_start(built: Built, log: RunLog) -> None:
         dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
         cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
         decisions=built.decisions,
+        num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in job.trained),
     )
     for name, value, detail in (

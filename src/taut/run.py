@@ -202,9 +202,9 @@ def build(run: Run, ranks: Ranks) -> Built:
     add_tokens(model, inputs.new_ids)
     adapted = apply_lora(model, run.lora, run.seed)
     if run.freeze:
-        decisions.append(
-            Decision("freeze", f"{len(freeze(adapted, run.freeze))} tensors", "freeze")
-        )
+        names = freeze(adapted, run.freeze)
+        rest = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        decisions.append(Decision("freeze", f"{len(names)} tensors", f"{names[0]}{rest}"))
     require_trained(adapted, inputs.new_ids)
     scorer = Scorer(adapted)
     proof = prove(scorer, compute(), dtype.dtype, inputs.longest)

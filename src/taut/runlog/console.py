@@ -75,16 +75,22 @@ class ConsoleReport:
     def _show_start(self, event: Event) -> None:
         self._num_steps = event.get("num_steps")
         self._say_rows(event.get("decisions", ()))
-        if event.get("data"):
-            self._say(f"data  {event['data']}")
+        for what in ("model", "data"):
+            if event.get(what):
+                self._say(f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}")
         for what in ("dropped", "cut"):
-            for line in event.get(what, ())[:LINES_SHOWN]:
-                self._say(f"{what}  {line}", "yellow")
+            self._show_incidents(what, event.get(what, ()))
         if self._console.is_terminal:
             columns = BarColumn(10), MofNCompleteColumn(), TextColumn("{task.description}")
             self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("", total=self._num_steps)
             self._progress.start()
+
+    def _show_incidents(self, what: str, lines: Sequence[str]) -> None:
+        for line in lines[:LINES_SHOWN]:
+            self._say(f"{what}  {line}", "yellow")
+        if len(lines) > LINES_SHOWN:
+            self._say(f"{what}  and {len(lines) - LINES_SHOWN:,} more: see events.jsonl", "yellow")
 
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
@@ -123,15 +129,19 @@ class ConsoleReport:
         self._say(f"checkpoint of step {event['step']}: {event.get('path', '')}")
 
     def _show_resume(self, event: Event) -> None:
-        self._say(f"resumed after step {event['from_step']}")
+        found = f"resumed after step {event['from_step']}"
+        self._say(found if event["from_step"] else "resume: no checkpoint in out; from the start")
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=event["from_step"])
 
     def _show_end(self, event: Event) -> None:
         self.close()
-        if self._steps:
-            self._say_rows(summary(self._steps, self._evals))
-        rest = fields_text(event)
+        rows = summary(self._steps, self._evals) if self._steps else []
+        if event.get("model"):
+            rows.append(("model", event["model"]))
+        if rows:
+            self._say_rows(rows)
+        rest = fields_text({key: event[key] for key in event if key not in SUMMARISED})
         if rest:
             self._say(rest)
 
@@ -139,7 +149,19 @@ class ConsoleReport:
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """What the summary needs of each step."""
 
+SUMMARISED = ("loss", "eval_loss", "model")
+"""Fields of the end that the summary shows."""
+
 NOT_SHOWN = ("kind", "time", "step")
+
+
+def trained_text(event: Event) -> str:
+    """How much of the model is trained."""
+    trained, total = event.get("num_trained"), event.get("num_parameters")
+    if not trained or not total:
+        return ""
+    part = "all" if trained == total else f"{trained:,} ({trained / total:.2%})"
+    return f": {total:,} parameters, {part} trained"
 
 
 def step_text(event: Event, left: timedelta | None) -> str:

@@ -66,11 +66,12 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
     assert lines[0] == "attention  reference  no CUDA device"
     assert lines[1] == "data  8 samples"
     assert lines[2:7] == [f"dropped  a.jsonl:{line}: too long" for line in range(5)]
-    assert lines[7].startswith(
+    assert lines[7] == "dropped  and 4 more: see events.jsonl"
+    assert lines[8].startswith(
         "step 1/4  loss 1.0000  grad 0.5  lr 1.00e-04  200 tok/s  0:00:02 left  saved 25%  "
     )
-    assert lines[7].endswith("GB")
-    assert "0:00:01 left" in lines[8]
+    assert lines[8].endswith("GB")
+    assert "0:00:01 left" in lines[9]
     assert "\x1b" not in "".join(lines)
 
 
@@ -144,7 +145,19 @@ def test_the_end_sums_the_run_up() -> None:
     assert "2.0000 -> 1.5000" in rows["held-out loss"]
     assert "200 (100 targets), 200 a second" in rows["tokens"]
     assert "150: sharing prefixes saved 25%" in rows["computed"]
-    assert text.splitlines()[-1] == "model out/model"
+    assert rows["model"].split() == ["model", "out/model"]
+    assert text.count("out/model") == 1
+
+
+def test_the_start_says_how_much_of_the_model_is_trained() -> None:
+    start = {**START, "model": "m", "num_parameters": 1000}
+    assert "model  m: 1,000 parameters, 25 (2.50%) trained\n" in told({**start, "num_trained": 25})
+    assert "model  m: 1,000 parameters, all trained\n" in told({**start, "num_trained": 1000})
+
+
+def test_resuming_without_a_checkpoint_says_so() -> None:
+    text = told({"kind": "resume", "time": 0, "from_step": 0})
+    assert text == "resume: no checkpoint in out; from the start\n"
 
 
 def test_scalars_are_the_numbers_of_measurements() -> None:
