@@ -10,6 +10,7 @@ Tokens are counted as distinct tokens (a shared prefix once): that is what a mic
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.data.pack import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.pack import common_prefix as common_prefix_of
+from taut.errors import ConfigError
 from taut.types import FloatArray, IntArray, Packed, Sample, Tree
 
 
@@ -38,11 +40,19 @@ class BatchConfig:
     min_saved_tokens: Annotated[int, Field(ge=1)] = 16
     """Merge a prefix where that saves at least so many tokens."""
     group_prefixes: bool = False
-    """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups."""
+    """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups.
+    One is cut only where no whole one fills a step. Needs shuffle."""
     group_min_tokens: Annotated[int, Field(ge=1)] = 64
     """How long a common prefix has to be for group_prefixes."""
     shuffle: bool = True
     """Shuffle the samples anew in each epoch; false: the order of the data files."""
+
+    def __post_init__(self) -> None:
+        if self.group_prefixes and not self.shuffle:
+            raise ConfigError(
+                "batch.group_prefixes=true and batch.shuffle=false contradict each other: grouping moves samples and "
+                "shuffle=false keeps the order of the files; keep one"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,13 +115,38 @@ class Order:
         if self.groups is None:
             return chosen
         rank_of_group = random.permutation(int(self.groups.max()) + 1)
-        return chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
+        chosen = chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
+        documents = np.split(chosen, np.flatnonzero(np.diff(self.groups[chosen])) + 1)
+        begun = epoch * self.epoch_size % self.samples_per_step
+        return np.concatenate(_settle(documents, self.samples_per_step, begun))
 
     def _num_samples(self, epochs: float) -> int:
         return max(1, round(epochs * self.epoch_size))
 
     def _quota(self, weight: float) -> int:
         return round(float(weight) * int((self.weights == weight).sum()))
+
+
+def _settle(documents: list[IntArray], step_size: int, begun: int) -> list[IntArray]:
+    """The documents in their order, but a step that has room left takes the next that fits it whole.
+
+    One is cut only where none fits, or where it is larger than a step. ``begun``: samples the first step has already.
+    """
+    waiting: dict[int, deque[int]] = {}
+    for number, document in enumerate(documents):
+        waiting.setdefault(document.size, deque()).append(number)
+    settled, room = [], step_size - begun
+    while waiting:
+        first = min(queue[0] for queue in waiting.values())
+        fitting = [queue[0] for size, queue in waiting.items() if size <= room]
+        is_too_large = documents[first].size > step_size
+        chosen = documents[first if is_too_large else min(fitting, default=first)]
+        waiting[chosen.size].popleft()
+        if not waiting[chosen.size]:
+            del waiting[chosen.size]
+        settled.append(chosen)
+        room = (room - chosen.size) % step_size or step_size
+    return settled
 
 
 def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:

@@ -13,6 +13,7 @@ from tests.samples import sample
 
 from taut.data.pack import PackPolicy, num_distinct_tokens
 from taut.data.plan import (
+    BatchConfig,
     Budget,
     CostModel,
     Order,
@@ -121,6 +122,25 @@ class TestOrder:
         assert len({tuple(epoch) for epoch in epochs}) > 1
         for step in range(1, 4):
             assert len(set(groups[one.step(step)])) == 2, "two whole documents a step"
+
+    def test_a_document_is_cut_only_where_no_whole_one_fits_the_step(self) -> None:
+        sizes = np.random.default_rng(0).integers(1, 12, 60)
+        groups = np.repeat(np.arange(60), sizes)
+        one = order(groups.size, 10, groups=groups)
+        for epoch in range(3):
+            flat = groups[one.epoch(epoch)]
+            starts = np.flatnonzero(np.diff(flat, prepend=-1))
+            assert starts.size == 60, "every document is one run"
+            offset = epoch * groups.size
+            for index, start in enumerate(starts.tolist()):
+                room = 10 - (offset + start) % 10
+                size = int(sizes[flat[start]])
+                later = sizes[flat[starts[index + 1 :]]]
+                assert size <= room or size > 10 or not (later <= room).any()
+
+    def test_grouping_is_not_silently_dropped_in_the_order_of_the_file(self) -> None:
+        with pytest.raises(ValueError, match=r"group_prefixes=true and batch\.shuffle=false"):
+            BatchConfig(group_prefixes=True, shuffle=False)
 
     @settings(max_examples=60, deadline=None)
     @given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 5), st.integers(1, 12))
