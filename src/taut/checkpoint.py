@@ -108,7 +108,8 @@ class Checkpoints:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
-    return sorted(path.parent for path in folder.glob("step-*/meta.json"))
+    found = [path.parent for path in folder.glob("step-*/meta.json")]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def require_resumable(folder: Path, identity: Mapping[str, Any], num_steps: int) -> None:

@@ -115,11 +115,19 @@ def train(job: Job) -> StepReport | None:
             num_tokens_unshared=report.num_tokens_unshared,
             seconds=time.perf_counter() - began,
             sample_ids=report.sample_ids,
+            **_gpu_memory(job.ranks.device),
             **report.metrics,
         )
         for act in job.after_step:
             act(step)
     return report
+
+
+def _gpu_memory(device: torch.device) -> dict[str, int]:
+    """The most memory of the GPU so far; elsewhere the console asks the process."""
+    if device.type != "cuda":
+        return {}
+    return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
 
 
 def train_step(job: Job, step: int) -> StepReport:

@@ -59,6 +59,14 @@ def test_saved_when_due_and_only_the_newest_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_the_newest_is_the_one_of_the_most_steps(tmp_path: Path) -> None:
+    names = ["step-000200", "step-999999", "step-1000000"]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").write_text("{}")
+    assert [path.name for path in complete(tmp_path)] == names
+
+
 def test_none_are_saved_unless_asked_for(tmp_path: Path) -> None:
     built, _ = make(tmp_path)
     checkpoints(built.job, tmp_path / "saved")(1)

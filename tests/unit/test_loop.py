@@ -15,7 +15,8 @@ from tests.samples import nested_family
 from torch import Tensor
 
 from taut.errors import NonFiniteError
-from taut.loop import Job, denominators, padded, train, train_step
+from taut.evals.heldout import HeldOut
+from taut.loop import Job, _gpu_memory, denominators, padded, train, train_step
 from taut.losses import Unit
 from taut.losses.sft import CrossEntropy
 from taut.types import LossSum, Packed, Sample, Scores, Tree
@@ -117,6 +118,22 @@ def test_every_term_has_its_own_denominator(tmp_path: Path) -> None:
     )
     assert report.loss == pytest.approx(float(sums["token"]) / weight + float(sums["worst"]) / 6)
     assert report.metrics == {"samples_seen": 2.0}
+
+
+def test_the_held_out_loss_of_the_same_samples_is_that_of_the_step(tmp_path: Path) -> None:
+    job = prepared(tmp_path, batch__tokens_per_microbatch=40)
+    events: list[dict[str, Any]] = []
+    job.emit = lambda kind, **fields: events.append(fields)
+    job.method = Fixed(TREES, TwoTerms())
+    held_out = HeldOut(SAMPLES, job)(0)
+    assert held_out == pytest.approx(train_step(job, 1).loss, rel=1e-12)
+    assert events[0]["num_samples"] == len(SAMPLES)
+
+
+def test_steps_on_a_gpu_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 7)
+    assert _gpu_memory(torch.device("cuda")) == {"memory_bytes": 7}
+    assert _gpu_memory(torch.device("cpu")) == {}
 
 
 def test_a_rank_with_fewer_microbatches_runs_ones_that_count_for_nothing(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
+from taut import losses
 from taut.data.plan import assign, layouts
 from taut.loop import Job
 from taut.types import Sample, Tree
@@ -23,29 +25,26 @@ class HeldOut:
     job: Job
 
     def __call__(self, step: int) -> float:
-        """The mean loss per unit of weight; every sample counts once, whatever the number of ranks."""
+        """The loss: each term's sum by its count; every sample counts once, whatever the number of ranks."""
         job = self.job
-        total = weight = tokens = 0.0
+        units = job.method.loss.units
+        sums = [0.0] * (2 * len(units) + 1)
         job.scorer.eval()
         with torch.no_grad(), job.compute():
             for start in range(0, len(self.samples), SAMPLES_AT_A_TIME):
                 stop = min(start + SAMPLES_AT_A_TIME, len(self.samples))
                 trees = [Tree((self.samples[index],)) for index in range(start, stop)]
-                for loss_sum, weight_sum, num_tokens in self._sums(trees):
-                    total, weight, tokens = (
-                        total + loss_sum,
-                        weight + weight_sum,
-                        tokens + num_tokens,
-                    )
-        total, weight, tokens = job.ranks.sum([total, weight, tokens])
-        loss = total / weight
+                for some in self._sums(trees):
+                    sums = [left + right for left, right in zip(sums, some, strict=True)]
+        *pairs, tokens = job.ranks.sum(sums)
+        loss = sum(total / count for total, count in zip(pairs[::2], pairs[1::2], strict=True))
         job.emit(
             "eval", step=step, loss=loss, num_samples=len(self.samples), num_tokens=int(tokens)
         )
         return loss
 
-    def _sums(self, trees: list[Tree]) -> list[tuple[float, float, int]]:
-        """(loss sum, weight sum, tokens) of each micro-batch; all ranks run equally many forwards."""
+    def _sums(self, trees: list[Tree]) -> list[list[float]]:
+        """Sum and count of each term, then tokens, of each micro-batch; all ranks run equally many forwards."""
         job = self.job
         mine = [
             packed
@@ -57,13 +56,11 @@ class HeldOut:
         for packed in mine:
             scores = job.scorer(packed)
             terms = job.method.loss(scores, packed.to(scores.logp_N.device)).terms
-            sums.append(
-                (
-                    sum(float(t) for t in terms.values()),
-                    float(packed.weight_N.sum()),
-                    packed.num_tokens,
-                )
-            )
+            pairs = [
+                (float(terms[term]), losses.count(unit, packed))
+                for term, unit in job.method.loss.units.items()
+            ]
+            sums.append([*chain.from_iterable(pairs), float(packed.num_tokens)])
         for _ in range(most - len(mine)):
             job.scorer(layouts((trees[0],), job.policy, job.budget.tokens_per_microbatch)[0])
         return sums
