@@ -21,7 +21,7 @@ from taut.errors import ConfigError, TautError
 from taut.evals.heldout import HeldOut
 from taut.loop import StepReport, train
 from taut.models.lora import is_adapted, save_adapter
-from taut.models.save import save_model
+from taut.models.save import make_readable, save_model
 from taut.outdir import claim, require_usable
 from taut.parallel import Ranks
 from taut.run import Built, Run, build
@@ -183,6 +183,7 @@ def _save(built: Built, out: Path) -> Path:
         )
         if is_adapted(built.scorer.model):
             save_adapter(built.scorer.model, out / "adapter", sharded)
+            make_readable(out / "adapter")
     ranks.barrier()
     return out / "model"
 

@@ -70,6 +70,7 @@ def save_model(
             plain.save_pretrained(partial)
             served.save_pretrained(partial)
             _require_same_ids(served, partial)
+            make_readable(partial)
             replace_directory(partial, directory)
         except OSError as error:
             raise OutputError(
@@ -172,6 +173,15 @@ def _require_same_ids(tokenizer: PreTrainedTokenizerBase, directory: Path) -> No
             f"({found[:5]}... for {wanted[:5]}...); load the base model's tokenizer with "
             "AutoTokenizer and save it again"
         )
+
+
+def make_readable(directory: Path) -> None:
+    """Give weights the permissions of the files beside them: safetensors lets only their owner read them, and a
+    server may run as another.
+    """
+    plain = next(directory.glob("*config.json"))
+    for weights in directory.glob("*.safetensors"):
+        shutil.copymode(plain, weights)
 
 
 def replace_directory(partial: Path, directory: Path) -> None:

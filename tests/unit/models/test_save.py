@@ -51,6 +51,12 @@ def test_every_architecture_reads_back_the_same(name: str, tmp_path: Path) -> No
     assert loaded.config.use_cache is True
 
 
+def test_weights_may_be_read_by_whoever_may_read_the_config(tmp_path: Path) -> None:
+    saved(tiny_model("qwen2", vocab_size=ROWS), tmp_path / "model")
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1
+
+
 def test_the_directory_is_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     for _ in range(2):
         saved(tiny_model("qwen2", vocab_size=ROWS), tmp_path / "model")
