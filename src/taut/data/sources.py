@@ -238,7 +238,8 @@ def _open_hugging_face(source: Source, path: Path) -> Opened:
                 where, source.name, revision=source.revision, keep_in_memory=False
             )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        cause = error.__cause__ or error  # datasets says only that something went wrong
+        first = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise DataError(
             f"data: {source.path} cannot be loaded as a Hugging Face data set: {first}; "
             "check the path or name, and data.train.name"
@@ -263,7 +264,8 @@ def _choose_split(loaded: Any, source: Source) -> Any:
     if split not in loaded:
         found = "no split is named" if split is None else f"there is no split {split!r}"
         raise DataError(
-            f"data: {source.path}: {found}; expected one of {', '.join(loaded)}; set split"
+            f"data: {source.path}: {found}; expected one of {', '.join(loaded)}; "
+            f'set it: data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
         )
     return loaded[split]
 

@@ -72,6 +72,10 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert records(tmp_path / "three") == expected
     with pytest.raises(DataError, match="no split is named; expected one of train, test"):
         records(tmp_path / "two")
+    with pytest.raises(
+        DataError, match=r'set it: data.train=\[\{ path = ".*two", split = "train" \}\]'
+    ):
+        records(tmp_path / "two")
     with pytest.raises(DataError, match="there is no split 'dev'"):
         records(tmp_path / "two", split="dev")
 
@@ -118,6 +122,21 @@ def test_a_slip_in_a_path_is_no_data_set_name(
 def test_a_directory_that_is_no_data_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be loaded as a Hugging Face data set"):
         records(tmp_path)
+
+
+def test_a_directory_of_files_that_do_not_go_together_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "a"\n')
+    with pytest.raises(DataError, match="cannot be loaded") as caught:
+        records(folder)
+    assert "An error occurred while generating" not in str(caught.value)
+    assert "JSON" in str(caught.value)
 
 
 def test_the_digest_follows_the_content(tmp_path: Path) -> None:
