@@ -77,7 +77,7 @@ def test_first_step_bears_rounding_of_short_answers(num_targets: int, is_sound: 
         ranks=Ranks(0, 1, torch.device("cpu")),
         emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
     )
-    with nullcontext() if is_sound else pytest.raises(CheckFailed, match="differ by 0.2 nats"):
+    with nullcontext() if is_sound else pytest.raises(CheckFailed, match=r"differ by 0\.2 nats"):
         alarm(report, job)
     assert [event["outcome"] for event in events] == ["passed" if is_sound else "failed"]
 
