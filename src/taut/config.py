@@ -158,7 +158,7 @@ def _build(
 
 
 def _place(path: Path | None) -> str:
-    return "on the command line" if path is None else f"in {path}"
+    return "on the command line" if path is None else f"at {path.name}"
 
 
 def _read_toml(path: Path | None) -> dict[str, Any]:
