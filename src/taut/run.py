@@ -166,6 +166,9 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
         )
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
+    ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))))
+    if ends:
+        decisions.append(Decision("stop", ends, "ends a turn: learned, and saved as the end token"))
     if not ranks.is_writer:
         ranks.barrier()
     train = load_dataset(run.data, "train", renderer, max_length)
