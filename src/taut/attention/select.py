@@ -97,6 +97,10 @@ def _obstacle(
     sizes = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
     if None not in sizes and sizes[0] != sizes[1]:
         return f"queries have heads of {sizes[0]}, values of {sizes[1]}"
+    head_dim = getattr(config, "head_dim", None) or sizes[0]
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    if head_dim > 256 or head_dim % 8:
+        return f"heads have size {head_dim}; the kernel takes multiples of 8 up to 256"
     if config.model_type.startswith("gpt_oss"):
         return "the model has attention sinks"
     return None
