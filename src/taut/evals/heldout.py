@@ -9,8 +9,7 @@ from itertools import chain
 import torch
 
 from taut import losses
-from taut.data.plan import assign, layouts
-from taut.loop import Job
+from taut.loop import Job, microbatches_of, padded
 from taut.types import Sample, Tree
 
 SAMPLES_AT_A_TIME = 512
@@ -46,21 +45,15 @@ class HeldOut:
     def _sums(self, trees: list[Tree]) -> list[list[float]]:
         """Sum and count of each term, then tokens, of each micro-batch; all ranks run equally many forwards."""
         job = self.job
-        mine = [
-            packed
-            for planned in assign(trees, job.budget)[job.ranks.rank]
-            for packed in layouts(planned, job.policy, job.budget.tokens_per_microbatch)
-        ]
-        most = int(job.ranks.max([len(mine)])[0])
         sums = []
-        for packed in mine:
+        for packed, is_real in padded(microbatches_of(trees, job), trees, job):
             scores = job.scorer(packed)
+            if not is_real:
+                continue
             terms = job.method.loss(scores, packed.to(scores.logp_N.device)).terms
             pairs = [
                 (float(terms[term]), losses.count(unit, packed))
                 for term, unit in job.method.loss.units.items()
             ]
             sums.append([*chain.from_iterable(pairs), float(packed.num_tokens)])
-        for _ in range(most - len(mine)):
-            job.scorer(layouts((trees[0],), job.policy, job.budget.tokens_per_microbatch)[0])
         return sums
