@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -152,3 +152,41 @@ class LossSum:
     """name -> scalar sum over the micro-batch, one for each entry of the loss's ``units``."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """name -> (sum, count), detached."""
+
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """What an engine continues: token ids, never text."""
+
+    id: str
+    """Unique in a call; with the seed and the sample's index it chooses the random stream."""
+    ids_T: IntArray
+    max_new_tokens: int | None = None
+    """Fewer than the sampling allows, for this prompt."""
+
+    def __post_init__(self) -> None:
+        assert self.ids_T.ndim == 1, f"{self.id}: a prompt is a flat run of ids"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Completion:
+    """One continuation of a prompt, as it was sampled. N counts its own tokens."""
+
+    prompt_id: str
+    index: int
+    """Which of the prompt's samples, from 0."""
+    ids_N: IntArray
+    """The ids as sampled, the one that ended it included; the training side never tokenises text again."""
+    logp_N: FloatArray | None
+    """log-probability of each id under the policy it was drawn from: temperature, penalties and truncation included (so
+    0 for greedy). None where an engine cannot say."""
+    logp_one_N: FloatArray | None
+    """The same under the model itself: temperature 1, nothing left out. None where an engine cannot say."""
+    finish_reason: FinishReason
+    """stop: a token of the stop set or a stop string; length: cut; error: see ``error``."""
+    text: str = ""
+    """For people and verifiers: without the token or the string that ended it."""
+    error: str | None = None

@@ -1,0 +1,111 @@
+"""What every engine takes and gives.
+
+    engine.generate(prompts, sampling) -> completions
+
+The policy a token is drawn from is, in this order (the library's): the repetition penalty (arXiv:1909.05858) over the
+ids of prompt and completion, temperature, top-k, top-p (arXiv:1904.09751), min-p (arXiv:2407.01082); then renormalised.
+Temperature 0 takes the most likely token.
+
+May import config, errors and types. Engines, commands, evals and methods import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import field
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import ConfigError, DataError
+from taut.types import Completion, Prompt
+
+OnDone = Callable[[Completion], None]
+
+
+@configclass
+class Sampling:
+    """How completions are drawn."""
+
+    n: Annotated[int, Field(ge=1)] = 1
+    """Completions of each prompt."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Tokens a completion may have; then it is cut."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; 0: always the most likely token."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep the k most likely tokens; 0: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the fewest tokens that together have this probability."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep tokens at least this many times as likely as the most likely one."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides positive and multiplies negative logits of tokens that are in the prompt or the completion."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, beside the model's own stop set."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the random streams; each prompt and sample has its own, whatever else is in the batch."""
+
+    def __post_init__(self) -> None:
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"sampling.n={self.n} with temperature=0 gives {self.n} times the same completion; "
+                "set n=1, or a temperature"
+            )
+        if any(not text for text in self.stop):
+            raise ConfigError("sampling.stop has an empty text; it would stop at once; remove it")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        return self.temperature == 1 and self.is_untruncated and self.repetition_penalty == 1
+
+    @property
+    def is_untruncated(self) -> bool:
+        """Whether every token can be drawn."""
+        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+
+
+class Engine(Protocol):
+    """Continues prompts."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """``sampling.n`` completions of each prompt, in the order of prompts and samples.
+
+        ``on_done`` is called with each completion as soon as it is finished, so that what is done is not lost when
+        a later one fails. Raises DataError for an empty prompt, one that repeats another's id, or one that leaves no
+        room in the model's context.
+        """
+
+
+def require_usable(prompts: Sequence[Prompt], context: int | None) -> None:
+    """Raise DataError for prompts no engine can continue. ``context``: the model's, in tokens."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.ids_T.size == 0:
+            raise DataError(
+                f"{prompt.id}: the prompt has no token; expected at least one; remove it or fill it in"
+            )
+        if prompt.id in seen:
+            raise DataError(
+                f"{prompt.id}: two prompts have this id; expected each once; rename one"
+            )
+        if context is not None and prompt.ids_T.size >= context:
+            raise DataError(
+                f"{prompt.id}: the prompt has {prompt.ids_T.size:,} tokens and the model's context is {context:,}; "
+                "expected room for an answer; shorten the prompt or remove it"
+            )
+        seen.add(prompt.id)
+
+
+def room(prompt: Prompt, sampling: Sampling, context: int | None) -> int:
+    """How many tokens a completion of ``prompt`` may have."""
+    limits = [sampling.max_new_tokens]
+    if prompt.max_new_tokens is not None:
+        limits.append(prompt.max_new_tokens)
+    if context is not None:
+        limits.append(context - prompt.ids_T.size)
+    return min(limits)
