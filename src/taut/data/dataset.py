@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.data import cache
 from taut.data.columns import Columns, Format, read_row
-from taut.data.formats import Document
+from taut.data.formats import Document, Row
 from taut.data.length import Incident, Limits, TooLong, fit
 from taut.data.render import Renderer, Targets
 from taut.data.sources import Opened, Source, open_source
@@ -248,6 +248,14 @@ def _require_weight_counts(part: Part, split: str) -> None:
             f"data.train: weight {part.weight:g} gives none of the {num_samples} samples of {part.path} "
             "to an epoch; expected at least one; raise the weight, or leave the source out"
         )
+
+
+def read_rows(config: DataConfig, split: Literal["train", "eval"]) -> Iterator[Row]:
+    """The rows of ``config.train`` or ``config.eval`` themselves, in the order of sources and rows."""
+    for source in _sources(config, split):
+        found, columns = open_source(source), _columns(config, source)
+        for number, record in found.records():
+            yield read_row(record, f"{found.path}:{number}", columns)
 
 
 def input_paths(config: DataConfig) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,15 @@ def save_model(
     template: str | None,
     dtype: torch.dtype,
     state_dict: Mapping[str, Tensor] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Write model, tokenizer and template to ``directory``, which is replaced if it exists.
 
     ``stop_ids``: the template's turn end first. ``template``: the chat template in use, None for
     plain text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one
     started from). ``state_dict``: the full weights under ``model``'s names, where ``model`` holds
-    shards.
+    shards. ``finish`` is called with the complete directory before it takes its place; what it
+    writes there belongs to the model, and where it raises nothing is replaced.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -71,6 +73,8 @@ def save_model(
             served.save_pretrained(partial)
             _require_same_ids(served, partial)
             make_readable(partial)
+            if finish is not None:
+                finish(partial)
             replace_directory(partial, directory)
         except OSError as error:
             raise OutputError(
