@@ -61,7 +61,16 @@ def configclass(cls: type[T]) -> type[T]:
         extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
     made: Any = pydantic_dataclass(frozen=True, kw_only=True, config=settings)(cls)
+    _inherit_documentation(made)
     return made  # type: ignore[no-any-return]  # pydantic's own type for it is not type[T]
+
+
+def _inherit_documentation(cls: type[Any]) -> None:
+    """Give fields that come from a base class its documentation: pydantic reads that of the class alone."""
+    for base in filter(_is_table, cls.__mro__[1:]):
+        for name, info in fields_of(base).items():
+            if fields_of(cls)[name].description is None:
+                fields_of(cls)[name].description = info.description
 
 
 class Row(NamedTuple):

@@ -229,3 +229,23 @@ def test_describe_lists_every_key_with_its_documentation() -> None:
     assert rows["train"].type == "string | list of (string | table)"
     assert rows["freeze"].default == "[]"
     assert rows["batch.tokens_per_microbatch"].doc == "Tokens at a time, at most."
+
+
+def test_a_class_made_from_another_keeps_its_keys_checks_and_documentation() -> None:
+    @configclass
+    class Larger(Batch):
+        """Another default, and a key of its own."""
+
+        samples_per_step: int = 64
+        seed: int = 0
+        """Of what is drawn."""
+
+    docs = {row.key: row.doc for row in describe(Larger)}
+    assert docs == {
+        "samples_per_step": "Samples in a step.",
+        "tokens_per_microbatch": "Tokens at a time, at most.",
+        "seed": "Of what is drawn.",
+    }
+    assert from_mapping(Larger, {"seed": 2}).samples_per_step == 64
+    with pytest.raises(ConfigError, match="expected luck"):
+        from_mapping(Larger, {"samples_per_step": 13})
