@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,40 @@ def save_model(
     template: str | None,
     dtype: torch.dtype,
     state_dict: Mapping[str, Tensor] | None = None,
-    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Write model, tokenizer and template to ``directory``, which is replaced if it exists.
 
     ``stop_ids``: the template's turn end first. ``template``: the chat template in use, None for
     plain text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one
     started from). ``state_dict``: the full weights under ``model``'s names, where ``model`` holds
-    shards. ``finish`` is called with the complete directory before it takes its place; what it
-    writes there belongs to the model, and where it raises nothing is replaced.
+    shards.
+    """
+    with saving(
+        model,
+        tokenizer,
+        directory,
+        stop_ids=stop_ids,
+        template=template,
+        dtype=dtype,
+        state_dict=state_dict,
+    ):
+        pass
+
+
+@contextmanager
+def saving(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    stop_ids: Sequence[int],
+    template: str | None,
+    dtype: torch.dtype,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> Iterator[Path]:
+    """``save_model``, with the complete directory in hand before it takes its place.
+
+    What the block writes there belongs to the model; where the block raises, nothing is replaced.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -73,8 +99,8 @@ def save_model(
             served.save_pretrained(partial)
             _require_same_ids(served, partial)
             make_readable(partial)
-            if finish is not None:
-                finish(partial)
+            del plain  # the block may load the model again
+            yield partial
             replace_directory(partial, directory)
         except OSError as error:
             raise OutputError(
