@@ -11,6 +11,7 @@ May import config, errors and types. Engines, commands, evals and methods import
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Annotated, Protocol
@@ -109,3 +110,9 @@ def room(prompt: Prompt, sampling: Sampling, context: int | None) -> int:
     if context is not None:
         limits.append(context - prompt.ids_T.size)
     return min(limits)
+
+
+def stream_seed(seed: int, prompt_id: str, index: int) -> int:
+    """The seed of a completion's random stream, below 2**63: the same in every process, engine and batch."""
+    digest = hashlib.sha256(f"{seed}/{index}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
