@@ -7,9 +7,10 @@ sharegpt presets.
     alpaca        instruction, output; input, system, history
     text          text
 
-A record that fits none, or more than one, is an error that names the columns found. A mapping names
-taut's column and the one in the data: ``data.columns = {messages = "dialog"}``; formats whose
-columns are mapped take precedence. Imported by ``dataset.py``.
+The same columns without the answer make a prompt (``read_prompt``). A record that fits none, or more
+than one, is an error that names the columns found. A mapping names taut's column and the one in the
+data: ``data.columns = {messages = "dialog"}``; formats whose columns are mapped take precedence.
+Imported by ``dataset.py`` and ``prompts.py``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+PROMPT_REQUIRED = {**REQUIRED, "completion": ("prompt",), "alpaca": ("instruction",)}
+"""What a row needs to be a prompt."""
 OPTIONAL = ("tools", "system", "input", "history")
 COLUMN_NAMES = (*(name for names in REQUIRED.values() for name in names), *OPTIONAL)
 
@@ -70,29 +73,23 @@ class Columns:
     """taut's column -> the data's column."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    prefix: str = field(default="data.", repr=False)
+    """What stands before these names in the configuration, for messages."""
 
     def __post_init__(self) -> None:
         for name in self.mapping:
             if name not in COLUMN_NAMES:
                 hint = did_you_mean(name, COLUMN_NAMES)
                 known = ", ".join(COLUMN_NAMES)
-                raise ConfigError(f"data.columns names {name!r}; expected one of {known}{hint}")
+                raise ConfigError(
+                    f"{self.prefix}columns names {name!r}; expected one of {known}{hint}"
+                )
 
 
 def read_row(record: object, place: str, columns: Columns) -> Row:
     """Validate one record of a file."""
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{place}: the row is {shown(record)}; expected an object with named columns"
-        )
     named = _rename(record, place, columns)
-    for name in MEDIA:
-        if named.get(name) and name not in columns.ignore_keys:
-            raise DataError(
-                f"{place}: the row has {name}; expected text only: pictures, sound and video are not "
-                "supported here; remove them, or name the column in data.ignore_keys"
-            )
-    chosen = _recognise(named, place, columns)
+    chosen = _recognise(named, place, columns, REQUIRED)
     if chosen == "text":
         return Document(place, read_text(named["text"], f"{place}: text"))
     if chosen == "completion":
@@ -103,7 +100,30 @@ def read_row(record: object, place: str, columns: Columns) -> Row:
     return _read_turns(named, place, column, columns)
 
 
-def _rename(record: dict[str, Any], place: str, columns: Columns) -> dict[str, Any]:
+def read_prompt(record: object, place: str, columns: Columns) -> Conversation | Document:
+    """Validate one record of a file of prompts: a conversation, its last answer included where the
+    row has it as a message, or a text to be continued as it is.
+    """
+    named = _rename(record, place, columns)
+    chosen = _recognise(named, place, columns, PROMPT_REQUIRED)
+    column = PROMPT_REQUIRED[chosen][0]
+    value = named[column]
+    if chosen == "text" or (chosen == "completion" and isinstance(value, str)):
+        return Document(place, read_text(value, f"{place}: {column}"))
+    if chosen == "alpaca":
+        return read_conversation(_alpaca_prompt(named, place), place, column="alpaca")
+    answer = named.get("completion")
+    if chosen == "completion" and isinstance(value, list) and isinstance(answer, list):
+        named = {**named, column: [*value, *answer]}
+    return _read_turns(named, place, column, columns)
+
+
+def _rename(record: object, place: str, columns: Columns) -> dict[str, Any]:
+    """taut's names for the columns, nulls left out."""
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{place}: the row is {shown(record)}; expected an object with named columns"
+        )
     taken = set(columns.mapping.values())
     named = {key: value for key, value in record.items() if key not in taken and value is not None}
     for ours, theirs in columns.mapping.items():
@@ -111,38 +131,47 @@ def _rename(record: dict[str, Any], place: str, columns: Columns) -> dict[str, A
             hint = did_you_mean(theirs, record)
             found = shown(record)
             raise DataError(
-                f"{place}: data.columns.{ours} is {theirs!r}, and the row is {found}{hint}"
+                f"{place}: {columns.prefix}columns.{ours} is {theirs!r}, and the row is {found}{hint}"
             )
         if record[theirs] is not None:
             named[ours] = record[theirs]
         else:
             named.pop(ours, None)
+    for name in MEDIA:
+        if named.get(name) and name not in columns.ignore_keys:
+            raise DataError(
+                f"{place}: the row has {name}; expected text only: pictures, sound and video are not "
+                f"supported here; remove them, or name the column in {columns.prefix}ignore_keys"
+            )
     return named
 
 
-def _recognise(named: dict[str, Any], place: str, columns: Columns) -> str:
-    if columns.format != "auto":
-        missing = [name for name in REQUIRED[columns.format] if name not in named]
+def _recognise(
+    named: dict[str, Any], place: str, columns: Columns, required: Mapping[str, tuple[str, ...]]
+) -> str:
+    wanted = required.get(columns.format)
+    if wanted is not None:
+        missing = [name for name in wanted if name not in named]
         if missing:
             raise DataError(
                 f"{place}: the row is {shown(named)}, without {missing[0]}; expected "
-                f"{' and '.join(REQUIRED[columns.format])} (format {columns.format}); set "
-                "data.columns"
+                f"{' and '.join(wanted)} (format {columns.format}); set "
+                f"{columns.prefix}columns"
             )
         return columns.format
-    fitting = [name for name, required in REQUIRED.items() if all(key in named for key in required)]
-    mapped = [name for name in fitting if any(key in columns.mapping for key in REQUIRED[name])]
+    fitting = [name for name, wanted in required.items() if all(key in named for key in wanted)]
+    mapped = [name for name in fitting if any(key in columns.mapping for key in required[name])]
     fitting = mapped or fitting
     if not fitting:
+        *most, last = (" and ".join(required[name]) for name in required)
         raise DataError(
-            f"{place}: the row is {shown(named)}; expected messages, prompt and completion, text, "
-            "conversations, "
-            "or instruction and output; name your columns in data.columns"
+            f"{place}: the row is {shown(named)}; expected {', '.join(most)}, or {last}; "
+            f"name your columns in {columns.prefix}columns"
         )
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit the formats {' and '.join(fitting)}; expected one; set "
-            "data.format"
+            f"{columns.prefix}format"
         )
     return fitting[0]
 
@@ -219,6 +248,12 @@ def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row
 
 
 def _read_alpaca(named: dict[str, Any], place: str) -> Conversation:
+    answer = read_text(named["output"], f"{place}: output")
+    turns = [*_alpaca_prompt(named, place), {"role": "assistant", "content": answer}]
+    return read_conversation(turns, place, column="alpaca")
+
+
+def _alpaca_prompt(named: dict[str, Any], place: str) -> list[Message]:
     """One user message of instruction, newline, input; earlier exchanges from ``history``."""
     messages = _system(named, place)
     history = parse_if_text(named.get("history") or [], f"{place}: history")
@@ -245,6 +280,4 @@ def _read_alpaca(named: dict[str, Any], place: str) -> Conversation:
     if not isinstance(extra, str):
         raise DataError(f"{place}: input is {shown(extra)}; expected a string")
     question = f"{question}\n{extra}" if extra.strip() else question
-    answer = read_text(named["output"], f"{place}: output")
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return read_conversation(messages, place, column="alpaca")
+    return [*messages, {"role": "user", "content": question}]

@@ -1,0 +1,208 @@
+"""Files of prompts: rows -> token ids to continue, with the answers they are held to.
+
+A row is what training takes (``columns.py``), with or without its answer. Messages go through the chat template, with
+the generation prompt; where the last one is an assistant's, it is taken off. Text (``prompt`` or ``text``) is continued
+as it is, without a template. The answers of a row, any of which is right, are
+
+    the column named by ``reference``; else
+    the first of REFERENCES that the row has; else
+    the assistant message that was taken off.
+
+Does not cut prompts: an engine refuses those that are too long. May import what ``dataset.py`` may; commands and evals
+import it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from taut.data.columns import Columns, read_prompt
+from taut.data.formats import Conversation, Document, Message, did_you_mean, shown
+from taut.data.render import Renderer
+from taut.data.sources import Source, open_source
+from taut.data.template import Ids, Text, checked
+from taut.errors import DataError, RenderError
+from taut.types import IntArray
+
+REFERENCES = ("answers", "answer", "references", "reference", "completion", "output")
+"""Columns recognised as holding the right answer, in this order."""
+LAST_MESSAGE = "the last message"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PromptRow:
+    """A row of a file of prompts."""
+
+    place: str
+    """``questions.jsonl:17``."""
+    id: str
+    """The row's own ``id`` where every row has one and no two are equal; else its place."""
+    ids_T: IntArray
+    prompt: tuple[Message, ...] | str
+    """What ``ids_T`` was made of: messages, or a text."""
+    references: tuple[str, ...]
+    """The right answers, any of them; empty where the row has none."""
+    reference_from: str | None
+    """Where they are from: the name of a column, or LAST_MESSAGE."""
+    columns: Mapping[str, Any]
+    """The row as it is in the file."""
+
+
+class _Read(NamedTuple):
+    """A row that is not tokenised yet."""
+
+    place: str
+    prompt: tuple[Message, ...] | str
+    text: Text
+    answer: str
+    """The content of the assistant message that was taken off; empty where there is none."""
+    columns: Mapping[str, Any]
+
+
+def load_prompts(
+    source: str | Source,
+    renderer: Renderer,
+    columns: Columns | None = None,
+    *,
+    reference: str | None = None,
+    needs_reference: bool = False,
+    limit: int | None = None,
+) -> list[PromptRow]:
+    """The rows of a file, directory or hub data set, the first ``limit`` of them.
+
+    ``reference`` names the column with the right answer. Raises DataError, with file and line, for a row that is no
+    prompt; where a named column is missing; and, if ``needs_reference``, where a row has no answer.
+    """
+    opened = open_source(source if isinstance(source, Source) else Source(path=source))
+    rows = [
+        _read(record, f"{opened.path}:{number}", columns or Columns(), renderer)
+        for number, record in islice(opened.records(), limit)
+    ]
+    if not rows:
+        raise DataError(
+            f"{opened.path}: the file has no rows; expected at least one; check the path"
+        )
+    answers = [_references(row, reference, needs_reference) for row in rows]
+    ids_of = renderer.template.encode(row.text for row in rows)
+    return [
+        PromptRow(
+            place=row.place,
+            id=name,
+            ids_T=_ids(row, ids_of[row.text], renderer),
+            prompt=row.prompt,
+            references=references,
+            reference_from=origin,
+            columns=row.columns,
+        )
+        for row, name, (references, origin) in zip(rows, _names(rows), answers, strict=True)
+    ]
+
+
+def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Read:
+    row = read_prompt(record, place, columns)
+    if isinstance(row, Document):
+        text = checked(row.text, place, is_rendering=False)
+        return _Read(place, row.text, text, "", record)
+    messages, answer = _split(row)
+    text = renderer.template.apply(messages, row.tools, place, is_prompt=True)
+    for tool in row.tools:
+        name = tool["function"]["name"]
+        if name not in text.text:
+            raise RenderError(
+                f"{place}: tools has {shown(name)}, which the chat template does not write; expected a template that "
+                "does; remove it from the row or give another one with template=FILE"
+            )
+    return _Read(place, messages, text, answer, record)
+
+
+def _split(row: Conversation) -> tuple[tuple[Message, ...], str]:
+    """The messages to be answered, and the answer where the conversation ends in one."""
+    messages, answer = row.messages, ""
+    if messages[-1]["role"] == "assistant":
+        messages, answer = messages[:-1], str(messages[-1]["content"])
+    last = messages[-1]["role"] if messages else None
+    if last not in ("user", "tool"):
+        found = f"a {last} message" if last else "nothing"
+        raise DataError(
+            f"{row.place}: found {found} where the message to be answered should be; expected a user or tool message, "
+            "with at most one assistant message after it; correct the row"
+        )
+    return messages, answer
+
+
+def _references(
+    row: _Read, column: str | None, is_needed: bool
+) -> tuple[tuple[str, ...], str | None]:
+    """The right answers of a row, and where they are from."""
+    given = [name for name, value in row.columns.items() if value is not None]
+    if column is None:
+        column = next((name for name in REFERENCES if name in given), None)
+        found = None if column is None else _texts(row.columns[column])
+    elif column not in given:
+        raise DataError(
+            f"{row.place}: the row has no column {column!r}; expected the reference in it; its columns are "
+            f"{', '.join(given)}{did_you_mean(column, given)}"
+        )
+    else:
+        found, is_needed = _texts(row.columns[column]), True
+    if found:
+        return found, column
+    if column is None and row.answer:
+        return (row.answer,), LAST_MESSAGE
+    if column is not None and is_needed:
+        raise DataError(
+            f"{row.place}: {column} is {shown(row.columns[column])}; expected the right answer: a text, a number, or a "
+            "list of them; correct it, or name another column with reference=COLUMN"
+        )
+    if is_needed:
+        raise DataError(
+            f"{row.place}: the row has no reference; expected one of {', '.join(REFERENCES)}, or an assistant message "
+            f"at the end; its columns are {', '.join(given)}; name the one with the answer: reference=COLUMN"
+        )
+    return (), None
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    """A text, a number or a list of them as texts; None for what is neither, or blank.
+
+    Messages, as a ``completion`` may be, are what the last of them says.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = value[-1].get("content") if value[-1].get("role") == "assistant" else None
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, str | int | float) for item in items):
+        return None
+    texts = tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+    return texts if all(text.strip() for text in texts) else None
+
+
+def _names(rows: Sequence[_Read]) -> list[str]:
+    """The rows' own ids, if they can serve."""
+    own = [row.columns.get("id") for row in rows]
+    names = [str(name) for name in own if isinstance(name, str | int) and str(name)]
+    is_good = len(names) == len(rows) and Counter(names).most_common(1)[0][1] == 1
+    return names if is_good else [row.place for row in rows]
+
+
+def _ids(row: _Read, ids: Ids, renderer: Renderer) -> IntArray:
+    """The ids as a prompt: without the end token that some tokenizers put after each text."""
+    eos, bos = renderer.tokenizer.eos_token_id, renderer.tokenizer.bos_token_id
+    if not row.text.is_rendering and ids[-1:] == [eos]:
+        plain = Text(row.text.text, is_rendering=True)  # no token added
+        ids = ids if renderer.template.encode([plain])[plain][-1:] == [eos] else ids[:-1]
+    if bos is not None and ids[:2] == [bos, bos]:
+        raise RenderError(
+            f"{row.place}: the prompt begins with two BOS tokens; expected one; remove it from the "
+            "text or the template"
+        )
+    if not ids:
+        raise DataError(
+            f"{row.place}: the prompt has no token; expected at least one; remove it or fill it in"
+        )
+    return np.asarray(ids, dtype=np.int64)
