@@ -176,7 +176,7 @@ def _save(built: Built, out: Path) -> Path:
             built.scorer.model,
             built.inputs.tokenizer,
             out / "model",
-            stop_ids=built.inputs.stop_ids,
+            stop_ids=built.inputs.stops.ids,
             template=built.inputs.renderer.template.template,
             dtype=built.saved_dtype,
             state_dict=sharded,

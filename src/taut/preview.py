@@ -105,7 +105,7 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     _section(console, "plan", *_plan(plans, num_steps, ranks.size, policy))
     marks = marks_for(console)
     _section(console, "samples", _legend(marks))
-    ends = frozenset(inputs.stop_ids)
+    ends = frozenset(inputs.stops.ids)
     for sample in inputs.train[:NUM_SAMPLES]:
         view = view_of(sample, inputs.tokenizer, ends, marks)
         console.print(Text(f"\n  {_title(sample, ends)}", "bold"))

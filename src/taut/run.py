@@ -26,6 +26,7 @@ from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.pack import PackPolicy
 from taut.data.plan import BatchConfig, Budget, CostModel, Order, prefix_groups
 from taut.data.render import Renderer
+from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError
 from taut.loop import Job
 from taut.methods.sft import Sft
@@ -34,6 +35,7 @@ from taut.models.load import (
     checkpoint_dtype,
     context_length,
     freeze,
+    inherited_ends,
     load_config,
     load_model,
     load_tokenizer,
@@ -126,8 +128,8 @@ class Inputs:
     eval: Dataset | None
     max_length: int
     new_ids: list[int]
-    stop_ids: tuple[int, ...]
-    """What ends a turn. Derived here, so that a template without an end is refused before training."""
+    stops: StopSet
+    """What ends an answer. Derived here, so that a template without an end is refused before training."""
     decisions: list[Decision]
 
     @property
@@ -158,6 +160,8 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
     tokenizer = load_tokenizer(run.model, run.trust_remote_code)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
     renderer = build_renderer(run.data, tokenizer)
+    stops = derive_stop_set(renderer, inherited_ends(run.model, config))
+    renderer = renderer.stopping_at(stops.ids)
     decisions = []
     max_length = run.data.max_length or context_length(config)
     if max_length is None:
@@ -166,9 +170,7 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
         )
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
-    ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))))
-    if ends:
-        decisions.append(Decision("stop", ends, "ends a turn: learned, and saved as the end token"))
+    decisions.append(Decision("stop", *described(stops, renderer.template)))
     if not ranks.is_writer:
         ranks.barrier()
     train = load_dataset(run.data, "train", renderer, max_length)
@@ -183,7 +185,7 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
         eval=held_out,
         max_length=max_length,
         new_ids=new_ids,
-        stop_ids=renderer.stop_ids,
+        stops=stops,
         decisions=decisions,
     )
 

@@ -98,7 +98,7 @@ def test_what_was_set_stands_apart_from_the_defaults(model: Path) -> None:
 def test_what_was_decided_has_its_reason(model: Path) -> None:
     data = write(Path("rows.jsonl"), rows("the cat"))
     text = section(shown(model, data, dtype="float32"), "decisions")
-    assert re.search(r"stop +<\|im_end\|> +ends a turn: learned", text)
+    assert re.search(r"stop +<\|im_end\|> +<\|im_end\|> ends an +assistant", text)
     assert re.search(r"data\.max_length +256 +the model's context", text)
     assert re.search(r"dtype +float32 +asked for by name", text)
     assert "share_prefixes" not in text

@@ -13,7 +13,7 @@ else (templates that strip thinking from history) one per turn.
 
 A row that cannot be rendered exactly is a RenderError. Two tokenisations are never glued together
 and no end token is ever made up. A template that writes none is refused; so is one that passes over
-tools, tool calls or reasoning.
+tools, tool calls or reasoning, and an answer with a token of the stop set before its end.
 
 Does not read files (``sources.py``) and does not cut (``length.py``). Imported by ``dataset.py``
 and by whoever needs prompts or the stop set.
@@ -21,7 +21,8 @@ and by whoever needs prompts or the stop set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -68,15 +69,23 @@ class Renderer:
         self.template = Template(tokenizer, template)
         self.tokenizer = tokenizer
         self.targets: Targets = targets
+        self.stop_set: frozenset[int] = frozenset()
+
+    def stopping_at(self, stop_set: Collection[int]) -> Renderer:
+        """The same renderer, which refuses a row whose turn does not end with a token of this set (the model would
+        not stop there), or has one of them before its end (the model would be cut there)."""
+        other = copy.copy(self)
+        other.stop_set = frozenset(stop_set)
+        return other
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The token or tokens that end an assistant turn."""
+        """The token that ends a plain assistant turn; empty without template and eos."""
         return self.template.stop_ids
 
     def identity(self) -> str:
         """Changes whenever the ids or targets of some row could."""
-        return f"{self.template.identity()} {self.targets}"
+        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}"
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -151,6 +160,7 @@ class Renderer:
             prompt = prompt[:-1]  # a tokenizer that itself ends each text with eos
         start = self.template.context_length(prompt, ids, row.place)
         ids = [*ids, *self._missing_eos(ids, row.place)]
+        self._require_none_inside(ids[start:-1], ids[-1], row.place)
         first = 1 if self.targets == "all" else max(start, 1)
         return self._sample(row.place, ids, range(first, len(ids)))
 
@@ -204,13 +214,27 @@ class Renderer:
         ids = ids_of[turn.row]
         start = self.template.context_length(ids_of[turn.prompt], ids, place)
         end = self.template.end_of_turn(ids, start, place)
-        if ids[end] in ids[start:end]:
+        if self.stop_set and ids[end] not in self.stop_set:
             raise RenderError(
-                f"{place}: {self.template.quoted(ids[end : end + 1])} ends the turn and is inside "
-                "it too; expected it "
-                "once, or the model would learn to stop there; remove it from the content"
+                f"{place}: the template ends this turn with {self.template.quoted(ids[end : end + 1])}, "
+                f"at which no server would stop; expected {self._stops}; add its id to eos_token_id in "
+                "the model's generation_config.json"
             )
+        self._require_none_inside(ids[start:end], ids[end], place)
         return start, end + 1
+
+    def _require_none_inside(self, inside: Ids, end: int, place: str) -> None:
+        """No token that ends an answer may be among the targets before the end."""
+        found = next((token for token in inside if token == end or token in self.stop_set), None)
+        if found is not None:
+            raise RenderError(
+                f"{place}: {self.template.quoted([found])} ends an answer and is inside this one too; expected "
+                "it once, or the model would learn to stop there; remove it from the content"
+            )
+
+    @property
+    def _stops(self) -> str:
+        return " or ".join(self.template.quoted([index]) for index in sorted(self.stop_set))
 
     def _sample(self, name: str, ids: Ids, target_at: Iterable[int]) -> Sample:
         bos = self.tokenizer.bos_token_id

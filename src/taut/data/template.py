@@ -3,7 +3,7 @@ assistant turn.
 
 Special tokens are never added to a rendering: the template writes them. Whatever a template raises
 on messages it does not take becomes a RenderError that names the row. Knows nothing of rows and
-targets (``render.py``, its only importer).
+targets. Imported by ``render.py`` and ``stops.py``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Template:
         prompt = self.apply(PROBE[:1], (), place, is_prompt=True)
         row = self.apply(PROBE, (), place)
         ids_of = self.encode([prompt, row])
-        start = _common_length(ids_of[prompt], ids_of[row])
+        start = common_length(ids_of[prompt], ids_of[row])
         added = {*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids}
         end = self._last_end(ids_of[row], start, added)
         if end is None:
@@ -168,7 +168,7 @@ class Template:
         """len(prompt), proven to be a prefix of ``ids``."""
         if ids[: len(prompt)] == prompt:
             return len(prompt)
-        at = _common_length(prompt, ids)
+        at = common_length(prompt, ids)
         raise RenderError(
             f"{place}: the prompt is not a token prefix of the row: after "
             f"{self.quoted(ids[max(at - 4, 0) : at])}, token "
@@ -212,7 +212,7 @@ class Template:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _common_length(left: Ids, right: Ids) -> int:
+def common_length(left: Ids, right: Ids) -> int:
     """How many leading ids are equal."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))

@@ -27,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -67,6 +68,36 @@ def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
     return config
+
+
+def inherited_ends(path: str, config: PreTrainedConfig) -> dict[int, str]:
+    """The ids at which the model at ``path`` is said to stop -> the file that says so. Reads no weight."""
+    ends: dict[int, str] = {}
+    directory = Path(path)
+    if not directory.is_dir() or (directory / "generation_config.json").is_file():
+        with _one_line(path, "a generation_config"):
+            generation = _generation_config(path)
+        named = None if generation is None else generation.eos_token_id
+        ends = dict.fromkeys(_as_list(named), "generation_config.json")
+    for settings in (config, config.get_text_config()):
+        for index in _as_list(getattr(settings, "eos_token_id", None)):
+            ends.setdefault(index, "config.json")
+    return ends
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        if Path(path).is_dir():
+            raise
+        return None  # a hub model without one
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
 
 
 def load_model(

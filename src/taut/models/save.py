@@ -1,11 +1,11 @@
 """A trained model -> a model directory in Hugging Face format that stops where it should in any
 server.
 
-The stop set (turn end first, then what else ends an answer, then what ended the base model's) goes
-into generation_config; the turn end becomes eos of tokenizer and config; the template in use is
-saved with the tokenizer. The pad token is never the turn end where another candidate exists: tools
-that mask pads by id would unteach it. An adapter is merged. The directory is written beside its
-place and renamed, and the tokenizer is read back first.
+The stop set goes into generation_config exactly as it was derived (``data.stops``); its first, the
+turn end, becomes eos of tokenizer and config; the template in use is saved with the tokenizer. The
+pad token is never the turn end where another candidate exists: tools that mask pads by id would
+unteach it. An adapter is merged. The directory is written beside its place and renamed, and the
+tokenizer is read back first.
 
 May import errors, models.anatomy and models.lora. Only the rank that writes calls it.
 """
@@ -53,7 +53,7 @@ def save_model(
 ) -> None:
     """Write model, tokenizer and template to ``directory``, which is replaced if it exists.
 
-    ``stop_ids``: the template's turn end first. ``template``: the chat template in use, None for
+    ``stop_ids``: the whole stop set, the turn end first. ``template``: the chat template in use, None for
     plain text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one
     started from). ``state_dict``: the full weights under ``model``'s names, where ``model`` holds
     shards.
@@ -153,18 +153,13 @@ def _set_stops(
     generation = model.generation_config
     if generation is None:
         generation = GenerationConfig()
-    stops = list(
-        dict.fromkeys(
-            [*stop_ids, *_as_list(generation.eos_token_id), *_as_list(config.eos_token_id)]
-        )
-    )
     for settings in {id(c): c for c in (config, config.get_text_config())}.values():
-        settings.eos_token_id = stop_ids[0] if stop_ids else settings.eos_token_id
+        settings.eos_token_id = stop_ids[0] if stop_ids else None
         settings.pad_token_id = tokenizer.pad_token_id
         if hasattr(settings, "use_cache"):
             settings.use_cache = True
     generation._from_model_config = False  # else the library derives it anew, with one stop
-    generation.eos_token_id = stops or None
+    generation.eos_token_id = list(stop_ids) or None
     generation.pad_token_id = tokenizer.pad_token_id
     if not generation.do_sample:
         for name in (
@@ -178,12 +173,6 @@ def _set_stops(
         ):
             setattr(generation, name, None)
     model.generation_config = generation
-
-
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
 
 
 def _require_same_ids(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

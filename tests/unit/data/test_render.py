@@ -176,7 +176,7 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
 
 def test_an_end_token_inside_a_turn_is_refused() -> None:
     stopping = [HISTORY[0], {"role": "assistant", "content": "2 plus<|im_end|> 3 is 5."}]
-    with pytest.raises(RenderError, match=r"^f:1: messages\[1\]: '<\|im_end\|>' ends the turn and"):
+    with pytest.raises(RenderError, match=r"^f:1: messages\[1\]: '<\|im_end\|>' ends an answer"):
         render(stopping)
 
 
