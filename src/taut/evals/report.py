@@ -1,0 +1,198 @@
+"""Answers -> numbers: each metric's mean with an interval, pass@k, how answers end and how long they are.
+
+A prompt counts once, however many completions it has: a metric's mean is the mean over prompts of the mean over their
+scored completions. Where every value is 0 or 1 the interval is Wilson's with prompts as trials, else a bootstrap over
+prompts. Scores that do not apply and scores that are errors are left out of the mean and counted; completions that an
+engine could not finish (finish_reason error) are counted apart and scored by nobody.
+
+May import types, data.prompts, rewards and evals.statistics. Evals, commands and the demo import it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from taut.data.prompts import PromptRow
+from taut.evals.statistics import bootstrap_interval, pass_at_k, wilson_interval
+from taut.rewards import Score
+from taut.types import Completion
+
+STOPPED = "stopped"
+"""The metric every report has: the share of completions that ended by themselves."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Answer:
+    """A completion and what the rewards said of it."""
+
+    row: PromptRow
+    completion: Completion
+    scores: Mapping[str, Score]
+    """By metric; empty where the engine could not finish the completion."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.completion.finish_reason == "error"
+
+    @property
+    def place(self) -> str:
+        """The row, and which of its completions where it is not the first."""
+        index = self.completion.index
+        return f"{self.row.place}#{index}" if index else self.row.place
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one reward said of all answers."""
+
+    name: str
+    mean: float | None
+    """None where nothing was scored."""
+    low: float | None
+    high: float | None
+    """The 95% interval; None where there is too little for one."""
+    interval: Literal["wilson", "bootstrap"] | None
+    num_scored: int
+    num_not_applicable: int
+    errors: tuple[str, ...]
+    """``place: reason`` of each score that is an error."""
+    pass_at: Mapping[int, float]
+    """k -> the chance that one of k completions is right; where values are 0 or 1 and prompts have several."""
+
+    @property
+    def error_share(self) -> float:
+        total = self.num_scored + self.num_not_applicable + len(self.errors)
+        return len(self.errors) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the completions, what ended them included."""
+
+    mean: float
+    median: float
+    longest: int
+    histogram: tuple[tuple[int, int, int], ...]
+    """(from, to, how many), both ends included: 1, 2, 3-4, 5-8, 9-16, ..."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a model's answers to a set of prompts come to."""
+
+    num_prompts: int
+    num_completions: int
+    failures: tuple[str, ...]
+    """``place: reason`` of each completion that the engine could not finish."""
+    stopped: Metric
+    metrics: tuple[Metric, ...]
+    lengths: Lengths | None
+    """None where no completion was finished."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, for ``report.json``."""
+        return asdict(self)
+
+    def values(self) -> dict[str, float]:
+        """name -> value, for those with one: each metric, its pass@k as ``NAME_pass_K``, and ``stopped``."""
+        found: dict[str, float] = {}
+        for metric in (*self.metrics, self.stopped):
+            if metric.mean is not None:
+                found[metric.name] = metric.mean
+            found |= {f"{metric.name}_pass_{k}": value for k, value in metric.pass_at.items()}
+        return found
+
+
+def build_report(answers: Sequence[Answer], names: Sequence[str]) -> Report:
+    """The report on ``answers``, with a metric for each of ``names``."""
+    finished = [answer for answer in answers if not answer.has_failed]
+    stopped = [Score(float(answer.completion.finish_reason == "stop")) for answer in finished]
+    return Report(
+        num_prompts=len({answer.row.id for answer in answers}),
+        num_completions=len(answers),
+        failures=tuple(
+            f"{answer.place}: {answer.completion.error}" for answer in answers if answer.has_failed
+        ),
+        stopped=_metric(STOPPED, finished, stopped, has_pass_at=False),
+        metrics=tuple(
+            _metric(name, finished, [answer.scores[name] for answer in finished]) for name in names
+        ),
+        lengths=_lengths([int(answer.completion.ids_N.size) for answer in finished]),
+    )
+
+
+def pass_ks(num_samples: int) -> list[int]:
+    """The k of pass@k that are reported for so many completions of a prompt: powers of two, and all of them."""
+    powers = [1 << power for power in range(1, num_samples.bit_length())]
+    return sorted({*powers, num_samples} - {0, 1})
+
+
+def spaced(answers: Sequence[Answer], limit: int) -> list[Answer]:
+    """The first completions of evenly spaced prompts, at most ``limit``."""
+    firsts = [answer for answer in answers if answer.completion.index == 0]
+    at = np.linspace(0, len(firsts) - 1, min(limit, len(firsts))).round().astype(int)
+    return [firsts[index] for index in at.tolist()]
+
+
+def _metric(
+    name: str, answers: Sequence[Answer], scores: Sequence[Score], *, has_pass_at: bool = True
+) -> Metric:
+    groups: dict[str, list[float]] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if score.value is not None:
+            groups.setdefault(answer.row.id, []).append(score.value)
+    means = [float(np.mean(group)) for group in groups.values()]
+    is_binary = all(value in (0.0, 1.0) for group in groups.values() for value in group)
+    interval: Literal["wilson", "bootstrap"] | None = None
+    low, high = None, None
+    if means and is_binary:
+        interval, (low, high) = "wilson", wilson_interval(sum(means), len(means))
+    elif len(means) > 1:
+        interval, (low, high) = "bootstrap", bootstrap_interval(means)
+    errors = [
+        f"{answer.place}: {score.error}"
+        for answer, score in zip(answers, scores, strict=True)
+        if score.error is not None
+    ]
+    num_scored = sum(map(len, groups.values()))
+    return Metric(
+        name=name,
+        mean=float(np.mean(means)) if means else None,
+        low=low,
+        high=high,
+        interval=interval,
+        num_scored=num_scored,
+        num_not_applicable=len(scores) - num_scored - len(errors),
+        errors=tuple(errors),
+        pass_at=_pass_at(list(groups.values())) if has_pass_at and is_binary else {},
+    )
+
+
+def _pass_at(groups: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Over the prompts that have k scored completions at least."""
+    found = {}
+    for k in pass_ks(max(map(len, groups), default=0)):
+        enough = [group for group in groups if len(group) >= k]
+        chances = [pass_at_k(len(group), int(sum(group)), k) for group in enough]
+        found[k] = float(np.mean(chances))
+    return found
+
+
+def _lengths(lengths: Sequence[int]) -> Lengths | None:
+    if not lengths:
+        return None
+    bins = Counter(max(length - 1, 0).bit_length() for length in lengths)
+    return Lengths(
+        mean=float(np.mean(lengths)),
+        median=float(np.median(lengths)),
+        longest=max(lengths),
+        histogram=tuple(
+            ((1 << (power - 1)) + 1 if power else 1, 1 << power, bins[power])
+            for power in range(max(bins) + 1)
+        ),
+    )

@@ -1,0 +1,175 @@
+"""The numbers of a report, each worked out by hand in its test."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines import FakeEngine
+
+from taut.config import from_mapping
+from taut.data.prompts import PromptRow
+from taut.errors import ConfigError, DataError
+from taut.evals.answers import EvalSampling, answer, require_scorable
+from taut.evals.report import Answer, Report, build_report, pass_ks, spaced
+from taut.evals.statistics import bootstrap_interval, pass_at_k, wilson_interval
+from taut.rewards import Reward, load_rewards
+from taut.rollout.engine import Sampling
+from taut.types import FinishReason
+
+
+def rows(count: int, reference: str = "fox") -> list[PromptRow]:
+    return [
+        PromptRow(
+            f"q.jsonl:{k}", f"q.jsonl:{k}", np.array([1, 2]), f"q{k}", (reference,), "answer", {}
+        )
+        for k in range(1, count + 1)
+    ]
+
+
+def answers(
+    said: Sequence[Sequence[str]], rewards: Sequence[Reward], reference: str = "fox"
+) -> list[Answer]:
+    """``said``: for each row, its completions."""
+    table = {row.id: texts for row, texts in zip(rows(len(said), reference), said, strict=True)}
+    ends: dict[str, FinishReason] = {"cut": "length", "lost": "error"}
+    engine = FakeEngine(
+        lambda name, index: table[name][index], lambda text: ends.get(text.split()[-1], "stop")
+    )
+    sampling = Sampling(n=len(said[0]))
+    return answer(engine, rows(len(said), reference), sampling, rewards)
+
+
+def report(said: Sequence[Sequence[str]], *names: str, reference: str = "fox") -> Report:
+    return build_report(answers(said, load_rewards(names), reference), names)
+
+
+@pytest.mark.parametrize(
+    ("hits", "trials", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (59, 177, 0.2681, 0.4057), (1, 1, 0.2065, 1)],
+)
+def test_wilson_interval(hits: int, trials: int, low: float, high: float) -> None:
+    assert wilson_interval(hits, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+@given(st.integers(1, 300), st.floats(0, 1))
+def test_an_interval_holds_its_rate_and_stays_between_0_and_1(trials: int, rate: float) -> None:
+    low, high = wilson_interval(rate * trials, trials)
+    assert 0 <= low <= rate + 1e-9
+    assert rate - 1e-9 <= high <= 1
+
+
+def test_the_bootstrap_of_many_values_is_the_normal_interval() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    low, high = bootstrap_interval(values.tolist())
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.03)
+    assert bootstrap_interval(values.tolist()) == (low, high)
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(
+    num_samples: int, data: st.DataObject
+) -> None:
+    right = data.draw(st.integers(0, num_samples))
+    k = data.draw(st.integers(1, num_samples))
+    chosen = list(combinations([True] * right + [False] * (num_samples - right), k))
+    expected = sum(any(choice) for choice in chosen) / len(chosen)
+    assert pass_at_k(num_samples, right, k) == pytest.approx(expected)
+
+
+def test_one_completion_each() -> None:
+    """Two of four are right, three hold the reference, one is cut; lengths 2, 4, 3 and 3 tokens."""
+    found = report([["fox"], ["a fox cut"], ["red fox"], ["The Fox."]], "exact_match", "contains")
+    exact, holds = found.metrics
+    assert (exact.mean, holds.mean, found.stopped.mean) == (0.5, 1.0, 0.75)
+    assert (exact.low, exact.high) == pytest.approx(wilson_interval(2, 4))
+    assert exact.interval == "wilson"
+    assert (exact.num_scored, exact.num_not_applicable, exact.errors) == (4, 0, ())
+    assert exact.pass_at == {}
+    assert found.lengths is not None
+    assert (found.lengths.mean, found.lengths.median, found.lengths.longest) == (3.0, 3.0, 4)
+    assert found.lengths.histogram == ((1, 1, 0), (2, 2, 1), (3, 4, 3))
+    assert (found.num_prompts, found.num_completions, found.failures) == (4, 4, ())
+    assert found.values() == {"exact_match": 0.5, "contains": 1.0, "stopped": 0.75}
+    assert json.loads(json.dumps(found.as_dict()))["metrics"][0]["mean"] == 0.5
+
+
+def test_several_completions_each() -> None:
+    """Of 4, prompt 1 has 1 right and prompt 2 has none: mean 1/8.
+
+    pass@2 = (1 - C(3,2)/C(4,2)) / 2 = (1 - 3/6) / 2 = 1/4; pass@4 = (1 + 0) / 2.
+    The interval is that of 2 trials, not of 8.
+    """
+    found = report([["fox", "x", "x", "x"], ["x", "x", "x", "x"]], "exact_match")
+    (exact,) = found.metrics
+    assert exact.mean == 0.125
+    assert exact.pass_at == pytest.approx({2: 0.25, 4: 0.5})
+    assert (exact.low, exact.high) == pytest.approx(wilson_interval(0.25, 2))
+    assert found.values()["exact_match_pass_2"] == 0.25
+    assert found.stopped.pass_at == {}
+
+
+def test_which_k_are_reported() -> None:
+    assert [pass_ks(n) for n in (0, 1, 2, 3, 6, 8)] == [[], [], [2], [2, 3], [2, 4, 6], [2, 4, 8]]
+
+
+def length(text: str, references: Sequence[str], row: object) -> float | None:
+    if "bad" in text:
+        raise RuntimeError("no luck")
+    return None if "skip" in text else len(text.split()) / 2
+
+
+def test_errors_and_what_does_not_apply_are_counted_and_never_0() -> None:
+    said = [["one two three"], ["skip"], ["bad"], ["one"]]
+    (metric,) = build_report(answers(said, [Reward("length", length)]), ["length"]).metrics
+    assert metric.mean == 1.0
+    assert (metric.num_scored, metric.num_not_applicable) == (2, 1)
+    assert metric.errors == ("q.jsonl:3: RuntimeError: no luck",)
+    assert metric.error_share == 0.25
+    assert metric.interval == "bootstrap"
+    assert (metric.low, metric.high) == (0.5, 1.5)
+
+
+def test_what_the_engine_could_not_finish_is_scored_by_nobody() -> None:
+    found = report([["fox", "lost"], ["lost", "lost"]], "exact_match")
+    assert found.failures == (
+        "q.jsonl:1#1: the server went away",
+        "q.jsonl:2: the server went away",
+        "q.jsonl:2#1: the server went away",
+    )
+    assert (found.metrics[0].mean, found.metrics[0].num_scored) == (1.0, 1)
+    assert found.metrics[0].pass_at == {}
+    assert found.stopped.num_scored == 1
+    nothing = report([["lost"]], "exact_match")
+    assert (nothing.metrics[0].mean, nothing.metrics[0].low, nothing.lengths) == (None, None, None)
+    assert nothing.values() == {}
+
+
+def test_samples_are_evenly_spaced_first_completions() -> None:
+    made = answers([["a", "b"]] * 7, load_rewards(["exact_match"]))
+    assert [a.row.id for a in spaced(made, 3)] == ["q.jsonl:1", "q.jsonl:4", "q.jsonl:7"]
+    assert {a.completion.index for a in spaced(made, 30)} == {0}
+    assert len(spaced(made, 30)) == 7
+    assert spaced([], 3) == []
+
+
+def test_answers_are_greedy_unless_a_temperature_is_set() -> None:
+    assert EvalSampling().temperature == 0
+    with pytest.raises(ConfigError, match="temperature=0 gives 4 times the same"):
+        from_mapping(EvalSampling, {"n": 4})
+    assert from_mapping(EvalSampling, {"n": 4, "temperature": 0.7}).n == 4
+
+
+def test_references_no_reward_can_use_are_refused_before_anything_is_generated() -> None:
+    rewards = load_rewards(["exact_match", "numeric"])
+    require_scorable(rows(3, "4"), rewards, 0.0)
+    require_scorable(rows(3), rewards, 1.0)
+    with pytest.raises(DataError, match=r"q\.jsonl:1: numeric: .*'fox' without a number.* 3 of 3"):
+        require_scorable(rows(3), rewards, 0.5)
