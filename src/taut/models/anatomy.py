@@ -16,7 +16,7 @@ import fnmatch
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,19 +62,35 @@ _DIVIDES = ("logits_scaling",)
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
+class Rows(NamedTuple):
+    """Rows of a frozen table that train by themselves, and stand in the place of the table's own."""
+
+    index_R: Tensor
+    """int64 [R]: which rows (here R counts rows)."""
+    weight_RD: nn.Parameter
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class HeadSpec:
-    """logits = softcap(scale * (hidden @ weight^T + bias)), softcap(x) = c * tanh(x / c)."""
+    """logits = softcap(scale * (hidden @ W^T + bias)), softcap(x) = c * tanh(x / c); W is ``weight`` with ``rows``
+    in place.
+    """
 
     weight: nn.Parameter
-    """[V, D]"""
+    """[V, D]; what it has at ``rows`` counts for nothing."""
     bias: nn.Parameter | None = None
     softcap: float | None = None
     scale: float = 1.0
+    rows: Rows | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The equation above, in the dtype of ``hidden``; the reference for the chunked head."""
-        logits = nn.functional.linear(hidden, self.weight, self.bias) * self.scale
+        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.rows is not None:
+            index_R, weight_RD = self.rows
+            bias = None if self.bias is None else self.bias[index_R]
+            logits = logits.index_copy(-1, index_R, nn.functional.linear(hidden, weight_RD, bias))
+        logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -141,7 +157,7 @@ def head(model: nn.Module) -> HeadSpec:
     """
     inner: Any = unwrap(model)
     module = inner.get_output_embeddings()
-    weight = getattr(module, "weight", None)
+    weight = stored_table(module)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         raise ModelError(
             f"{type(inner).__name__} has no linear output head; expected an lm_head with a weight "
@@ -154,7 +170,25 @@ def head(model: nn.Module) -> HeadSpec:
         if isinstance(value, int | float) and value:
             scale = scale * value if name in _MULTIPLIES else scale / value
     softcaps = [getattr(config, name) for name in _SOFTCAPS if getattr(config, name, None)]
-    return HeadSpec(weight, getattr(module, "bias", None), softcaps[0] if softcaps else None, scale)
+    bias = getattr(getattr(module, "original_module", module), "bias", None)
+    return HeadSpec(weight, bias, softcaps[0] if softcaps else None, scale, trained_rows(module))
+
+
+def stored_table(module: Any) -> Tensor | None:
+    """The whole table of an embedding or head; where rows of it train by themselves, the frozen one beside them."""
+    adapter = getattr(module, "token_adapter", None)
+    weight = getattr(module if adapter is None else adapter.base_layer, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
+
+
+def trained_rows(module: Any) -> Rows | None:
+    """The rows of an embedding or head that train by themselves, where they are in force."""
+    adapter = getattr(module, "token_adapter", None)
+    if adapter is None or adapter.disable_adapters or adapter.merged:
+        return None
+    (name,) = adapter.active_adapters
+    weight_RD = adapter.trainable_tokens_delta[name]
+    return Rows(torch.tensor(adapter.token_indices[name], device=weight_RD.device), weight_RD)
 
 
 @torch.no_grad()
@@ -180,7 +214,7 @@ def prove_head(model: nn.Module) -> float:
         if own_forward is not None:
             backbone.forward = own_forward
     ours = spec.logits(hidden)
-    tolerance = 1e-4 if ours.dtype == torch.float32 else 1e-9
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}.get(ours.dtype, 1e-9)
     error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
     if not error <= tolerance * (1.0 + float(ours.abs().max())):
         raise ModelError(
@@ -193,7 +227,7 @@ def prove_head(model: nn.Module) -> float:
 
 def is_tied(model: nn.Module) -> bool:
     """Whether head and embedding are one parameter."""
-    return getattr(embedding(model), "weight", None) is head(model).weight
+    return stored_table(embedding(model)) is head(model).weight
 
 
 def table_names(model: nn.Module) -> list[str]:

@@ -1,9 +1,9 @@
 """A model directory or hub name -> the model and its tokenizer, ready for taut's forward, or one
 line why not.
 
-What is in force after ``load_model``: parameters in float32 (float64 for float64), the attention
-asked for in the config of every submodule, no cache, no router auxiliary loss, no dropout, eager
-experts in float64, and a head whose logits equal the model's own. What it deliberately does not
+What is in force after ``load_model``: parameters in float32 (float64 for float64; the dtype
+computed in where nothing is trained), the attention asked for in the config of every submodule, no
+cache, no router auxiliary loss, no dropout, eager experts in float64, and a head whose logits equal the model's own. What it deliberately does not
 do: choose the attention, wrap adapters, move weights between ranks, or initialise a weight the
 checkpoint lacks.
 
@@ -107,11 +107,13 @@ def load_model(
     device: torch.device,
     attention: str,
     trust_remote_code: bool = False,
+    is_narrow: bool = False,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` for computing in ``dtype``, in train mode, on
     ``device``.
 
-    ``attention`` is the name it is registered under with the library's attention interface. Raises
+    ``attention`` is the name it is registered under with the library's attention interface. ``is_narrow``: the
+    parameters themselves are in ``dtype``, as inference wants them. Raises
     ModelError where the checkpoint is incomplete or something asked for is not in force.
     """
     config = load_config(path, trust_remote_code)
@@ -122,7 +124,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            dtype=dtype if is_narrow or dtype == torch.float64 else torch.float32,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             weights_only=True,
@@ -153,8 +155,7 @@ def load_skeleton(
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer at ``path``, of the class that its users will get."""
-    directory = Path(path)
-    if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZERS):
+    if Path(path).is_dir() and not has_tokenizer(path):
         raise ModelError(
             f"{path} has no tokenizer; expected tokenizer.json beside config.json; copy it from "
             "the base model"
@@ -163,6 +164,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether a directory holds a tokenizer."""
+    return any((Path(path) / name).is_file() for name in _TOKENIZERS)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -258,8 +264,8 @@ def _require_model_directory(path: str) -> None:
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
             raise ModelError(
-                f"model={path} is an adapter; expected a model; set lora.adapter={path} and model "
-                "to its base model"
+                f"model={path} is an adapter; expected a model; set model to its base model and "
+                f"adapter={path} (lora.adapter to train it)"
             )
         raise ModelError(
             f"model={path} has no config.json; expected a model directory in Hugging Face format"

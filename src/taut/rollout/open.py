@@ -1,17 +1,47 @@
 """A model directory and an engine's settings -> an engine that is ready, with all that goes with it.
 
 ``ModelUse`` is the head of the configuration of every command that uses a finished model (generate, eval, chat,
-verify). May import what is below rollout.
+verify). The local engine's weights are kept in the dtype it computes in, since nothing is trained; the model goes
+through the proofs that training goes through. What an exact answer cannot be had for is refused: layers with state
+across tokens by name, RoPE beyond the length up to which it does not depend on the length.
+
+May import what is below rollout.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
 
+import torch
+from transformers import PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut import parallel
+from taut.attention.select import select
 from taut.config import configclass
 from taut.data.render import Renderer
-from taut.data.stops import StopSet
+from taut.data.stops import StopSet, derive_stop_set, described
+from taut.errors import ConfigError, ModelError
+from taut.models import anatomy
+from taut.models.load import (
+    context_length,
+    has_tokenizer,
+    inherited_ends,
+    load_config,
+    load_model,
+    load_skeleton,
+    load_tokenizer,
+)
+from taut.models.lora import LoraConfig, apply_lora
+from taut.models.precision import ChosenDtype, backward_context, resolve_dtype
+from taut.models.prove import prove
+from taut.models.score import Scorer
 from taut.rollout.engine import Engine
 from taut.rollout.local import LocalConfig
 from taut.rollout.server import ServerConfig
@@ -24,27 +54,189 @@ class ModelUse:
     model: str
     """Directory (or hub name) of the model: weights for the local engine, tokenizer and template for both."""
     engine: Literal["local", "server"] = "local"
-    """local: in this process. server: the endpoint at server.url, which must serve this model."""
+    """local: in this process. server: the endpoint at url, which must serve this model."""
+    url: str | None = None
+    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
     template: str | None = None
     """A file with a chat template to use in place of the tokenizer's own."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """The local engine's dtype; by default bfloat16 on a GPU that has it, else float32."""
     device: str = "auto"
     """The local engine's device: auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """The local engine's attention: auto, reference, varlen or flex."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     local: LocalConfig = LocalConfig()
     server: ServerConfig = ServerConfig()
 
+    def __post_init__(self) -> None:
+        if self.engine == "server" and self.url is None:
+            raise ConfigError(
+                "engine=server and url is not set; expected where the server answers; "
+                "set url=http://HOST:PORT/v1"
+            )
+        if self.engine == "server" and self.adapter is not None:
+            raise ConfigError(
+                f"adapter={self.adapter} would be ignored by engine=server; expected the server to serve the "
+                "adapter; remove it here and name it there with server.name"
+            )
+        if self.engine == "local" and self.url is not None:
+            raise ConfigError(
+                f"url={self.url} would be ignored by engine=local; set engine=server, or remove it"
+            )
+
+
+Decision: TypeAlias = tuple[str, str, str]
+"""(name, value, reason) of what was settled for the user."""
+
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine and what its prompts are made with."""
+    """An engine and what its prompts are made with. ``with`` closes it."""
 
     engine: Engine
     renderer: Renderer
     stops: StopSet
     context: int | None
     """Tokens prompt and completion may have together."""
-    decisions: list[tuple[str, str, str]] = field(default_factory=list)
-    """(name, value, reason) of what was settled for the user."""
+    decisions: list[Decision]
+    close: Callable[[], None] = lambda: None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.renderer.tokenizer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_engine(use: ModelUse) -> Opened:
+    """The engine that ``use`` asks for, ready to generate. Raises TautError where it cannot be had as asked."""
+    config = load_config(use.model, use.trust_remote_code)
+    decisions: list[Decision] = []
+    tokenizer_path = use.model
+    if use.adapter is not None and has_tokenizer(use.adapter):
+        tokenizer_path = use.adapter
+        decisions.append(("tokenizer", use.adapter, "the adapter brings its own"))
+    tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
+    renderer = Renderer(tokenizer, _template(use.template))
+    stops = derive_stop_set(renderer, inherited_ends(use.model, config))
+    decisions.append(("stop", *described(stops, renderer.template)))
+    if use.engine == "server":
+        return _server(use, config, renderer, stops, decisions)
+    return _local(use, config, renderer, stops, decisions)
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(
+            f"template: cannot read {path}: {reason}; expected a file with a chat template"
+        ) from None
+
+
+def _server(
+    use: ModelUse,
+    config: PreTrainedConfig,
+    renderer: Renderer,
+    stops: StopSet,
+    decisions: list[Decision],
+) -> Opened:
+    from taut.rollout.server import ServerEngine
+
+    assert use.url is not None
+    context = context_length(config)
+    engine = ServerEngine.open(use.url, use.server, renderer.tokenizer, stops.ids, context)
+    decisions.append(("engine", "server", use.url))
+    return Opened(engine, renderer, stops, engine.context, decisions, engine.close)
+
+
+def _local(
+    use: ModelUse,
+    config: PreTrainedConfig,
+    renderer: Renderer,
+    stops: StopSet,
+    decisions: list[Decision],
+) -> Opened:
+    from taut.rollout.local import LocalEngine
+
+    context, reasons = _exact_context(use, config)
+    decisions.extend(reasons)
+    device = parallel.start(use.device).device
+    dtype = _dtype(use.dtype, device)
+    chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
+    decisions.append(("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason))
+    decisions.append(("attention", chosen.name, chosen.reason))
+    scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
+    compute = partial(_compute, dtype.dtype)
+    prove(scorer, compute(), dtype.dtype, context or 64)
+    engine = LocalEngine(
+        scorer,
+        renderer.tokenizer,
+        stops.ids,
+        context=context,
+        compute=compute,
+        config=use.local,
+    )
+    return Opened(engine, renderer, stops, context, decisions)
+
+
+def _exact_context(use: ModelUse, config: PreTrainedConfig) -> tuple[int | None, list[Decision]]:
+    """The longest sequence the local engine continues exactly. Looks at the architecture only."""
+    skeleton = load_skeleton(use.model, config, use.trust_remote_code)
+    stateful = anatomy.stateful_layers(skeleton)
+    if stateful:
+        raise ModelError(
+            f"model={use.model} has layers with state across tokens ({', '.join(stateful[:3])}), which the local "
+            "engine does not carry; expected attention in every layer; serve the model and set engine=server url=..."
+        )
+    context, rope = context_length(config), anatomy.length_dependent_rope(skeleton)
+    if rope is not None and (context is None or context > rope[1]):
+        reason = f"{rope[0]} RoPE depends on the sequence's length beyond it"
+        return rope[1], [("context", str(rope[1]), reason)]
+    return context, []
+
+
+def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+    if requested is None and device.type == "cpu":
+        return ChosenDtype(torch.float32, "decoding on a CPU gains nothing from bf16")
+    return resolve_dtype(requested, device)
+
+
+def _compute(dtype: torch.dtype) -> Any:
+    """The context of a forward pass: the weights are in the dtype computed in, so there is no autocast."""
+    return nullcontext() if dtype == torch.bfloat16 else backward_context(dtype)
+
+
+def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: str) -> Scorer:
+    model: Any = load_model(
+        use.model,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        trust_remote_code=use.trust_remote_code,
+        is_narrow=use.adapter is None,
+    )
+    if use.adapter is not None:  # added in full precision, then narrowed
+        model = apply_lora(model, LoraConfig(adapter=use.adapter))
+        model = model.merge_and_unload(safe_merge=True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    scorer = Scorer(model.requires_grad_(False))
+    scorer.eval()
+    return scorer

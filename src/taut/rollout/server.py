@@ -13,8 +13,6 @@ from taut.config import configclass
 class ServerConfig:
     """An OpenAI-compatible endpoint that takes token ids (vLLM)."""
 
-    url: str | None = None
-    """Where it answers, as in http://127.0.0.1:8000/v1."""
     name: str | None = None
     """The model's name there; by default the only one it serves."""
     key: str | None = None
