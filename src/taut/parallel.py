@@ -127,16 +127,25 @@ def is_first_to_fail() -> bool:
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
-    """Shard every layer and the root over all ranks; gradients arrive summed."""
+    """Shard every layer and the root over all ranks; gradients arrive summed.
+
+    A method of the root called next_logits is a way in, as forward is.
+    """
     if ranks.size == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(root, mesh=mesh)
+    if hasattr(root, "next_logits"):
+        register_fsdp_forward_method(root, "next_logits")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

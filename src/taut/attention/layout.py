@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from taut.types import IntArray
 
@@ -56,6 +56,8 @@ class Layout:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cache: dict[Any, Any] = field(default_factory=dict)
     """What a backend derives once per micro-batch and reads in every layer (block masks, index tensors)."""
+    kept: dict[nn.Module, tuple[Tensor, Tensor]] | None = None
+    """Where each attention layer leaves its keys and values [1, Hkv, T, K], for an engine; None: nowhere."""
 
     def __post_init__(self) -> None:
         num_tokens = self.reach_T.size
@@ -65,6 +67,10 @@ class Layout:
         if self.last_T is not None:
             same_reach = self.reach_T[self.last_T] == self.reach_T
             assert same_reach.all(), "no tree cuts a block that sees itself both ways"
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.reach_T.size)
 
     @cached_property
     def depth_T(self) -> IntArray:

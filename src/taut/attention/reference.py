@@ -88,7 +88,7 @@ class TreeAttention(torch.autograd.Function):
             if is_first:
                 out[:, :, q0:q1], lse[:, :, q0:q1] = some_out, some_lse
             else:
-                _merge(out[:, :, q0:q1], lse[:, :, q0:q1], some_out, some_lse)
+                merge(out[:, :, q0:q1], lse[:, :, q0:q1], some_out, some_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.parts, ctx.scale = parts, scale
@@ -120,7 +120,7 @@ class TreeAttention(torch.autograd.Function):
         return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype), None, None
 
 
-def _merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
     """Add one part of the keys to a running softmax average, in place."""
     total = torch.logaddexp(lse, some_lse)
     out.mul_(torch.exp(lse - total).unsqueeze(-1))

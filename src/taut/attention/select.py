@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from taut.attention import flex, reference, varlen
 from taut.attention.call import Call, read_call
+from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import AttentionError
 
@@ -140,7 +141,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    taut_layout: Layout | None = None,
+    taut_layout: Layout | Decoding | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """The function the library calls in every attention layer. q [1, H, T, K] -> ([1, T, H, K], None)."""
@@ -150,7 +151,7 @@ def _attention(
             "call it through taut, or load it again for use elsewhere"
         )
     assert attention_mask is None, "a mask reached a taut attention function"
-    assert query.shape[:3:2] == (1, taut_layout.reach_T.size), (
+    assert query.shape[:3:2] == (1, taut_layout.num_tokens), (
         f"a flat run is expected, got {query.shape}"
     )
     call = read_call(module, query.shape[-1], keywords)
@@ -158,7 +159,12 @@ def _attention(
         _observation.layers.append(module)
         _observation.windows_called.add(call.window)
     query, key, value = (_as_computed(x) for x in (query, key, value))
-    out = BACKENDS[backend](query, key, value, taut_layout, call)
+    if isinstance(taut_layout, Decoding):
+        out = taut_layout.attend(module, query, key, value, call)
+    else:
+        if taut_layout.kept is not None:
+            taut_layout.kept[module] = (key, value)
+        out = BACKENDS[backend](query, key, value, taut_layout, call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -20,11 +20,12 @@ The Scorer is the root of sharding; nobody calls inner modules from outside.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.anatomy import HeadSpec, decoder, head
 from taut.types import Packed, Scores
@@ -67,6 +68,21 @@ class Scorer(nn.Module):
             linear_N = linear_N.to(self.device)
         return score_hidden(hidden_ND, packed.target_N, head(self.model), linear_N, with_entropy)
 
+    def next_logits(
+        self, ids_T: Tensor, position_ids: Tensor, layout: Layout | Decoding, read_R: Tensor
+    ) -> Tensor:
+        """Logits [R, V] of what follows each token in ``read_R``, in at least float32: an engine's
+        way in.
+        """
+        hidden_TD = decoder(self.model)(
+            input_ids=ids_T.to(self.device).unsqueeze(0),
+            position_ids=position_ids.to(self.device).unsqueeze(-2),
+            use_cache=False,
+            taut_layout=layout,
+        ).last_hidden_state.squeeze(0)
+        logits_RV = head(self.model).logits(hidden_TD.index_select(0, read_R.to(self.device)))
+        return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+
 
 def score_hidden(
     hidden_ND: Tensor,
@@ -76,28 +92,48 @@ def score_hidden(
     with_entropy: bool = False,
 ) -> Scores:
     """The head alone: hidden states of the predictors -> scores of the targets."""
+    rows = None if spec.rows is None else spec.rows.weight_RD
+    inputs = (hidden_ND, spec.weight, spec.bias, rows)
     if linear_N is None:
         logp_N, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, spec.weight, spec.bias, target_N, spec, with_entropy
+            *inputs, _Asked(spec, target_N, with_entropy=with_entropy)
         )
         return Scores(logp_N, entropy_N if with_entropy else None)
     assert not with_entropy, "entropy is not computed where the gradient is formed in the forward"
     total, logp_N = _LinearHead.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, spec.weight, spec.bias, target_N, linear_N, spec
+        *inputs, _Asked(spec, target_N, linear_N)
     )
     return Scores(logp_N, linear_sum=total)
+
+
+class _Asked(NamedTuple):
+    """What is asked of the head, nothing of which has a gradient."""
+
+    spec: HeadSpec
+    target_N: Tensor
+    linear_N: Tensor | None = None
+    with_entropy: bool = False
 
 
 class _Chunks:
     """The arithmetic of the head on a chunk of rows, shared by both ways through it."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        trained: Tensor | None,
+        spec: HeadSpec,
+    ) -> None:
         device_type = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
         self.dtype = torch.get_autocast_dtype(device_type) if is_autocast else weight.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
         self.bias, self.spec = bias, spec
+        self.trained = None if trained is None else trained.to(self.dtype)
+        self.index = None if spec.rows is None else spec.rows.index_R
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
         shape = (min(rows, hidden.shape[0]), weight.shape[0])
         # Written anew by each chunk: fresh memory of this size costs more than what is computed in it.
@@ -113,6 +149,8 @@ class _Chunks:
             torch.mm(hidden, self.weight.T, out=z)
         else:
             z.copy_(hidden @ self.weight.T)
+        if self.trained is not None:
+            z[:, self.index] = (hidden @ self.trained.T).to(self.wide)
         if self.bias is not None:
             z += self.bias
         if self.spec.scale != 1.0:
@@ -135,7 +173,9 @@ class _Chunks:
 
 
 class _Sums:
-    """Gradients of hidden, weight and bias, accumulated over chunks; only those that are needed."""
+    """Gradients of hidden, weight, bias and the rows that train by themselves, accumulated over chunks; only those
+    that are needed.
+    """
 
     def __init__(self, chunks: _Chunks, needs: tuple[bool, ...], weight: Tensor) -> None:
         wide = chunks.wide
@@ -146,17 +186,34 @@ class _Sums:
         self.bias = None
         if chunks.bias is not None and needs[2]:
             self.bias = torch.zeros_like(chunks.bias, dtype=wide)
+        self.trained = None
+        if chunks.trained is not None:
+            self.trained = torch.zeros_like(chunks.trained, dtype=wide)
 
     def add(self, rows: slice, grad: Tensor) -> None:
-        """``grad`` [rows, V]: gradient with respect to h W^T + b."""
+        """``grad`` [rows, V]: gradient with respect to h W^T + b; it is used up."""
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(self.chunks.dtype)
+        apart = self._take_trained(narrow, rows)
         if self.hidden is not None:
             torch.mm(narrow, self.chunks.weight, out=self.hidden[rows])
+            if apart is not None:
+                self.hidden[rows] += apart @ self.chunks.trained
         if self.weight is not None:
             self._add_weight(narrow, self.chunks.hidden[rows])
         self.is_first = False
+
+    def _take_trained(self, grad: Tensor, rows: slice) -> Tensor | None:
+        """The columns of ``grad`` that belong to the rows that train by themselves; what is left has zeros there."""
+        if self.trained is None:
+            return None
+        index = self.chunks.index
+        assert index is not None
+        apart = grad.index_select(1, index)
+        self.trained += apart.T @ self.chunks.hidden[rows]
+        grad.index_fill_(1, index, 0.0)
+        return apart
 
     def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
         """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
@@ -179,11 +236,11 @@ class _Head(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        spec: HeadSpec,
-        with_entropy: bool,
+        trained: Tensor | None,
+        asked: _Asked,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, bias, spec)
+        chunks = _Chunks(hidden, weight, bias, trained, asked.spec)
+        target, with_entropy = asked.target_N, asked.with_entropy
         logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
         entropy = torch.zeros_like(logp)
         for rows in chunks.slices:
@@ -191,16 +248,16 @@ class _Head(torch.autograd.Function):
             logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
             if with_entropy:
                 entropy[rows] = -(every.exp() * every).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, target, entropy)
-        ctx.spec, ctx.dtype = spec, chunks.dtype
+        ctx.save_for_backward(hidden, weight, bias, trained, entropy)
+        ctx.asked, ctx.dtype = asked, chunks.dtype
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.with_entropy = with_entropy
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, entropy = ctx.saved_tensors
+        hidden, weight, bias, trained, entropy = ctx.saved_tensors
+        target = ctx.asked.target_N
         grad_logp, grad_entropy = grads
         is_narrow = ctx.dtype != weight.dtype
         with torch.autocast(
@@ -208,7 +265,7 @@ class _Head(torch.autograd.Function):
             dtype=ctx.dtype if is_narrow else None,
             enabled=is_narrow,
         ):
-            chunks = _Chunks(hidden, weight, bias, ctx.spec)
+            chunks = _Chunks(hidden, weight, bias, trained, ctx.asked.spec)
         sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
         for rows in chunks.slices:
             z = chunks.logits(rows)
@@ -217,15 +274,14 @@ class _Head(torch.autograd.Function):
             share = grad_logp[rows, None]
             grad = -share * p
             grad.scatter_add_(1, target[rows, None], share.to(grad.dtype))
-            if ctx.with_entropy:
+            if ctx.asked.with_entropy:
                 grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
             sums.add(rows, chunks.to_raw(grad, z))
         return (
             _cast(sums.hidden, hidden),
             _cast(sums.weight, weight),
             sums.bias,
-            None,
-            None,
+            _cast(sums.trained, trained),
             None,
         )
 
@@ -239,13 +295,13 @@ class _LinearHead(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        linear: Tensor,
-        spec: HeadSpec,
+        trained: Tensor | None,
+        asked: _Asked,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, bias, spec)
+        chunks = _Chunks(hidden, weight, bias, trained, asked.spec)
         sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
-        linear = linear.to(chunks.wide)
+        assert asked.linear_N is not None
+        target, linear = asked.target_N, asked.linear_N.to(chunks.wide)
         logp = torch.empty_like(linear)
         for rows in chunks.slices:
             z = chunks.logits(rows)
@@ -255,7 +311,12 @@ class _LinearHead(torch.autograd.Function):
             grad = every.exp_().mul_(-share)
             grad.scatter_add_(1, target[rows, None], share)
             sums.add(rows, chunks.to_raw(grad, z))
-        ctx.save_for_backward(_cast(sums.hidden, hidden), _cast(sums.weight, weight), sums.bias)
+        ctx.save_for_backward(
+            _cast(sums.hidden, hidden),
+            _cast(sums.weight, weight),
+            sums.bias,
+            _cast(sums.trained, trained),
+        )
         ctx.mark_non_differentiable(logp)
         return (linear * logp).sum(), logp
 
@@ -266,8 +327,8 @@ class _LinearHead(torch.autograd.Function):
         scaled = [
             grad if grad is None or is_one else grad.mul_(factor) for grad in ctx.saved_tensors
         ]
-        return (*scaled, None, None, None)
+        return (*scaled, None)
 
 
-def _cast(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if grad is None else grad.to(like.dtype)
+def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if grad is None or like is None else grad.to(like.dtype)

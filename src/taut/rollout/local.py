@@ -1,12 +1,47 @@
-"""The engine in this process."""
+"""The engine in this process, on the very weights that train.
+
+    prefill   prompts are laid out as one flat run, common prefixes once; every attention layer leaves its keys and
+              values, which are cut into the stretches of the prompts' tree and kept once
+    decode    one forward per step over one new token of each live completion, flat (attention/decode.py)
+
+A completion that ends leaves the batch at once and a waiting one enters. Who enters when depends on counts only, never
+on time. Under several ranks the prompts are dealt out and all ranks run equally many forwards (sharded weights need that).
+Modes are put back and no global random state is read or moved.
+
+Deliberately not here: images, models with state across tokens (refused by name), weights on other machines. May import
+rollout/engine, sampling, text; attention; models; data.pack; parallel.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any
 
+import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.attention.decode import Decoding, Group, Stretch
+from taut.attention.layout import Layout
 from taut.config import configclass
+from taut.data.pack import PackPolicy, common_prefix, pack
+from taut.errors import ModelError
+from taut.models import anatomy
+from taut.models.score import Scorer
+from taut.parallel import Ranks
+from taut.rollout.engine import OnDone, Sampling, require_usable, room, stream_seed
+from taut.rollout.sampling import draw
+from taut.rollout.text import Texts
+from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
+
+NOTHING = np.empty(0)
+SHARE = PackPolicy(share_prefixes=True, min_saved_tokens=16)
 
 
 @configclass
@@ -17,3 +52,278 @@ class LocalConfig:
     """Completions decoded at a time."""
     prefill_tokens: Annotated[int, Field(ge=1)] = 4096
     """Prompt tokens computed at a time; a longer prompt is computed alone."""
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A completion under way."""
+
+    prompt: Prompt
+    index: int
+    room: int
+    random: np.random.Generator
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    logp_one: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prefilled:
+    """A prompt whose keys and values are kept, with completions yet to begin."""
+
+    rows: deque[Row]
+    path: tuple[Stretch, ...]
+    is_leaf_shared: bool
+    """Whether another prompt sees the last stretch too."""
+    logits_V: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """The state of one call of ``generate``."""
+
+    sampling: Sampling
+    waiting: deque[Prompt]
+    begun: deque[Prefilled] = field(default_factory=deque)
+    groups: list[Group] = field(default_factory=list)
+    rows: list[list[Row]] = field(default_factory=list)
+    """Of each group."""
+
+    @property
+    def num_live(self) -> int:
+        return sum(map(len, self.rows))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.begun or self.groups)
+
+
+class LocalEngine:
+    """Generates with a Scorer's model. See rollout/engine.py for what ``generate`` takes and gives."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        *,
+        context: int | None,
+        compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        config: LocalConfig = LocalConfig(),  # noqa: B008 (frozen)
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``context``: tokens a prompt and its completion may have; ``compute``: the precision context of a forward.
+
+        Raises ModelError for a model whose layers carry state from token to token.
+        """
+        stateful = anatomy.stateful_layers(scorer.model)
+        if stateful:
+            raise ModelError(
+                f"{type(anatomy.unwrap(scorer.model)).__name__} has layers with state across tokens ({stateful[0]}), "
+                "which the local engine does not keep; expected attention only; serve the model and use engine=server"
+            )
+        rope = anatomy.length_dependent_rope(scorer.model)
+        if rope is not None:  # beyond it the angles of the tokens already kept would change
+            context = min(context or rope[1], rope[1])
+        self.scorer, self.context, self.config = scorer, context, config
+        self.stop_ids = frozenset(stop_ids)
+        self.texts = Texts(tokenizer, stop_ids)
+        self._compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """``sampling.n`` completions of each prompt, in the order of prompts and samples.
+
+        Under several ranks ``on_done`` hears of this rank's only; the list is whole on all of them.
+        """
+        require_usable(prompts, self.context)
+        mine = prompts[self._ranks.rank :: self._ranks.size]
+        done: list[Completion] = []
+        with self._forward():
+            for row in self._run(mine, sampling):
+                if row.finish is not None:
+                    done.append(self._completion(row, sampling))
+                    if on_done is not None:
+                        on_done(done[-1])
+        every = [completion for some in self._ranks.gather(done) for completion in some]
+        order = {prompt.id: number for number, prompt in enumerate(prompts)}
+        return sorted(every, key=lambda c: (order[c.prompt_id], c.index))
+
+    def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
+        """The ids of one completion as they are sampled, the one that ends it included."""
+        assert sampling.n == 1 and self._ranks.size == 1
+        require_usable([prompt], self.context)
+        rows = self._run([prompt], sampling)
+        while True:
+            with self._forward():
+                row = next(rows, None)
+            if row is None:
+                return
+            yield row.ids[-1]
+
+    def _run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Row]:
+        """Each row after each of its tokens. One forward per round, on every rank."""
+        call = _Call(sampling, deque(prompts))
+        while self._ranks.max([float(call.is_busy)])[0]:
+            free = self.config.sequences - call.num_live
+            if call.waiting and not call.begun and free > 0:
+                self._prefill(call, free)
+            elif call.groups:
+                yield from self._decode(call)
+            else:
+                self._idle()
+            while call.begun and call.num_live < self.config.sequences:
+                yield from self._begin(call)
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        was_training = self.scorer.training
+        self.scorer.eval()
+        try:
+            with torch.no_grad(), self._compute():
+                yield
+        finally:
+            self.scorer.train(was_training)
+
+    def _prefill(self, call: _Call, free: int) -> None:
+        """Compute the next prompts, as many as there are places for, and keep their keys and values."""
+        chosen = self._next_prompts(call, free)
+        samples = {prompt.id: _as_sample(prompt) for prompt in chosen}
+        packed = pack(list(samples.values()), SHARE)
+        layout = Layout(packed.reach_T.numpy(), None, self.scorer.device, kept={})
+        logits_RV = self.scorer.next_logits(
+            packed.ids_T, packed.position_ids, layout, packed.read_R
+        )
+        assert layout.kept is not None
+        read_R = packed.read_R.numpy()
+        stretches = _stretches(layout, read_R)
+        by_id = {prompt.id: prompt for prompt in chosen}
+        for number, (name, last) in enumerate(zip(packed.sample_ids, read_R, strict=True)):
+            path = [s for s in stretches if s[0] <= last < layout.reach_T[s[0]]]
+            rows = self._rows(by_id[name], call.sampling)
+            is_leaf_shared = (
+                sum(path[-1][0] <= at < layout.reach_T[path[-1][0]] for at in read_R) > 1
+            )
+            kept = tuple(stretch for _, stretch in path)
+            call.begun.append(Prefilled(rows, kept, is_leaf_shared, logits_RV[number]))
+
+    def _next_prompts(self, call: _Call, free: int) -> list[Prompt]:
+        chosen: list[Prompt] = []
+        num_tokens = 0
+        while call.waiting and len(chosen) * call.sampling.n < free:
+            prompt = call.waiting[0]
+            shared = common_prefix(_as_sample(chosen[-1]), _as_sample(prompt)) if chosen else 0
+            num_tokens += prompt.ids_T.size - shared
+            if chosen and num_tokens > self.config.prefill_tokens:
+                break
+            chosen.append(call.waiting.popleft())
+        return chosen
+
+    def _rows(self, prompt: Prompt, sampling: Sampling) -> deque[Row]:
+        size = room(prompt, sampling, self.context)
+        seeds = [stream_seed(sampling.seed, prompt.id, index) for index in range(sampling.n)]
+        return deque(
+            Row(prompt, index, size, np.random.default_rng(seed))
+            for index, seed in enumerate(seeds)
+        )
+
+    def _begin(self, call: _Call) -> Iterator[Row]:
+        """Draw the first token of as many of the next prompt's completions as there are places for."""
+        begun = call.begun[0]
+        free = self.config.sequences - call.num_live
+        rows = [begun.rows.popleft() for _ in range(min(free, len(begun.rows)))]
+        if not begun.rows:
+            call.begun.popleft()
+        self._draw(begun.logits_V.expand(len(rows), -1), rows, call.sampling)
+        yield from rows
+        live = [row for row in rows if row.finish is None]
+        if live:
+            is_alone = len(rows) == 1 and call.sampling.n == 1 and not begun.is_leaf_shared
+            call.groups.append(_group(begun, live, is_alone=is_alone))
+            call.rows.append(live)
+
+    def _decode(self, call: _Call) -> Iterator[Row]:
+        """One token more for every live completion."""
+        rows = [row for some in call.rows for row in some]
+        decoding = Decoding(call.groups)
+        depth = [group.depth for group in call.groups for _ in range(group.num_rows)]
+        ids_B = torch.tensor([row.ids[-1] for row in rows])
+        logits_BV = self.scorer.next_logits(
+            ids_B, torch.tensor(depth), decoding, torch.arange(len(rows))
+        )
+        decoding.advance()
+        self._draw(logits_BV, rows, call.sampling)
+        yield from rows
+        for group, some in zip(call.groups, call.rows, strict=True):
+            for at in reversed(range(len(some))):
+                if some[at].finish is not None:
+                    group.drop(at)
+                    some[at] = some[-1]
+                    some.pop()
+        call.groups = [group for group in call.groups if group.num_rows]
+        call.rows = [some for some in call.rows if some]
+
+    def _idle(self) -> None:
+        """A forward for the company of the other ranks."""
+        one = torch.zeros(1, dtype=torch.long)
+        self.scorer.next_logits(one, one, Layout(np.array([1]), None, self.scorer.device), one)
+
+    def _draw(self, logits_BV: Tensor, rows: Sequence[Row], sampling: Sampling) -> None:
+        """Append a token to each row and see whether it ended there."""
+        has_history = sampling.repetition_penalty != 1
+        history = [[*row.prompt.ids_T.tolist(), *row.ids] for row in rows] if has_history else []
+        uniform_B = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
+        drawn = draw(logits_BV, sampling, history, uniform_B.to(logits_BV.device))
+        values = zip(*(column.tolist() for column in drawn), strict=True)
+        for row, (index, logp, logp_one) in zip(rows, values, strict=True):
+            row.ids.append(index)
+            row.logp.append(logp)
+            row.logp_one.append(logp_one)
+            if index in self.stop_ids or self.texts.has_stop(row.ids, sampling.stop):
+                row.finish = "stop"
+            elif len(row.ids) == row.room:
+                row.finish = "length"
+
+    def _completion(self, row: Row, sampling: Sampling) -> Completion:
+        assert row.finish is not None
+        return Completion(
+            prompt_id=row.prompt.id,
+            index=row.index,
+            ids_N=np.asarray(row.ids, dtype=np.int64),
+            logp_N=np.asarray(row.logp),
+            logp_one_N=np.asarray(row.logp_one),
+            finish_reason=row.finish,
+            text=self.texts.text(row.ids, sampling.stop),
+        )
+
+
+def _as_sample(prompt: Prompt) -> Sample:
+    return Sample(prompt.id, prompt.ids_T, np.empty(0, dtype=np.int64), NOTHING)
+
+
+def _group(begun: Prefilled, rows: Sequence[Row], *, is_alone: bool) -> Group:
+    """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch."""
+    size = rows[0].prompt.ids_T.size
+    leaf = begun.path[-1]
+    if not is_alone:
+        return Group(begun.path, size, rows[0].room, len(rows))
+    group = Group(begun.path[:-1], leaf.depth, leaf.length + rows[0].room, 1)
+    group.take_over(leaf)
+    return group
+
+
+def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:
+    """(first token, stretch): the runs of tokens that the same prompts see, in flat order."""
+    assert layout.kept is not None
+    cuts = {segment.start for segment in layout.segments} | {int(last) + 1 for last in read_R}
+    bounds = sorted(cuts | {layout.num_tokens})
+    found = []
+    for start, stop in pairwise(bounds):
+        kept = {
+            layer: (key[:, :, start:stop].clone(), value[:, :, start:stop].clone())
+            for layer, (key, value) in layout.kept.items()
+        }
+        found.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
+    return found
