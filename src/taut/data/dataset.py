@@ -207,17 +207,16 @@ def load_dataset(
     cache_dir: Path | None = None,
 ) -> Dataset:
     """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them."""
-    sources = _sources(config, split)
+    named = sources(config, split)
     directory = cache_dir or (
         Path(config.cache).expanduser() if config.cache else cache.default_directory()
     )
     limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
-    columns = [_columns(config, source) for source in sources]
-    opened = [open_source(source) for source in sources]
+    opened = [open_source(source) for source, _ in named]
     identity = renderer.identity()
     parts, decisions, is_cached = [], [], True
     times_seen: Counter[str] = Counter()
-    for source, how, found in zip(sources, columns, opened, strict=True):
+    for (source, how), found in zip(named, opened, strict=True):
         key = _key(found, how, limits, identity)
         entry, reason = cache.load(directory, key)
         if entry is None:
@@ -252,8 +251,8 @@ def _require_weight_counts(part: Part, split: str) -> None:
 
 def read_rows(config: DataConfig, split: Literal["train", "eval"]) -> Iterator[Row]:
     """The rows of ``config.train`` or ``config.eval`` themselves, in the order of sources and rows."""
-    for source in _sources(config, split):
-        found, columns = open_source(source), _columns(config, source)
+    for source, columns in sources(config, split):
+        found = open_source(source)
         for number, record in found.records():
             yield read_row(record, f"{found.path}:{number}", columns)
 
@@ -264,13 +263,18 @@ def input_paths(config: DataConfig) -> list[str]:
     return [*paths, *(path for path in (config.template, config.cache) if path)]
 
 
+def sources(config: DataConfig, split: Literal["train", "eval"]) -> list[tuple[Source, Columns]]:
+    """What ``config.train`` or ``config.eval`` names, and how each is read."""
+    return [(source, _columns(config, source)) for source in _sources(config, split)]
+
+
 def _sources(config: DataConfig, split: Literal["train", "eval"]) -> list[Source]:
-    sources = _listed(config, split)
-    if not sources:
+    listed = _listed(config, split)
+    if not listed:
         raise ConfigError(
             f"data.{split} is not set; expected a path or a list; set data.{split}=FILE.jsonl"
         )
-    return sources
+    return listed
 
 
 def _listed(config: DataConfig, split: str) -> list[Source]:

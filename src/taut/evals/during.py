@@ -1,0 +1,222 @@
+"""Evaluation while a model trains: which measurements are due after which step, and answers among them.
+
+Answers come from the engine on the very weights that train, with random streams of its own: a run with evaluations and
+one without take the same steps, bit for bit. Under several ranks all of them generate, the writer judges, and the others
+take its word.
+
+May import what evals may. run names its configuration, api wires it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import Field
+
+from taut.config import configclass, to_dict
+from taut.data.dataset import DataConfig, sources
+from taut.data.prompts import PromptRow, load_prompts
+from taut.data.render import Renderer
+from taut.data.sources import Source
+from taut.errors import ConfigError
+from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
+from taut.evals.best import Best
+from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
+from taut.loop import Job
+from taut.rewards import REWARDS, Reward, load_rewards
+from taut.rollout.engine import Engine, require_usable
+from taut.rollout.local import LocalConfig
+
+SAMPLES_LOGGED = 4
+RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts")
+"""Names in an ``eval`` event that no reward may bear."""
+
+
+@configclass
+class AnswersConfig:
+    """Evaluation by generation while training: at the end, and"""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations by generation; 0: only at the end."""
+    rewards: list[str] = field(default_factory=list)
+    """What judges the answers: exact_match, contains, numeric, FILE.py:function. Empty: nothing is generated."""
+    data: str | list[str | Source] | None = None
+    """Prompts with their references, as data.eval; by default data.eval."""
+    reference: str | None = None
+    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
+    limit: Annotated[int, Field(ge=1)] = 128
+    """How many prompts are asked: the first of the data, equally many of each source."""
+    max_errors: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of a reward's scores that may be errors; with more, there is a warning and its value is not taken as best."""
+    sampling: EvalSampling = EvalSampling()
+    local: LocalConfig = LocalConfig()
+
+    def __post_init__(self) -> None:
+        if not self.rewards and (self.every or self.data is not None or self.reference is not None):
+            raise ConfigError(
+                "found settings of eval.answers without eval.answers.rewards; expected what judges the answers; "
+                'set eval.answers.rewards=["exact_match"]'
+            )
+
+
+class Evaluation(NamedTuple):
+    """A measurement that is made after every so many steps (0: none), and at the end."""
+
+    every: int
+    measure: Callable[[int], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """All measurements of a run; callable after each step."""
+
+    all: Sequence[Evaluation]
+    num_steps: int
+    best: Best | None
+
+    def __call__(self, step: int) -> None:
+        """What is due between steps; the end has its own."""
+        if step < self.num_steps:
+            self._run([e for e in self.all if e.every and step % e.every == 0], step)
+
+    def at_end(self) -> dict[str, float]:
+        """Everything, after the last step; what was measured."""
+        return self._run(self.all, self.num_steps)
+
+    def _run(self, due: Sequence[Evaluation], step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for evaluation in due:
+            metrics |= evaluation.measure(step)
+        if self.best is not None and due:
+            self.best.consider(step, metrics)
+        return metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Answering:
+    """Asks the model that trains, and emits an ``eval`` event."""
+
+    config: AnswersConfig
+    rows: Sequence[PromptRow]
+    rewards: Sequence[Reward]
+    engine: Engine
+    job: Job
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """name -> value of every metric that may be trusted, on all ranks."""
+        job, names = self.job, self.names
+        devices = [job.ranks.device] if job.ranks.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # a reward may draw
+            rewards = self.rewards if job.ranks.is_writer else []
+            answers = answer(self.engine, self.rows, self.config.sampling, rewards)
+        mine = build_report(answers, names) if job.ranks.is_writer else None
+        report: Report | None = job.ranks.gather(mine)[0]
+        assert report is not None
+        values = report.values()
+        job.emit("eval", step=step, **event_fields(report, answers))
+        for metric in report.metrics:
+            if metric.error_share > self.config.max_errors:
+                job.emit(
+                    "warning",
+                    step=step,
+                    name=metric.name,
+                    detail=f"{len(metric.errors)} scores of {metric.name} are errors, the first of them {metric.errors[0]}; "
+                    "its value is not taken as the best",
+                )
+                values = {
+                    k: v
+                    for k, v in values.items()
+                    if k not in metric_names(metric.name, self.config)
+                }
+        return values
+
+    @property
+    def names(self) -> list[str]:
+        return [reward.name for reward in self.rewards]
+
+    @property
+    def measured(self) -> str:
+        """A fingerprint of the questions and how they are asked."""
+        asked = [[row.ids_T.tolist(), row.references] for row in self.rows]
+        config = to_dict(self.config)
+        text = json.dumps([asked, config["rewards"], config["sampling"]])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build_answering(
+    config: AnswersConfig,
+    data: DataConfig,
+    renderer: Renderer,
+    make_engine: Callable[[LocalConfig], Any],
+    job: Job,
+) -> Answering | None:
+    """The evaluation a run asks for, refused now where it could not be made; None where it asks for none."""
+    if not config.rewards:
+        return None
+    rewards = load_rewards(config.rewards, RESERVED)
+    rows = _load_rows(config, data, renderer, any(r.name in REWARDS for r in rewards))
+    require_scorable(rows, rewards, config.max_errors)
+    engine = make_engine(config.local)
+    require_usable(prompts_of(rows), engine.context)
+    return Answering(config, rows, rewards, engine, job)
+
+
+def metric_names(reward: str, config: AnswersConfig) -> list[str]:
+    """The metrics that may come of a reward."""
+    return [reward, *(f"{reward}_pass_{k}" for k in pass_ks(config.sampling.n))]
+
+
+def event_fields(report: Report, answers: Sequence[Answer]) -> dict[str, Any]:
+    """A report as fields of an ``eval`` event, with a few of the answers."""
+    fields: dict[str, Any] = dict(report.values())
+    for metric in report.metrics:
+        fields |= {f"{metric.name}_low": metric.low, f"{metric.name}_high": metric.high}
+        if metric.errors:
+            fields[f"{metric.name}_errors"] = len(metric.errors)
+    if report.lengths is not None:
+        fields["tokens_mean"] = report.lengths.mean
+    fields["num_prompts"] = report.num_prompts
+    fields["samples"] = [sample_fields(one) for one in spaced(answers, SAMPLES_LOGGED)]
+    return fields
+
+
+def sample_fields(one: Answer) -> dict[str, Any]:
+    """An answer for people to look at."""
+    return {
+        "place": one.place,
+        "references": list(one.row.references),
+        "text": one.completion.text,
+        "finish_reason": one.completion.finish_reason,
+        "scores": {name: score.value for name, score in one.scores.items()},
+    }
+
+
+def _load_rows(
+    config: AnswersConfig, data: DataConfig, renderer: Renderer, needs_reference: bool
+) -> list[PromptRow]:
+    given = data.eval if config.data is None else config.data
+    if not given:
+        raise ConfigError(
+            "eval.answers.rewards is set and there is nothing to ask: neither eval.answers.data nor data.eval is set; "
+            "set eval.answers.data=FILE.jsonl"
+        )
+    found = sources(replace(data, eval=given), "eval")
+    each, more = divmod(config.limit, len(found))
+    rows = []
+    for number, (source, columns) in enumerate(found):
+        limit = each + (number < more)
+        if limit:
+            rows += load_prompts(
+                source,
+                renderer,
+                columns,
+                reference=config.reference,
+                needs_reference=needs_reference,
+                limit=limit,
+            )
+    return rows
