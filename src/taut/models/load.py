@@ -3,9 +3,9 @@ line why not.
 
 What is in force after ``load_model``: parameters in float32 (float64 for float64; the dtype
 computed in where nothing is trained), the attention asked for in the config of every submodule, no
-cache, no router auxiliary loss, no dropout, eager experts in float64, and a head whose logits equal the model's own. What it deliberately does not
-do: choose the attention, wrap adapters, move weights between ranks, or initialise a weight the
-checkpoint lacks.
+cache, no router auxiliary loss, no dropout, eager experts in float64, and a head whose logits equal
+the model's own. What it deliberately does not do: choose the attention, wrap adapters, move weights
+between ranks, or initialise a weight the checkpoint lacks.
 
 May import errors and models.anatomy. Run, checks and the command line import it.
 """

@@ -46,6 +46,9 @@ from taut.rollout.engine import Engine
 from taut.rollout.local import LocalConfig
 from taut.rollout.server import ServerConfig
 
+PROVED = 64
+"""Tokens of the proofs' longest sample where a model names no context."""
+
 
 @configclass
 class ModelUse:
@@ -121,8 +124,18 @@ class Opened:
         self.close()
 
 
-def open_engine(use: ModelUse) -> Opened:
-    """The engine that ``use`` asks for, ready to generate. Raises TautError where it cannot be had as asked."""
+@dataclass(frozen=True)
+class Rendering:
+    """What prompts are made with: all of a model but its weights."""
+
+    config: PreTrainedConfig
+    renderer: Renderer
+    stops: StopSet
+    decisions: list[Decision]
+
+
+def open_renderer(use: ModelUse) -> Rendering:
+    """Tokenizer, template and stop set, in a moment: prompts can be read before weights are."""
     config = load_config(use.model, use.trust_remote_code)
     decisions: list[Decision] = []
     tokenizer_path = use.model
@@ -133,9 +146,16 @@ def open_engine(use: ModelUse) -> Opened:
     renderer = Renderer(tokenizer, _template(use.template))
     stops = derive_stop_set(renderer, inherited_ends(use.model, config))
     decisions.append(("stop", *described(stops, renderer.template)))
-    if use.engine == "server":
-        return _server(use, config, renderer, stops, decisions)
-    return _local(use, config, renderer, stops, decisions)
+    return Rendering(config, renderer, stops, decisions)
+
+
+def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
+    """The engine that ``use`` asks for, ready to generate. ``rendering``: of the same ``use``, if it is open already.
+
+    Raises TautError where it cannot be had as asked.
+    """
+    rendering = open_renderer(use) if rendering is None else rendering
+    return _server(use, rendering) if use.engine == "server" else _local(use, rendering)
 
 
 def _template(path: str | None) -> str | None:
@@ -150,41 +170,34 @@ def _template(path: str | None) -> str | None:
         ) from None
 
 
-def _server(
-    use: ModelUse,
-    config: PreTrainedConfig,
-    renderer: Renderer,
-    stops: StopSet,
-    decisions: list[Decision],
-) -> Opened:
+def _server(use: ModelUse, rendering: Rendering) -> Opened:
     from taut.rollout.server import ServerEngine
 
     assert use.url is not None
-    context = context_length(config)
+    renderer, stops = rendering.renderer, rendering.stops
+    context = context_length(rendering.config)
     engine = ServerEngine.open(use.url, use.server, renderer.tokenizer, stops.ids, context)
-    decisions.append(("engine", "server", use.url))
+    decisions = [*rendering.decisions, ("engine", "server", use.url)]
     return Opened(engine, renderer, stops, engine.context, decisions, engine.close)
 
 
-def _local(
-    use: ModelUse,
-    config: PreTrainedConfig,
-    renderer: Renderer,
-    stops: StopSet,
-    decisions: list[Decision],
-) -> Opened:
+def _local(use: ModelUse, rendering: Rendering) -> Opened:
     from taut.rollout.local import LocalEngine
 
+    config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     context, reasons = _exact_context(use, config)
-    decisions.extend(reasons)
     device = parallel.start(use.device).device
     dtype = _dtype(use.dtype, device)
     chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
-    decisions.append(("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason))
-    decisions.append(("attention", chosen.name, chosen.reason))
+    decisions = [
+        *rendering.decisions,
+        *reasons,
+        ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        ("attention", chosen.name, chosen.reason),
+    ]
     scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
     compute = partial(_compute, dtype.dtype)
-    prove(scorer, compute(), dtype.dtype, context or 64)
+    prove(scorer, compute(), dtype.dtype, context or PROVED)
     engine = LocalEngine(
         scorer,
         renderer.tokenizer,

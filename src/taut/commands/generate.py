@@ -1,0 +1,325 @@
+"""``taut generate MODEL prompts=FILE out=FILE``: completions of a file of prompts, one JSON object a line.
+
+    {"id", "index", "ids", "logp", "logp_one", "finish_reason", "text"}    and, where there are any, "error",
+                                                                           "references", "prompt_ids"
+
+A line is written as soon as its completion is finished, so lines are in the order they finished in; ``id`` and
+``index`` say which is which. What is written is kept: after a crash, an interrupt or errors, the same command with
+``resume=true`` finishes what is missing and tries errors again. ``FILE.meta.json`` beside the output holds what the
+completions were drawn with; a run with other settings does not add to them.
+
+Does not judge completions (``evaluate.py``). The command line imports it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from taut import __version__
+from taut.config import configclass, to_dict
+from taut.data.columns import Columns, Format
+from taut.data.prompts import PromptRow, load_prompts
+from taut.data.sources import Source
+from taut.errors import OutputError
+from taut.rollout.engine import Sampling
+from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
+from taut.types import Completion, FloatArray, Prompt
+
+ERRORS_SHOWN = 3
+DECIMALS = 7
+"""Of a log-prob in the file."""
+
+Key = tuple[str, int]
+"""A completion: its prompt's id and its index."""
+
+
+@configclass
+class Generate(ModelUse):
+    """Completions of a file of prompts."""
+
+    prompts: str | Source
+    """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: rows with messages, conversations,
+    prompt, instruction or text."""
+    out: str
+    """The JSONL file that is written; refused if it exists, unless resume."""
+    format: Format = "auto"
+    """How rows are read; auto recognises them by their columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """taut's name of a column -> its name in the data."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    reference: str | None = None
+    """The column with the right answer, copied beside each completion; by default one of the usual names, if there."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many rows."""
+    prompt_ids: bool = False
+    """Write each prompt's token ids too."""
+    resume: bool = False
+    """Finish what an earlier run with the same settings left in out; begin where there is nothing."""
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of it; the counts are of this run, what an earlier one did left out."""
+
+    out: Path
+    num_prompts: int
+    num_completions: int
+    """In the file, errors left out."""
+    num_kept: int
+    """Of these, written by an earlier run."""
+    finished: Mapping[str, int]
+    """finish_reason -> completions."""
+    num_tokens: int
+    seconds: float
+    errors: tuple[str, ...]
+    """Those of this run's completions that failed."""
+    decisions: tuple[tuple[str, str, str], ...]
+
+
+def run(config: Generate) -> int:
+    """Generate, and print what came of it; exit code 1 if a completion failed."""
+    console = Console(highlight=False, soft_wrap=True)
+    result = generate(config, console)
+    console.print(summary(result), markup=False)
+    return 1 if result.errors else 0
+
+
+def generate(config: Generate, console: Console | None = None) -> Generated:
+    """Write the completions that are not in ``config.out`` yet. ``console``: where progress is shown, if a terminal."""
+    out = Path(config.out).expanduser()
+    _require_free(out, config)
+    rendering = open_renderer(config)
+    columns = Columns(config.format, config.columns, config.ignore_keys, prefix="")
+    rows = load_prompts(
+        config.prompts,
+        rendering.renderer,
+        columns,
+        reference=config.reference,
+        limit=config.limit,
+    )
+    identity = _identity(config, rows, rendering.stops.ids)
+    kept = _kept(out, identity) if config.resume else []
+    done = {_key(line) for line in kept}
+    samples = range(config.sampling.n)
+    missing = [row for row in rows if any((row.id, index) not in done for index in samples)]
+    with open_engine(config, rendering) as opened:
+        _begin(out, identity, kept)
+        with out.open("a", encoding="utf-8") as file, _progress(console) as progress:
+            tally = _Tally(file, {row.id: row for row in rows}, done, config.prompt_ids, progress)
+            progress.update(progress.task_ids[0], total=len(missing) * len(samples))
+            prompts = [Prompt(row.id, row.ids_T) for row in missing]
+            if prompts:
+                opened.engine.generate(prompts, config.sampling, tally)
+    return _result(out, rows, kept, tally, opened)
+
+
+def summary(result: Generated) -> str:
+    """The result in a few lines."""
+    lines = [f"{name}: {value} ({reason})" for name, value, reason in result.decisions]
+    total = sum(result.finished.values())
+    parts = [f"{total:,} completions of {result.num_prompts:,} prompts"]
+    if result.num_kept:
+        parts.append(f"{result.num_kept:,} were there already")
+    if total:
+        stopped, cut = result.finished.get("stop", 0), result.finished.get("length", 0)
+        parts.append(f"{stopped / total:.1%} stopped, {cut:,} cut, {len(result.errors):,} errors")
+        rate = result.num_tokens / max(result.seconds, 1e-9)
+        parts.append(f"{result.num_tokens:,} tokens in {result.seconds:.1f} s ({rate:,.0f}/s)")
+    lines.append("; ".join(parts))
+    lines += [f"error: {error}" for error in result.errors[:ERRORS_SHOWN]]
+    if len(result.errors) > ERRORS_SHOWN:
+        lines.append(f"and {len(result.errors) - ERRORS_SHOWN:,} more errors")
+    if result.errors:
+        lines.append("the same command with resume=true tries these again")
+    return "\n".join([*lines, f"written: {result.out}"])
+
+
+class _Tally:
+    """Writes each completion as it finishes, and counts."""
+
+    def __init__(
+        self,
+        file: TextIO,
+        rows: Mapping[str, PromptRow],
+        done: set[Key],
+        has_prompt_ids: bool,
+        progress: Progress,
+    ) -> None:
+        self.file, self.rows, self.done = file, rows, done
+        self.has_prompt_ids, self.progress = has_prompt_ids, progress
+        self.finished: Counter[str] = Counter()
+        self.num_tokens = 0
+        self.errors: list[str] = []
+        self.began = time.perf_counter()
+
+    def __call__(self, completion: Completion) -> None:
+        self.progress.advance(self.progress.task_ids[0])
+        if (completion.prompt_id, completion.index) in self.done:
+            return
+        line = self._line(completion)
+        self.file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.file.flush()
+        self.finished[completion.finish_reason] += 1
+        self.num_tokens += int(completion.ids_N.size)
+        if completion.finish_reason == "error":
+            self.errors.append(f"{completion.prompt_id}: {completion.error}")
+
+    def _line(self, completion: Completion) -> dict[str, Any]:
+        row = self.rows[completion.prompt_id]
+        line: dict[str, Any] = {
+            "id": row.id,
+            "index": completion.index,
+            "ids": completion.ids_N.tolist(),
+            "logp": _rounded(completion.logp_N),
+            "logp_one": _rounded(completion.logp_one_N),
+            "finish_reason": completion.finish_reason,
+            "text": completion.text,
+        }
+        if completion.error is not None:
+            line["error"] = completion.error
+        if row.references:
+            line["references"] = list(row.references)
+        if self.has_prompt_ids:
+            line["prompt_ids"] = row.ids_T.tolist()
+        return line
+
+
+def _rounded(values: FloatArray | None) -> list[float] | None:
+    return None if values is None else [round(float(value), DECIMALS) for value in values]
+
+
+def _result(
+    out: Path,
+    rows: Sequence[PromptRow],
+    kept: Sequence[dict[str, Any]],
+    tally: _Tally,
+    opened: Opened,
+) -> Generated:
+    return Generated(
+        out=out,
+        num_prompts=len(rows),
+        num_completions=len(kept) + sum(tally.finished.values()) - len(tally.errors),
+        num_kept=len(kept),
+        finished=dict(tally.finished),
+        num_tokens=tally.num_tokens,
+        seconds=time.perf_counter() - tally.began,
+        errors=tuple(tally.errors),
+        decisions=tuple(opened.decisions),
+    )
+
+
+def _meta(out: Path) -> Path:
+    return out.with_name(f"{out.name}.meta.json")
+
+
+def _require_free(out: Path, config: Generate) -> None:
+    if out.is_dir():
+        raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
+    source = config.prompts if isinstance(config.prompts, str) else config.prompts.path
+    if out.exists() and out.resolve() == Path(source).expanduser().resolve():
+        raise OutputError(f"out={out} is the file of prompts; expected another; rename out")
+    if out.exists() and not config.resume:
+        raise OutputError(
+            f"out={out} exists; expected a new file; set resume=true to finish what it lacks, or name another"
+        )
+
+
+def _identity(
+    config: Generate, rows: Sequence[PromptRow], stop_ids: Sequence[int]
+) -> dict[str, Any]:
+    """What completions in one file must have in common."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, row.ids_T.tolist(), row.references]).encode())
+    settings = to_dict(config)
+    names = ("model", "adapter", "engine", "dtype", "sampling", "prompt_ids")
+    return {
+        **{name: settings[name] for name in names},
+        "server.name": settings["server"]["name"],
+        "stop_ids": list(stop_ids),
+        "prompts": digest.hexdigest(),
+    }
+
+
+def _kept(out: Path, identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The good lines of an earlier run; its errors, and a last line that was cut, are to be done again."""
+    if not out.exists():
+        return []
+    try:
+        earlier = json.loads(_meta(out).read_text(encoding="utf-8"))["drawn_with"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise OutputError(
+            f"{_meta(out).name} beside out={out} cannot be read; expected what its completions were drawn with; name "
+            "another out"
+        ) from None
+    changed = [name for name, value in identity.items() if earlier.get(name) != value]
+    if changed:
+        raise OutputError(
+            f"out={out} was drawn with other settings ({', '.join(changed)}); expected the same to add to it; restore "
+            "them, or name another out"
+        )
+    lines: dict[Key, dict[str, Any]] = {}
+    texts = out.read_bytes().split(b"\n")
+    for number, text in enumerate(
+        texts[:-1], start=1
+    ):  # after the last newline: nothing, or a cut line
+        try:
+            line = json.loads(text)
+            key = _key(line)
+        except (ValueError, LookupError, TypeError):
+            raise OutputError(
+                f"{out}:{number} is no line of taut's; expected a completion; restore the file or name another out"
+            ) from None
+        if line["finish_reason"] != "error":
+            lines.setdefault(key, line)
+    return list(lines.values())
+
+
+def _key(line: Mapping[str, Any]) -> Key:
+    return line["id"], line["index"]
+
+
+def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> None:
+    """Write what is drawn with, and leave in ``out`` only what is kept."""
+    meta = {"taut": __version__, "drawn_with": identity}
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8"
+        )
+        _meta(out).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise OutputError(
+            f"out={out} cannot be written: {error.strerror}; expected room and permission"
+        ) from error
+
+
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Progress]:
+    """A bar on a terminal, else nothing."""
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    is_shown = console is not None and console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        progress.add_task("generating")
+        yield progress
