@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from taut import __version__, parallel
 from taut.checkpoint import Checkpoints, require_resumable
 from taut.config import to_dict
-from taut.data.dataset import input_paths
-from taut.errors import ConfigError, TautError
+from taut.contract import Origin, seal
+from taut.data.dataset import input_paths, read_rows
+from taut.errors import CheckFailed, ConfigError, TautError
 from taut.evals.heldout import HeldOut
+from taut.golden import Question, choose_questions
 from taut.loop import StepReport, train
 from taut.models.lora import is_adapted, save_adapter
-from taut.models.save import make_readable, save_model
+from taut.models.save import make_readable, saving
 from taut.outdir import claim, require_usable
-from taut.parallel import Ranks
+from taut.reloaded import Comparison, Trained, load_adapted, samples_to_compare, score
 from taut.run import Built, Run, build
 from taut.runlog import RunLog
 
@@ -92,6 +95,7 @@ def _run(built: Built, out: Path, log: RunLog) -> Result:
         ranks=job.ranks,
         emit=log.emit,
     )
+    questions = _questions(built)
     began = time.perf_counter()
     _emit_start(built, log)
     if run.resume:
@@ -102,7 +106,7 @@ def _run(built: Built, out: Path, log: RunLog) -> Result:
     job.after_step = [*_every(run.eval.every, evaluate, job.num_steps), checkpoints]
     report = train(job)
     eval_loss = evaluate(job.num_steps) if evaluate else None
-    model = _save(built, out)
+    model = _save(built, out, questions, checkpoints, log)
     log.emit(
         "end",
         outcome="finished",
@@ -166,26 +170,82 @@ def _every(every: int, evaluate: HeldOut | None, num_steps: int) -> list[Callabl
     return [lambda step: chosen(step) if step % every == 0 and step < num_steps else None]
 
 
-def _save(built: Built, out: Path) -> Path:
-    """Write ``model/`` (merged) and, with adapters, ``adapter/``; the writer only."""
-    ranks: Ranks = built.job.ranks
+def _questions(built: Built) -> list[Question]:
+    """The golden prompts, chosen before training: a row that is gone is told now. For the writer only."""
+    run = built.run
+    if not run.contract.prompts or not built.job.ranks.is_writer:
+        return []
+    rows = read_rows(run.data, "eval" if run.data.eval else "train")
+    return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
+
+
+def _save(
+    built: Built, out: Path, questions: Sequence[Question], checkpoints: Checkpoints, log: RunLog
+) -> Path:
+    """Write ``adapter/``, with adapters, and ``model/`` (merged), which takes its place once it is proven.
+
+    Where it is not what was trained, the training state is kept and the run fails, on all ranks.
+    """
+    ranks, inputs = built.job.ranks, built.inputs
+    data = inputs.train if inputs.eval is None else inputs.eval
+    samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
+    logps = score(built.scorer, samples)
     state = parallel.whole_state_dict(built.scorer.model, ranks)
+    failure = ""
     if ranks.is_writer:
         sharded = state if ranks.size > 1 else None
-        save_model(
-            built.scorer.model,
-            built.inputs.tokenizer,
-            out / "model",
-            stop_ids=built.inputs.stops.ids,
-            template=built.inputs.renderer.template.template,
-            dtype=built.saved_dtype,
-            state_dict=sharded,
-        )
-        if is_adapted(built.scorer.model):
-            save_adapter(built.scorer.model, out / "adapter", sharded)
-            make_readable(out / "adapter")
-    ranks.barrier()
+        trained = Trained(built.scorer.model, sharded, samples, logps, built.saved_dtype)
+        try:
+            _write(built, out, trained, questions, log)
+        except CheckFailed as error:
+            failure = str(error)
+    failure = ranks.gather(failure)[0]
+    if failure:
+        raise CheckFailed(f"{failure}; training state: {checkpoints.save(built.job.num_steps)}")
     return out / "model"
+
+
+def _write(
+    built: Built, out: Path, trained: Trained, questions: Sequence[Question], log: RunLog
+) -> None:
+    """What the writer does for all."""
+    run, inputs, device = built.run, built.inputs, built.job.ranks.device
+    adapted = None
+    if is_adapted(trained.model):
+        save_adapter(trained.model, out / "adapter", trained.state)
+        make_readable(out / "adapter")
+        adapted = partial(
+            load_adapted,
+            run.model,
+            out / "adapter",
+            inputs.new_ids,
+            device,
+            run.trust_remote_code,
+        )
+    origin = Origin(
+        trained=trained,
+        questions=questions,
+        stops=inputs.stops,
+        config=run.contract,
+        device=device,
+        trust_remote_code=run.trust_remote_code,
+        adapted=adapted,
+    )
+    with saving(
+        trained.model,
+        inputs.tokenizer,
+        out / "model",
+        stop_ids=inputs.stops.ids,
+        template=inputs.renderer.template.template,
+        dtype=trained.dtype,
+        state_dict=trained.state,
+    ) as directory:
+        seal(directory, origin, partial(_emit_comparison, log))
+
+
+def _emit_comparison(log: RunLog, found: Comparison) -> None:
+    outcome = "passed" if found.is_sound else "failed"
+    log.emit("check", name=found.name, outcome=outcome, value=found.value, detail=found.detail)
 
 
 def _resolved(built: Built) -> dict[str, Any]:
@@ -210,6 +270,7 @@ def _identity(built: Built) -> dict[str, Any]:
         "epochs",
         "log",
         "checkpoint",
+        "contract",
         "eval",
         "device",
     )

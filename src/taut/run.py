@@ -28,6 +28,7 @@ from taut.data.plan import BatchConfig, Budget, CostModel, Order, prefix_groups
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError
+from taut.golden import ContractConfig
 from taut.loop import Job
 from taut.methods.sft import Sft
 from taut.models import anatomy
@@ -106,6 +107,7 @@ class Run:
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
 
 

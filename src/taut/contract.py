@@ -1,0 +1,256 @@
+"""``contract.json`` in a saved model directory: what its files say and what the model answers, so that anyone can check
+that a server does the same (``taut verify``).
+
+    facts      dtype, digests of template and tokenizer, eos and pad wherever they are written, generation_config
+    stops      the stop set: id, token, why
+    goldens    prompts (messages or text, and their ids), the greedy continuation of each, the log-probability of each
+               of its ids at temperature 1, and its margin: by how much it beats the runner-up, in nats
+    checks     how the model in training, the merged and the reloaded one compared (``taut.reloaded``)
+
+Goldens describe the saved weights, loaded anew and computed in float32. The tokenizer's digest leaves out what calls
+of a tokenizer change (truncation, padding) and the order of keys.
+
+Does not choose an engine and does not judge (``commands/verify.py`` does). ``api`` and ``commands`` import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+from transformers import GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.data.render import Renderer
+from taut.data.stops import StopSet
+from taut.errors import CheckFailed, ModelError
+from taut.golden import ContractConfig, Golden, Question, answer, rendered
+from taut.models import anatomy
+from taut.models.load import load_config, load_tokenizer
+from taut.models.score import Scorer
+from taut.reloaded import (
+    Comparison,
+    Trained,
+    compare,
+    compare_saved,
+    load_anew,
+    require_sound,
+    room_for,
+    score,
+)
+
+FILE = "contract.json"
+FORMAT = 1
+"""Raised whenever a reader of an older file could misread a newer one."""
+
+VERSIONS = ("taut", "torch", "transformers", "tokenizers")
+"""What took part."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A token that ends an answer."""
+
+    id: int
+    token: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the files of a model directory say."""
+
+    dtype: str
+    template: str | None
+    """SHA-256 of the chat template."""
+    tokenizer: str
+    """SHA-256 of tokenizer.json without what calls change."""
+    eos: dict[str, list[int]]
+    """File -> ids."""
+    pad: dict[str, int | None]
+    generation_config: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What a saved model came from: all that its contract says beside its files."""
+
+    trained: Trained
+    questions: Sequence[Question]
+    """As rendered in training."""
+    stops: StopSet
+    config: ContractConfig
+    device: torch.device
+    trust_remote_code: bool = False
+    adapted: Callable[[], Scorer] | None = None
+    """Loads the base model with the saved adapter."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The file."""
+
+    versions: dict[str, str]
+    facts: Facts
+    stops: list[Stop]
+    goldens: list[Golden]
+    note: str | None = None
+    """Why there are no goldens."""
+    checks: list[Comparison] = field(default_factory=list)
+    format: int = FORMAT
+
+
+def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) -> None:
+    """Prove that ``directory`` holds what was trained, ask it the golden prompts, and write its contract.
+
+    ``report`` is told every comparison. Raises CheckFailed where one failed; then nothing is written.
+    """
+    trained = origin.trained
+    tokenizer = load_tokenizer(str(directory), origin.trust_remote_code)
+    _require_same_prompts(origin.questions, Renderer(tokenizer))
+    device = room_for(trained.model, origin.device)
+    reloaded = load_anew(str(directory), device, origin.trust_remote_code)
+    goldens, note = _goldens(origin, reloaded, tokenizer)
+    checks = compare_saved(trained, reloaded)
+    del reloaded  # before another model is loaded
+    if origin.adapted is not None:
+        said = score(origin.adapted(), trained.samples)
+        what = "trained, and the base model with the saved adapter"
+        checks.append(compare("adapter", what, trained, said))
+    for check in checks:
+        report(check)
+    require_sound(checks)
+    write_contract(directory, describe(directory, tokenizer, origin, goldens, checks, note))
+
+
+def _goldens(
+    origin: Origin, reloaded: Scorer, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Golden], str | None]:
+    """The golden prompts with their answers, or why there are none."""
+    if not origin.config.prompts:
+        return [], "contract.prompts=0"
+    stateful = anatomy.stateful_layers(reloaded.model)
+    if stateful:
+        return [], f"the local engine does not keep the state of {stateful[0]}"
+    goldens = answer(origin.questions, reloaded, tokenizer, origin.stops.ids, origin.config.tokens)
+    return goldens, None if goldens else "no row has a prompt that can be asked"
+
+
+def _require_same_prompts(questions: Sequence[Question], renderer: Renderer) -> None:
+    """The saved tokenizer must render a prompt as training did."""
+    for question in questions:
+        if rendered(question, renderer) != question.ids:
+            raise CheckFailed(
+                f"{question.id}: the saved tokenizer and template render other ids than training did; expected the "
+                "same; nothing was put in place; please report the model"
+            )
+
+
+def read_contract(directory: Path) -> Contract:
+    """The contract of a model directory."""
+    file = directory / FILE
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"{file} cannot be read ({error.strerror}); expected a model directory written by taut; "
+            "train it, or merge or convert it, with taut"
+        ) from error
+    try:
+        found = json.loads(text).get("format")
+        if found != FORMAT:
+            raise ModelError(
+                f"{file} has format {found}; this version of taut reads format {FORMAT}; use the version of "
+                "taut that wrote it"
+            )
+        return pydantic.TypeAdapter(Contract).validate_json(text)
+    except (ValueError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{file} is not a contract: {reason}; save the model again with taut"
+        ) from error
+
+
+def write_contract(directory: Path, contract: Contract) -> None:
+    """Write the file into a model directory."""
+    text = pydantic.TypeAdapter(Contract).dump_json(contract, indent=1)
+    (directory / FILE).write_bytes(text + b"\n")
+
+
+def describe(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    origin: Origin,
+    goldens: Sequence[Golden],
+    checks: Sequence[Comparison],
+    note: str | None,
+) -> Contract:
+    """The contract of a directory that is complete but for it. ``tokenizer`` is the one loaded from it."""
+    reasons = origin.stops.reasons
+    names = tokenizer.convert_ids_to_tokens(list(reasons))
+    return Contract(
+        versions={name: version(name) for name in VERSIONS},
+        facts=facts_of(directory, tokenizer),
+        stops=[
+            Stop(index, str(token), reasons[index])
+            for index, token in zip(reasons, names, strict=True)
+        ],
+        goldens=list(goldens),
+        note=note,
+        checks=list(checks),
+    )
+
+
+def facts_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Facts:
+    """What the files of ``directory`` say now. ``tokenizer`` is the one loaded from it."""
+    config = load_config(str(directory)).get_text_config()
+    generation: dict[str, Any] = {}
+    if (directory / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(directory).to_diff_dict()
+        generation.pop("transformers_version", None)
+    return Facts(
+        dtype=str(getattr(config, "dtype", None)).removeprefix("torch."),
+        template=template_digest(tokenizer.chat_template),
+        tokenizer=tokenizer_digest(directory),
+        eos={
+            "tokenizer": _as_list(tokenizer.eos_token_id),
+            "config": _as_list(config.eos_token_id),
+            "generation_config": _as_list(generation.get("eos_token_id")),
+        },
+        pad={
+            "tokenizer": tokenizer.pad_token_id,
+            "config": config.pad_token_id,
+            "generation_config": generation.get("pad_token_id"),
+        },
+        generation_config=generation,
+    )
+
+
+def template_digest(template: str | dict[str, str] | None) -> str | None:
+    """SHA-256 of a chat template; of several, of all of them."""
+    if template is None:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """SHA-256 of what tokenizer.json says."""
+    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    said = {key: value for key, value in tree.items() if key not in ("padding", "truncation")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)

@@ -1,0 +1,195 @@
+"""Golden prompts: a few prompts as a server can render them itself, and what a model answers.
+
+The answer is greedy. Its log-probabilities and margins come from one forward over prompt and answer, each pair alone.
+Prompts are what is before the first learned turn of a row, its ``prompt``, or the beginning of a document.
+
+``contract`` and ``commands`` import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.attention.layout import Layout
+from taut.config import configclass
+from taut.data.formats import Completion, Conversation, Document, Message, Row, Tool
+from taut.data.pack import ALONE, pack
+from taut.data.render import Renderer
+from taut.data.template import Text
+from taut.models.anatomy import text_config
+from taut.models.load import context_length
+from taut.models.score import Scorer
+from taut.rollout.engine import Sampling
+from taut.rollout.local import LocalEngine
+from taut.types import Prompt, Sample
+
+PROMPT_TOKENS = 1024
+"""Longer prompts are passed over: a golden prompt is to be replayed in seconds."""
+ROWS_LOOKED_AT = 1000
+"""Rows among which golden prompts are looked for."""
+DOCUMENT_CHARACTERS = 200
+"""How much of a plain document is the prompt."""
+
+BUILT_IN = ("Hi", "Which city is the capital of France?", "Count from one to five.", "Tell a joke.")
+"""What a model is asked where there are no data."""
+
+
+@configclass
+class ContractConfig:
+    """The golden prompts in model/contract.json."""
+
+    prompts: Annotated[int, Field(ge=0)] = 4
+    """How many prompts (of data.eval, else of the training data) are kept with the model's own answers; 0: none."""
+    tokens: Annotated[int, Field(ge=1)] = 32
+    """Tokens an answer may have."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as a server can render it itself: messages, or text."""
+
+    id: str
+    ids: list[int]
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A prompt and what the model answers."""
+
+    prompt: Question
+    ids: list[int]
+    """The greedy continuation, the token that ended it included."""
+    logp: list[float]
+    """log-probability of each id at temperature 1."""
+    margin: list[float]
+    """That log-probability minus the runner-up's: near 0 where another engine may choose otherwise."""
+    finish_reason: Literal["stop", "length"]
+    answer: str
+    """For people: the text."""
+
+
+def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> list[Question]:
+    """The first ``count`` different prompts among the first rows, each of at most PROMPT_TOKENS tokens."""
+    found: dict[tuple[int, ...], Question] = {}
+    for row in islice(rows, ROWS_LOOKED_AT):
+        if len(found) >= count:
+            break
+        question = question_of(row, renderer)
+        if question is not None and 0 < len(question.ids) <= PROMPT_TOKENS:
+            found.setdefault(tuple(question.ids), question)
+    return list(found.values())
+
+
+def question_of(row: Row, renderer: Renderer) -> Question | None:
+    """What is asked by a row: what is before its first learned turn, its prompt, or a document's beginning."""
+    if isinstance(row, Conversation):
+        index = min(row.learned, default=0)
+        if index == 0:
+            return None
+        messages, tools = list(row.messages[:index]), list(row.tools) or None
+        ids = renderer.prompt_ids(messages, tools).tolist()
+        return Question(row.place, ids, messages=messages, tools=tools)
+    text = row.prompt if isinstance(row, Completion) else row.text[:DOCUMENT_CHARACTERS].rstrip()
+    return Question(row.place, text_ids(text, renderer), text=text)
+
+
+def text_ids(text: str, renderer: Renderer) -> list[int]:
+    """The ids of a text to be continued: with what the tokenizer puts in front, without what it puts behind."""
+    key = Text(text, is_rendering=False)
+    ids = renderer.template.encode([key])[key]
+    ends = ids[-1:] == [renderer.tokenizer.eos_token_id] and not text.endswith(
+        str(renderer.tokenizer.eos_token)
+    )
+    return ids[:-1] if ends else ids
+
+
+def rendered(question: Question, renderer: Renderer) -> list[int]:
+    """The ids of a golden prompt, rendered anew."""
+    if question.messages is not None:
+        found: list[int] = renderer.prompt_ids(question.messages, question.tools).tolist()
+        return found
+    assert question.text is not None, f"{question.id}: a prompt is messages or text"
+    return text_ids(question.text, renderer)
+
+
+def built_in_rows(renderer: Renderer) -> list[Row]:
+    """Rows to ask a model without data."""
+    if renderer.template.template is None:
+        return [Document(f"built-in:{number}", text) for number, text in enumerate(BUILT_IN, 1)]
+    turns = [
+        ({"role": "user", "content": text}, {"role": "assistant", "content": "Hello."})
+        for text in BUILT_IN
+    ]
+    return [
+        Conversation(f"built-in:{number}", messages, learned=(1,))
+        for number, messages in enumerate(turns, 1)
+    ]
+
+
+def answer(
+    questions: Sequence[Question],
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    num_tokens: int,
+) -> list[Golden]:
+    """What the model in ``scorer`` answers, greedily. Questions that leave no room for an answer are passed over."""
+    context = context_length(text_config(scorer.model))
+    engine = LocalEngine(scorer, tokenizer, stop_ids, context=context)
+    questions = [q for q in questions if engine.context is None or len(q.ids) < engine.context]
+    completions = engine.generate(prompts_of(questions), greedy(num_tokens))
+    goldens = []
+    for question, completion in zip(questions, completions, strict=True):
+        assert completion.finish_reason != "error", f"{question.id}: {completion.error}"
+        ids = completion.ids_N.tolist()
+        logp_N, margin_N = teacher_forced(scorer, question.ids, ids)
+        goldens.append(
+            Golden(
+                prompt=question,
+                ids=ids,
+                logp=[round(value, 6) for value in logp_N.tolist()],
+                margin=[round(value, 6) for value in margin_N.tolist()],
+                finish_reason=completion.finish_reason,
+                answer=completion.text,
+            )
+        )
+    return goldens
+
+
+def prompts_of(questions: Sequence[Question]) -> list[Prompt]:
+    """The golden prompts as an engine takes them."""
+    return [Prompt(q.id, np.asarray(q.ids, dtype=np.int64)) for q in questions]
+
+
+def greedy(num_tokens: int) -> Sampling:
+    """How goldens are answered."""
+    return Sampling(temperature=0.0, max_new_tokens=num_tokens)
+
+
+@torch.no_grad()
+def teacher_forced(
+    scorer: Scorer, prompt: Sequence[int], ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """log-probability of each id given those before it, and by how much it beats the best other one; on the CPU."""
+    whole = np.asarray([*prompt, *ids], dtype=np.int64)
+    at = np.arange(len(prompt), whole.size)
+    packed = pack([Sample("golden", whole, at, np.ones(at.size))], ALONE)
+    layout = Layout(packed.reach_T.numpy(), device=scorer.device)
+    packed = packed.to(scorer.device)
+    logits = scorer.next_logits(packed.ids_T, packed.position_ids, layout, packed.predictor_N)
+    every = torch.log_softmax(logits.float(), dim=-1)
+    logp_N = every.gather(1, packed.target_N[:, None]).squeeze(1)
+    others = every.scatter(1, packed.target_N[:, None], -torch.inf).amax(1)
+    return logp_N.cpu(), (logp_N - others).cpu()

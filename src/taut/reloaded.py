@@ -1,0 +1,223 @@
+"""Trained, merged, reloaded: one and the same model? Merges lose tied tables and new tokens where nobody looks.
+
+Log-probabilities of a few samples, every token a target, and of a run of all new and stop tokens, so that the rows of
+the embedding and of the head that matter most take part:
+
+    weights   each tensor of the reloaded model is the merged one, rounded to the saved dtype: bit for bit
+    merge     the merged weights, not yet rounded, in the saved directory's own configuration, against training
+    reload    the saved directory as users load it, against training: what rounding to its dtype costs
+    adapter   the base model with the saved adapter, against training
+
+All are computed in float32 (training in float64 stays there), one sample at a time. ``merge`` and ``adapter`` leave
+room for rounding in float32 only. ``reload`` leaves room for rounded weights: a weight in b significant bits is off
+by up to 2^-b of itself, and errors of that kind in every layer move a log-prob by some hundred times as much; that
+number catches no fault the other three would not, so its limit is wide.
+
+``contract`` and ``commands/merge.py`` import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from taut.attention.select import select
+from taut.data.pack import ALONE, pack
+from taut.errors import CheckFailed
+from taut.models import anatomy
+from taut.models.load import load_config, load_model
+from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
+from taut.models.precision import compute_context
+from taut.models.score import Scorer
+from taut.models.tokens import add_tokens
+from taut.types import Sample
+
+SAMPLES = 4
+"""Samples compared, beside the run of new and stop tokens."""
+SAMPLE_TOKENS = 256
+"""How much of each."""
+EXTRA_TOKENS = 128
+"""New and stop tokens that take part."""
+
+TOLERANCE = 2e-3
+"""Largest difference of a log-prob (nats) that is rounding in float32: that of the proofs at start-up."""
+ROUNDED = {torch.bfloat16: 2.0, torch.float16: 0.25}
+"""The same where weights were rounded to a dtype."""
+
+
+SPARE = 1.5
+"""A GPU has room for a copy of the model if it has this much more free than the copy takes."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One question and its answer."""
+
+    name: str
+    value: float
+    """The largest difference found."""
+    tolerance: float
+    """The largest that is rounding."""
+    detail: str
+    """What was compared, and where the (first) largest difference is."""
+
+    @property
+    def is_sound(self) -> bool:
+        return self.value <= self.tolerance
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The model in memory and what it says, gathered by all ranks before one of them saves."""
+
+    model: nn.Module
+    state: Mapping[str, Tensor] | None
+    """The whole weights where ``model`` holds shards."""
+    samples: Sequence[Sample]
+    logps: Sequence[Tensor]
+    """What the model in memory says of the samples."""
+    dtype: torch.dtype
+    """What the weights are saved in."""
+
+
+def samples_to_compare(data: Sequence[Sample], extra_ids: Sequence[int]) -> list[Sample]:
+    """The first samples, cut, and one that has ``extra_ids`` (new tokens, stop tokens); every token is a target."""
+    first = [data[index] for index in range(min(SAMPLES, len(data)))]
+    samples = [every_token(sample.id, sample.ids_T[:SAMPLE_TOKENS].tolist()) for sample in first]
+    extra = [*first[0].ids_T[:8].tolist(), *list(dict.fromkeys(extra_ids))[:EXTRA_TOKENS]]
+    return [*samples, every_token("new and stop tokens", extra)]
+
+
+def every_token(name: str, ids: Sequence[int]) -> Sample:
+    """A sample in which each token but the first is a target."""
+    return Sample(
+        name, np.asarray(ids, dtype=np.int64), np.arange(1, len(ids)), np.ones(len(ids) - 1)
+    )
+
+
+@torch.no_grad()
+def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
+    """logp_N of each sample in full precision, on the CPU. A collective where the model is sharded."""
+    with _in_full_precision(scorer) as dtype, compute_context(dtype, scorer.device):
+        return [scorer(pack([sample], ALONE)).logp_N.cpu() for sample in samples]
+
+
+@contextmanager
+def _in_full_precision(scorer: Scorer) -> Iterator[torch.dtype]:
+    """No noise, and an attention that computes in the dtype of the weights."""
+    model, was_training = anatomy.unwrap(scorer.model), scorer.training
+    config = anatomy.text_config(model)
+    before = config._attn_implementation
+    is_double = next(scorer.parameters()).dtype == torch.float64
+    dtype = torch.float64 if is_double else torch.float32
+    model.set_attn_implementation(select("auto", scorer.device, dtype, config).implementation)
+    scorer.eval()
+    try:
+        yield dtype
+    finally:
+        model.set_attn_implementation(before)
+        scorer.train(was_training)
+
+
+def load_anew(directory: str, device: torch.device, trust_remote_code: bool = False) -> Scorer:
+    """A model directory for computing in float32."""
+    config = load_config(directory, trust_remote_code).get_text_config()
+    model = load_model(
+        directory,
+        dtype=torch.float32,
+        device=device,
+        attention=select("auto", device, torch.float32, config).implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    scorer = Scorer(model)
+    return scorer.eval()
+
+
+def load_adapted(
+    base: str, adapter: Path, new_ids: list[int], device: torch.device, trust_remote_code: bool
+) -> Scorer:
+    """A base model with a saved adapter, unmerged, for computing in float32."""
+    scorer = load_anew(base, device, trust_remote_code)
+    model = anatomy.unwrap(scorer.model)
+    add_tokens(model, new_ids)
+    return Scorer(apply_lora(model, LoraConfig(adapter=str(adapter)))).eval()
+
+
+def room_for(model: nn.Module, device: torch.device) -> torch.device:
+    """Where a second copy of ``model`` in float32 has room: its device, or the CPU."""
+    if device.type != "cuda":
+        return device
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if free > SPARE * num_bytes else torch.device("cpu")
+
+
+@torch.no_grad()
+def compare_saved(trained: Trained, reloaded: Scorer) -> list[Comparison]:
+    """Compare what was trained with what was saved. ``reloaded`` ends with the weights before rounding."""
+    dtype = str(trained.dtype).removeprefix("torch.")
+    said = score(reloaded, trained.samples)
+    tolerance = ROUNDED.get(trained.dtype, TOLERANCE)
+    reload = compare("reload", f"trained, and reloaded from {dtype}", trained, said, tolerance)
+    merged = plain_model(trained.model, trained.state).state_dict()
+    weights = _compare_weights(merged, reloaded.model, trained.dtype)
+    found = [weights, reload]
+    if weights.is_sound and (is_adapted(trained.model) or trained.dtype in ROUNDED):
+        reloaded.model.load_state_dict(merged)
+        said = score(reloaded, trained.samples)
+        found.insert(
+            1, compare("merge", f"trained, and merged before rounding to {dtype}", trained, said)
+        )
+    return found
+
+
+def compare(
+    name: str, what: str, trained: Trained, said: Sequence[Tensor], tolerance: float = TOLERANCE
+) -> Comparison:
+    """Two models' log-probs of the same samples."""
+    worst, where = 0.0, ""
+    for sample, left, right in zip(trained.samples, trained.logps, said, strict=True):
+        gap_N = (left.double() - right.double()).abs().nan_to_num(nan=torch.inf)
+        at = int(gap_N.argmax())
+        if float(gap_N[at]) > worst:
+            position = int(sample.target_at_N[at])
+            worst, where = float(gap_N[at]), f"; most at {sample.id}, token {position}"
+    num_tokens = sum(sample.num_targets for sample in trained.samples)
+    detail = f"log-probs of {num_tokens} tokens, {what}{where}"
+    return Comparison(name, worst, tolerance, detail)
+
+
+def _compare_weights(
+    merged: Mapping[str, Tensor], reloaded: nn.Module, dtype: torch.dtype
+) -> Comparison:
+    """Whether each tensor is the merged one, rounded."""
+    worst, where = 0.0, ""
+    for name, now in reloaded.state_dict().items():
+        wanted = merged[name].to(dtype).to(now.dtype) if name in merged else None
+        gap = torch.inf
+        if wanted is not None and wanted.shape == now.shape:
+            gap = float((wanted.to(now.device) - now).abs().max().nan_to_num(nan=torch.inf))
+        if gap > 0 and not where:
+            where = f"; the first to differ is {name}"
+        worst = max(worst, gap)
+    written = str(dtype).removeprefix("torch.")
+    detail = f"{len(merged)} tensors, merged and reloaded, in {written}{where}"
+    return Comparison("weights", worst, 0.0, detail)
+
+
+def require_sound(found: Sequence[Comparison]) -> None:
+    """Raise CheckFailed for the first comparison that failed."""
+    for comparison in found:
+        if not comparison.is_sound:
+            raise CheckFailed(
+                f"{comparison.name}: the model that was saved is not the one that was trained: found a difference of "
+                f"{comparison.value:.3g} ({comparison.detail}); expected at most {comparison.tolerance:g}; "
+                "nothing was put in place; please report the model"
+            )
