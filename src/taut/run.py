@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
@@ -28,6 +28,7 @@ from taut.data.plan import BatchConfig, Budget, CostModel, Order, prefix_groups
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError
+from taut.evals.during import AnswersConfig
 from taut.golden import ContractConfig
 from taut.loop import Job
 from taut.methods.sft import Sft
@@ -41,7 +42,7 @@ from taut.models.load import (
     load_model,
     load_tokenizer,
 )
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora import LoraConfig, apply_lora, choose_rows
 from taut.models.noise import NoiseConfig, install_noise
 from taut.models.precision import (
     ChosenDtype,
@@ -51,7 +52,8 @@ from taut.models.precision import (
 )
 from taut.models.prove import Proof, library_logps, prove
 from taut.models.score import Scorer
-from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer, require_trained
+from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
+from taut.models.untrained import require_trained, untrained_rows
 from taut.optim import OptimConfig, build_optimizer, learning_rate
 from taut.parallel import Ranks
 from taut.runlog import LogConfig
@@ -66,6 +68,9 @@ class EvalConfig:
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: only at the end."""
+    best: str | None = None
+    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, or NAME_pass_K."""
+    answers: AnswersConfig = AnswersConfig()
 
 
 @configclass
@@ -133,6 +138,10 @@ class Inputs:
     stops: StopSet
     """What ends an answer. Derived here, so that a template without an end is refused before training."""
     decisions: list[Decision]
+
+    def token(self, index: int) -> str:
+        """How the tokenizer writes an id."""
+        return str(self.tokenizer.convert_ids_to_tokens(index))
 
     @property
     def longest(self) -> int:
@@ -206,13 +215,8 @@ def build(run: Run, ranks: Ranks) -> Built:
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
     )
-    add_tokens(model, inputs.new_ids)
-    adapted = apply_lora(model, run.lora, run.seed)
-    if run.freeze:
-        names = freeze(adapted, run.freeze)
-        rest = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-        decisions.append(Decision("freeze", f"{len(names)} tensors", f"{names[0]}{rest}"))
-    require_trained(adapted, inputs.new_ids)
+    adapted, reasons = adapt(run, inputs, model)
+    decisions.extend(reasons)
     scorer = Scorer(adapted)
     proof = prove(scorer, compute(), dtype.dtype, inputs.longest)
     method, num_steps = build_method(run, inputs.train)
@@ -245,6 +249,31 @@ def build(run: Run, ranks: Ranks) -> Built:
     )
     saved_dtype = checkpoint_dtype(inputs.config)
     return Built(run, inputs, scorer, job, proof, decisions, saved_dtype)
+
+
+def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> tuple[nn.Module, list[Decision]]:
+    """The model with its added tokens, adapters and what is frozen; rows that have to train do, or it is refused."""
+    add_tokens(model, inputs.new_ids)
+    if not run.lora.is_on and not run.freeze:
+        return model, []
+    ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
+    needed = untrained_rows(model, ends)
+    needed |= {index: f"{inputs.token(index)}: added by tokens.add" for index in inputs.new_ids}
+    rows = choose_rows(model, run.lora, needed, ends)
+    decisions = []
+    if rows:
+        ids = next(iter(rows.values()))
+        why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
+        names = " and ".join(rows)
+        decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
+    adapted = apply_lora(model, run.lora, run.seed, rows)
+    if run.freeze:
+        names_frozen = freeze(adapted, run.freeze)
+        rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""
+        value = f"{len(names_frozen)} tensors"
+        decisions.append(Decision("freeze", value, f"{names_frozen[0]}{rest}"))
+    require_trained(adapted, needed)
+    return adapted, decisions
 
 
 def choose(

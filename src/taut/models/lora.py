@@ -2,7 +2,9 @@
 
 ``apply_lora`` wraps a loaded model in place and refuses what would not be honoured: targets that
 match nothing, the output head as a target (it is scored in chunks, not called), one half of a tied
-pair. ``plain_model`` gives back a model of the library with the adapter merged, built beside the
+pair. Rows of the embedding and the head that have to train (new tokens, ends that were never trained)
+train by themselves beside the frozen tables, through peft's trainable tokens: peft saves, loads and
+merges them. ``plain_model`` gives back a model of the library with the adapter merged, built beside the
 one in training, for saving.
 
 peft is imported here only, and only when an adapter is used. May import errors, config and
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,6 +53,11 @@ class LoraConfig:
     """Modules trained whole beside the adapters, by the end of their names: embed_tokens,
     lm_head.
     """
+    train_rows: Literal["auto", "always", "never"] = "auto"
+    """Rows of frozen tables that train by themselves. auto: those of added tokens, and of the tokens that end a turn
+    where they were never trained; always: those that end a turn in any case; never: none, and a run that needs one
+    is refused.
+    """
     adapter: str | None = None
     """Directory of an adapter to go on from; its own settings hold."""
 
@@ -79,9 +86,34 @@ def _default(field_: Any) -> Any:
     return field_.default_factory() if callable(field_.default_factory) else field_.default
 
 
-def apply_lora(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> nn.Module:
-    """Wrap ``model`` in a peft model in which only adapters (and modules_to_save) train; off: the
-    model itself.
+def choose_rows(
+    model: PreTrainedModel, config: LoraConfig, needed: Collection[int], ends: Collection[int]
+) -> dict[str, list[int]]:
+    """The rows that train by themselves: module name -> ids. ``needed`` have to train, ``ends`` end a turn."""
+    if config.rank == 0 or config.train_rows == "never":
+        return {}
+    ids = sorted({*needed, *(ends if config.train_rows == "always" else ())})
+    names = [
+        name
+        for name in anatomy.table_names(model)
+        if not any(_ends(name, saved) for saved in config.modules_to_save)
+    ]
+    if ids and names and anatomy.head(model).bias is not None:
+        raise ModelError(
+            f"lora.train_rows: the rows {ids[:4]} have to train, and a head with a bias cannot be trained by rows; "
+            f"set lora.modules_to_save={anatomy.table_names(model)}"
+        )
+    return dict.fromkeys(names, ids) if ids else {}
+
+
+def apply_lora(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    seed: int = 0,
+    rows: Mapping[str, list[int]] | None = None,
+) -> nn.Module:
+    """Wrap ``model`` in a peft model in which only adapters, modules_to_save and ``rows`` (of
+    ``choose_rows``) train; off: the model itself.
 
     The adapters' first matrices are drawn from ``seed``, so that all ranks draw the same.
     """
@@ -103,8 +135,9 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> nn.
                 ) from error
         else:
             _require_targets(model, config)
-            wrapped = get_peft_model(model, _peft_config(model, config))
-    _require_whole_tables(wrapped)
+            wrapped = get_peft_model(model, _peft_config(model, config, rows or {}))
+    _require_known_tables(wrapped)
+    _embed_by_rows(wrapped)
     for parameter in wrapped.parameters():
         assert parameter.dtype in (torch.float32, torch.float64), (
             "adapters are trained in full precision"
@@ -170,6 +203,11 @@ def _merged(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
     _assign(wrapped, weights)
+    rows = [getattr(t, "token_adapter", None) for t in _table_modules(anatomy.unwrap(wrapped))]
+    if rows[0] is not None and rows[1] is not None and rows[1].tied_adapter is rows[0]:
+        rows[1].base_layer.weight = rows[
+            0
+        ].base_layer.weight  # assigned apart, they would merge apart
     return wrapped.merge_and_unload(safe_merge=True)
 
 
@@ -181,7 +219,7 @@ def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     assert not unexpected, f"weights unexpected: {unexpected[:3]}"
 
 
-def _peft_config(model: PreTrainedModel, config: LoraConfig) -> Any:
+def _peft_config(model: PreTrainedModel, config: LoraConfig, rows: Mapping[str, list[int]]) -> Any:
     from peft import LoraConfig as PeftLoraConfig
 
     saves_tied = anatomy.is_tied(model) and bool(config.modules_to_save)
@@ -194,6 +232,7 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig) -> Any:
         use_rslora=config.rslora,
         use_dora=config.dora,
         modules_to_save=list(config.modules_to_save) or None,
+        trainable_token_indices=dict(rows) or None,
         ensure_weight_tying=saves_tied and _names_embedding(model, config.modules_to_save),
     )
 
@@ -240,20 +279,58 @@ def _require_targets(model: PreTrainedModel, config: LoraConfig) -> None:
             )
 
 
-def _require_whole_tables(model: nn.Module) -> None:
-    """An adapter made elsewhere may adapt the embedding or the head, which the chunked head would
-    not see.
+def _require_known_tables(model: nn.Module) -> None:
+    """An adapter made elsewhere may adapt the embedding or the head in ways the chunked head would
+    not see, or merging would not keep.
     """
-    inner: Any = anatomy.unwrap(model)
-    for kind, module in (
-        ("embedding", inner.get_input_embeddings()),
-        ("output head", inner.get_output_embeddings()),
-    ):
-        if hasattr(module, "lora_A") or hasattr(module, "token_adapter"):
+    tables = _table_modules(anatomy.unwrap(model))
+    for kind, module in zip(("embedding", "output head"), tables, strict=True):
+        if hasattr(module, "lora_A"):
             raise ModelError(
-                f"the adapter adapts the {kind}, which taut trains whole or not at all; "
+                f"the adapter adapts the {kind}, which taut trains whole, by rows or not at all; "
                 "merge it into the model first, and train from the merged model"
             )
+    embedding, head = (getattr(module, "token_adapter", None) for module in tables)
+    is_one = embedding is not None and head is not None and head.tied_adapter is embedding
+    is_none = embedding is None and head is None
+    if anatomy.is_tied(model) and not is_one and not is_none:
+        raise ModelError(
+            "the adapter trains rows of the embedding and of the head apart, and the two are one table; "
+            "expected them trained as one; merge it into the model first, and train from the merged model"
+        )
+    if head is not None and getattr(head.base_layer, "bias", None) is not None:
+        raise ModelError(
+            "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
+            "a head trained whole; train anew with lora.modules_to_save"
+        )
+
+
+def _table_modules(model: Any) -> tuple[nn.Module, nn.Module]:
+    """The embedding and the output head."""
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _embed_by_rows(model: nn.Module) -> None:
+    """peft copies the whole embedding in every forward to put its rows in, and has a gradient of that size; looking
+    the rows up gives the same numbers.
+    """
+    table = anatomy.embedding(model)
+    adapter: Any = getattr(table, "token_adapter", None)
+    if adapter is None:
+        return
+    by_copy = adapter.forward_adapters
+
+    def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = anatomy.trained_rows(table)
+        if rows is None:
+            return by_copy(ids, *args, **kwargs)
+        is_row = ids.unsqueeze(-1) == rows.index_R
+        scale = adapter._get_embed_scale()
+        own = nn.functional.embedding(is_row.int().argmax(-1), rows.weight_RD)
+        own = own if scale is None else own * scale.to(own.dtype)
+        return torch.where(is_row.any(-1, keepdim=True), own, adapter.base_layer(ids))
+
+    adapter.forward_adapters = forward
 
 
 def _require_adapter(path: str) -> None:

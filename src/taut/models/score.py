@@ -195,11 +195,11 @@ class _Sums:
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(self.chunks.dtype)
-        apart = self._take_trained(narrow, rows)
+        apart, trained = self._take_trained(narrow, rows), self.chunks.trained
         if self.hidden is not None:
             torch.mm(narrow, self.chunks.weight, out=self.hidden[rows])
-            if apart is not None:
-                self.hidden[rows] += apart @ self.chunks.trained
+            if apart is not None and trained is not None:
+                self.hidden[rows] += apart @ trained
         if self.weight is not None:
             self._add_weight(narrow, self.chunks.hidden[rows])
         self.is_first = False

@@ -3,7 +3,7 @@
 A tokenizer's length and a model's rows differ in practice, so rows are added only where an id has
 none, and never removed. Every new token's row, added or one of the spare rows a model came with,
 starts as the mean of the rows of the tokens there were (and its head bias as their mean bias).
-Tied parameters stay tied.
+Tied parameters stay tied. That they train is seen to by ``lora.choose_rows`` and ``untrained``.
 
 May import errors, config and models.anatomy. Before adapters are applied and weights are sharded.
 """
@@ -79,29 +79,6 @@ def add_tokens(model: nn.Module, new_ids: list[int]) -> int:
     for table in tables:
         table[torch.tensor(new_ids, device=table.device)] = table[:num_known].mean(0)
     return num_added
-
-
-def require_trained(model: nn.Module, new_ids: list[int]) -> None:
-    """Raise ModelError where new tokens' rows would stay as they were initialised (adapters,
-    freezing).
-    """
-    if not new_ids:
-        return
-    inner = anatomy.unwrap(model)
-    trained = {
-        name: any(p is table and p.requires_grad for p in model.parameters())
-        for name, table in (
-            ("embedding", _rows(anatomy.embedding(inner))),
-            ("head", anatomy.head(inner).weight),
-        )
-    }
-    frozen = [name for name, is_trained in trained.items() if not is_trained]
-    if frozen:
-        raise ModelError(
-            f"tokens.add: the rows of {len(new_ids)} new token(s) are frozen in the "
-            f"{' and the '.join(frozen)}; "
-            f"set lora.modules_to_save={anatomy.table_names(inner)}, or do not freeze them"
-        )
 
 
 def _rows(embedding: nn.Module) -> Tensor:

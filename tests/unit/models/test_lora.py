@@ -6,17 +6,23 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 from tests.models import logits_of, parameters_of, tiny_model, with_weights_of
-from torch import nn
+from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
+from taut.attention.layout import Layout
+from taut.attention.select import PREFIX
 from taut.config import from_mapping
+from taut.data.pack import ALONE, pack
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy
 from taut.models.lora import LoraConfig, apply_lora, plain_model, save_adapter
+from taut.models.score import Scorer
+from taut.types import Sample
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -87,6 +93,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"modules_to_save": ["embed_tokens"]}),
     ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
     ("llama", {"modules_to_save": ["lm_head"], "dropout": 0.1}),
+    ("qwen2", {"rows": {"model.embed_tokens": [5, 90]}}),
+    ("gemma2", {"rows": {"model.embed_tokens": [5, 90]}}),
+    ("llama", {"rows": {"model.embed_tokens": [5, 90], "lm_head": [5, 90]}}),
+    ("granite", {"rows": {"lm_head": [90, 5]}, "modules_to_save": ["embed_tokens"]}),
 ]
 
 
@@ -96,7 +106,9 @@ def test_adapter_equals_merged_equals_reloaded(
 ) -> None:
     base = tiny_model(name)
     before = logits_of(base)
-    model = shake(apply_lora(base, LoraConfig(rank=2, **settings))).eval()
+    rows = settings.get("rows")
+    settings = {key: value for key, value in settings.items() if key != "rows"}
+    model = shake(apply_lora(base, LoraConfig(rank=2, **settings), rows=rows)).eval()
     adapted = logits_of(model)
     assert (adapted - before).abs().max() > 1e-3
     frozen = parameters_of(model)
@@ -203,5 +215,73 @@ def test_an_adapter_that_parted_head_and_embedding_is_merged_apart(tmp_path: Pat
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_an_adapter_of_the_head_or_the_embedding_is_refused(target: str, tmp_path: Path) -> None:
     made_elsewhere("llama", tmp_path, targets=["q_proj", target])
-    with pytest.raises(ModelError, match="which taut trains whole or not at all"):
+    with pytest.raises(ModelError, match="which taut trains whole, by rows or not at all"):
         apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))
+
+
+ROWS = {
+    "qwen2": {"model.embed_tokens": [5, 90]},
+    "gemma2": {"model.embed_tokens": [5, 90]},
+    "llama": {"model.embed_tokens": [5, 90], "lm_head": [5, 90]},
+}
+SAMPLE_IDS = [5, 7, 90, 3, 5, 90, 11, 5]
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_rows_have_the_gradients_of_the_librarys_own_forward(name: str, is_linear: bool) -> None:
+    """taut's way (rows looked up, chunked head) against peft's (whole tables copied) and autograd."""
+    results = []
+    for is_ours in (True, False):
+        model = tiny_model(name, attention=PREFIX + "reference")
+        model = shake(apply_lora(model, LoraConfig(rank=2), rows=ROWS[name]))
+        if is_ours:
+            total, logp_N = ours(model, is_linear)
+        else:
+            del anatomy.embedding(model).token_adapter.forward_adapters
+            total, logp_N = theirs(model)
+        total.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        assert all(grad is not None and grad.any() for grad in grads.values())
+        results.append((logp_N, grads))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-9)
+
+
+WEIGHTS = torch.linspace(1, 2, len(SAMPLE_IDS) - 1, dtype=torch.float64)
+
+
+def ours(model: nn.Module, is_linear: bool) -> tuple[Tensor, Tensor]:
+    ids_T = np.asarray(SAMPLE_IDS)
+    sample = Sample("a", ids_T, np.arange(1, ids_T.size), np.ones(ids_T.size - 1))
+    scores = Scorer(model)(pack([sample], ALONE), WEIGHTS if is_linear else None)
+    total = scores.linear_sum if is_linear else (WEIGHTS * scores.logp_N).sum()
+    return total, scores.logp_N.detach()
+
+
+def theirs(model: nn.Module) -> tuple[Tensor, Tensor]:
+    ids = torch.tensor(SAMPLE_IDS)
+    layout = Layout(np.full(ids.numel(), ids.numel()))
+    logits_TV = model(input_ids=ids[None], use_cache=False, taut_layout=layout).logits[0]
+    logp_TV = logits_TV[:-1].log_softmax(-1)
+    logp_N = logp_TV.gather(1, ids[1:, None])[:, 0]
+    return (WEIGHTS * logp_N).sum(), logp_N.detach()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_part_of_the_head_and_can_be_switched_off(name: str) -> None:
+    base = tiny_model(name)
+    before = logits_of(base)
+    model: Any = shake(apply_lora(base, LoraConfig(rank=2), rows=ROWS[name]))
+    assert anatomy.is_tied(model) == (name != "llama")
+    assert anatomy.head(model).rows is not None
+    assert anatomy.prove_head(model) < 1e-12
+    with model.disable_adapter():
+        assert anatomy.head(model).rows is None
+        assert torch.equal(logits_of(model), before)
+    assert not torch.equal(logits_of(model), before)
+
+
+def test_an_adapter_that_trains_rows_of_one_table_apart_is_refused(tmp_path: Path) -> None:
+    made_elsewhere("qwen2", tmp_path, trainable_token_indices={"lm_head": [3]})
+    with pytest.raises(ModelError, match="apart, and the two are one table"):
+        apply_lora(tiny_model("qwen2"), LoraConfig(adapter=str(tmp_path)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from taut.attention.select import PREFIX
 from taut.data.pack import PackPolicy, pack
 from taut.models import score
-from taut.models.anatomy import HeadSpec, head
+from taut.models.anatomy import HeadSpec, Rows, head
 from taut.models.score import Scorer, score_hidden
 from taut.types import Scores
 
@@ -24,7 +25,8 @@ SPECS = {
     "bias": {"has_bias": True},
     "softcap": {"softcap": 3.0},
     "scale": {"scale": 0.6},
-    "all of them": {"has_bias": True, "softcap": 3.0, "scale": 1.7},
+    "rows": {"has_rows": True},
+    "all of them": {"has_bias": True, "softcap": 3.0, "scale": 1.7, "has_rows": True},
 }
 
 
@@ -40,6 +42,7 @@ def make(
     has_bias: bool = False,
     softcap: float | None = None,
     scale: float = 1.0,
+    has_rows: bool = False,
 ) -> tuple[Tensor, Tensor, HeadSpec]:
     """Hidden states, targets and a head."""
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +53,9 @@ def make(
     hidden = draw(N, D).requires_grad_()
     target = torch.randint(0, V, (N,), generator=generator)
     bias = nn.Parameter(draw(V)) if has_bias else None
-    return hidden, target, HeadSpec(nn.Parameter(draw(V, D)), bias, softcap, scale)
+    weight = nn.Parameter(draw(V, D), requires_grad=not has_rows)
+    rows = Rows(torch.tensor([16, 3]), nn.Parameter(draw(2, D))) if has_rows else None
+    return hidden, target, HeadSpec(weight, bias, softcap, scale, rows)
 
 
 def plain(hidden: Tensor, target: Tensor, spec: HeadSpec) -> Scores:
@@ -60,7 +65,8 @@ def plain(hidden: Tensor, target: Tensor, spec: HeadSpec) -> Scores:
 
 
 def leaves(hidden: Tensor, spec: HeadSpec) -> list[Tensor]:
-    return [hidden, spec.weight] + ([] if spec.bias is None else [spec.bias])
+    trained = spec.weight if spec.rows is None else spec.rows.weight_RD
+    return [hidden, trained] + ([] if spec.bias is None else [spec.bias])
 
 
 @pytest.mark.usefixtures("chunked")
@@ -100,7 +106,9 @@ def test_gradcheck(kind: str) -> None:
     linear = torch.linspace(-2, 1, N, dtype=torch.float64)
 
     def through(h: Tensor, w: Tensor, b: Tensor) -> HeadSpec:
-        return HeadSpec(w, b, spec.softcap, spec.scale)  # type: ignore[arg-type]
+        if spec.rows is None:
+            return HeadSpec(w, b, spec.softcap, spec.scale)  # type: ignore[arg-type]
+        return replace(spec, bias=b, rows=Rows(spec.rows.index_R, w))  # type: ignore[arg-type]
 
     def general(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return score_hidden(h, target, through(h, w, b), with_entropy=True)[:2]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Added tokens: ids, rows, ties, and rows that would never train."""
+"""Added tokens: ids, rows and ties."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import torch
 from tests.models import parameters_of, tiny_model
 from tests.tokenizers import tiny_tokenizer
 
-from taut.errors import ModelError
 from taut.models import anatomy
-from taut.models.load import freeze
-from taut.models.lora import LoraConfig, apply_lora
-from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer, require_trained
+from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
 
 ADD = TokensConfig(add=["<|think|>", "<|im_end|>", "<|done|>"])
 
@@ -55,28 +52,3 @@ def test_spare_rows_are_used_before_any_is_added() -> None:
     assert torch.allclose(table[90], mean, atol=1e-15)
     assert torch.equal(torch.cat([table[:90], table[91:]]), others)
     assert add_tokens(model, []) == 0
-
-
-def test_rows_that_would_not_train_are_refused_with_the_remedy() -> None:
-    for name, remedy in (
-        ("llama", r"lora.modules_to_save=\['model.embed_tokens', 'lm_head'\]"),
-        ("qwen2", r"lora.modules_to_save=\['model.embed_tokens'\]"),
-    ):
-        model = tiny_model(name)
-        add_tokens(model, [97])
-        with pytest.raises(ModelError, match=remedy):
-            require_trained(apply_lora(model, LoraConfig(rank=2)), [97])
-    model = tiny_model("qwen2")
-    freeze(model, ["*embed_tokens*"])
-    with pytest.raises(ModelError, match="are frozen in the embedding and the head"):
-        require_trained(model, [97])
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_the_remedy_works(name: str) -> None:
-    model = tiny_model(name)
-    require_trained(model, [97])
-    names = anatomy.table_names(model)
-    wrapped = apply_lora(model, LoraConfig(rank=2, modules_to_save=names))
-    require_trained(wrapped, [97])
-    assert anatomy.embedding(wrapped).weight.requires_grad
