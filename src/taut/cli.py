@@ -1,7 +1,8 @@
 """The command line: words -> a configuration -> a call of the library. No behaviour of its own.
 
-Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a key that is true or false; one
-word without ``=`` is the TOML file they are set on top of. All are the same thing to ``taut.config``.
+Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a key that is true or false. A word
+that stands alone is the TOML file they are set on top of or, for the commands that use a finished model, the model
+(then only a word that ends in .toml is a file). All are the same thing to ``taut.config``.
 
 A TautError is one line on stderr and its exit code (2: the user can put it right; 1: a check failed); under torchrun
 the rank that fails first prints it for all. Any other exception is a mistake of ours and keeps its traceback.
@@ -14,30 +15,59 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, TautError
 
 INTERRUPTED = 130
 
-USAGE = """\
-usage: taut sft  [RUN.toml] [key=value ...]    fine-tune a model on your data
-       taut show [RUN.toml] [key=value ...]    print the resolved configuration, and which tokens are targets
-       taut demo [key=value ...]               train a small real model, offline, in minutes
-       taut COMMAND --help                     every key of a command
-       taut --version
-
-example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"""
-
 
 class Command(NamedTuple):
-    """What a word on the command line does."""
+    """What a word on the command line does. Code is named as ``module:name`` and imported when the command runs."""
 
-    run: Callable[[Sequence[str]], int]
-    help: Callable[[], str]
+    words: str
+    """What may follow it, for people."""
+    about: str
+    call: str
+    """Takes the configuration; what it returns, if an integer, is the exit code."""
+    config: str | None = None
+    """The configclass; without one, the words are handed on as ``key=value``."""
+    alone: tuple[str, ...] = ()
+    """The keys that words standing alone set, in order."""
+
+
+COMMANDS = {
+    "sft": Command(
+        "[RUN.toml] [key=value ...]",
+        "fine-tune a model on your data",
+        "taut.api:sft",
+        "taut.run:Run",
+    ),
+    "show": Command(
+        "[RUN.toml] [key=value ...]",
+        "print the resolved configuration, and which tokens are targets",
+        "taut.api:show",
+        "taut.run:Run",
+    ),
+    "generate": Command(
+        "MODEL prompts=FILE out=FILE",
+        "completions of a file of prompts, as JSONL",
+        "taut.commands.generate:run",
+        "taut.commands.generate:Generate",
+        ("model",),
+    ),
+    "demo": Command(
+        "[key=value ...]",
+        "train a small real model, offline, in minutes",
+        "taut.demo:main",
+    ),
+}
+
+EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
 class Words(NamedTuple):
@@ -71,7 +101,7 @@ def _is_told_here() -> bool:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        _print(USAGE)
+        _print(usage())
         return 0 if words else 2
     if words[0] == "--version":
         _print(f"taut {__version__}")
@@ -83,81 +113,90 @@ def _dispatch(words: Sequence[str]) -> int:
             f"found the command {words[0]!r}; expected one of {', '.join(COMMANDS)}; did you mean 'taut {near[0]}'?"
         )
     if "-h" in words[1:] or "--help" in words[1:]:
-        _print(command.help())
+        _print(_help(words[0], command))
         return 0
-    return command.run(words[1:])
+    return _run(words[0], command, words[1:])
 
 
-def _sft(words: Sequence[str]) -> int:
-    from taut import api
+def usage() -> str:
+    """Every command, with what it does."""
+    width = max(len(f"{name} {command.words}") for name, command in COMMANDS.items()) + 4
+    lines = [f"{f'{name} {it.words}'.ljust(width)}{it.about}" for name, it in COMMANDS.items()]
+    lines += [f"{'COMMAND --help'.ljust(width)}every key of a command", "--version"]
+    body = "\n       ".join(f"taut {line}" for line in lines)
+    return f"usage: {body}\n\n{EXAMPLE}"
+
+
+def config_class(command: Command) -> type[Any]:
+    """The configclass of a command that has one."""
+    assert command.config is not None
+    found: type[Any] = _named(command.config)
+    return found
+
+
+def _run(name: str, command: Command, words: Sequence[str]) -> int:
     from taut.config import load
-    from taut.run import Run
 
-    api.sft(load(Run, *sort_words(words, _switches())))
-    return 0
-
-
-def _show(words: Sequence[str]) -> int:
-    from taut import api
-    from taut.config import load
-    from taut.run import Run
-
-    api.show(load(Run, *sort_words(words, _switches())))
-    return 0
-
-
-def _demo(words: Sequence[str]) -> int:
-    from taut.demo import main as demo
-
-    path, overrides = sort_words(words, _switches())
-    if path is not None:
-        raise ConfigError(f"found {str(path)!r}; taut demo takes key=value only, as in steps=10")
-    return demo(overrides)
+    call = _named(command.call)
+    if command.config is None:
+        path, overrides = sort_words(words, set())
+        if path is not None:
+            raise ConfigError(
+                f"found {str(path)!r}; taut {name} takes key=value only, as in steps=10"
+            )
+        code = call(overrides)
+    else:
+        cls = config_class(command)
+        code = call(load(cls, *sort_words(words, switches(cls), command.alone)))
+    return code if isinstance(code, int) else 0
 
 
-def _keys_help(usage: str) -> str:
+def _help(name: str, command: Command) -> str:
     from taut.config import describe
-    from taut.run import Run
 
-    lines = [usage, "", "keys (type; default):"]
-    for row in describe(Run):
+    more = "" if "key=value" in command.words else " [key=value | --key value ...]"
+    lines = [f"usage: taut {name} {command.words}{more}", ""]
+    if command.config is None:
+        module = import_module(command.call.partition(":")[0])
+        return "\n".join([*lines, (module.__doc__ or "").strip()])
+    lines.append("keys (type; default):")
+    for row in describe(config_class(command)):
         lines.append(f"  {row.key}  ({row.type}; {row.default})")
         lines.append(f"      {row.doc}")
     return "\n".join(lines)
 
 
-def _sft_help() -> str:
-    return _keys_help("usage: taut sft [RUN.toml] [key=value | --key value ...]")
+def _named(name: str) -> Any:
+    """The object that ``module:name`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
 
 
-def _show_help() -> str:
-    return _keys_help("usage: taut show [RUN.toml] [key=value | --key value ...]")
-
-
-def _demo_help() -> str:
-    from taut import demo
-
-    return f"usage: taut demo [key=value ...]\n\n{(demo.__doc__ or '').strip()}"
-
-
-def _switches() -> set[str]:
+def switches(cls: type[Any]) -> set[str]:
     """The keys that are true or false."""
     from taut.config import describe
-    from taut.run import Run
 
-    return {row.key for row in describe(Run) if row.type == "true | false"}
+    return {row.key for row in describe(cls) if row.type == "true | false"}
 
 
-def sort_words(words: Sequence[str], switches: set[str]) -> Words:
-    """The TOML file, and every setting as ``key=value``."""
+def sort_words(words: Sequence[str], switches: set[str], alone: Sequence[str] = ()) -> Words:
+    """The TOML file, and every setting as ``key=value``; ``alone``: the keys that words standing alone set."""
     path: Path | None = None
     overrides = []
-    rest = iter(words)
+    keys, rest = iter(alone), iter(words)
     for word in rest:
         if word.startswith("--"):
             overrides.append(_from_flag(word[2:], rest, switches))
         elif "=" in word:
             overrides.append(word)
+        elif alone and not word.endswith(".toml"):
+            key = next(keys, None)
+            if key is None:
+                wanted = " and ".join(name.upper() for name in alone)
+                raise ConfigError(
+                    f"found {word!r} beside {wanted}; expected settings as key=value after it"
+                )
+            overrides.append(f"{key}={word}")
         elif path is None:
             path = Path(word)
         else:
@@ -182,10 +221,3 @@ def _from_flag(flag: str, rest: Iterator[str], switches: set[str]) -> str:
 
 def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
-
-
-COMMANDS = {
-    "sft": Command(_sft, _sft_help),
-    "show": Command(_show, _show_help),
-    "demo": Command(_demo, _demo_help),
-}

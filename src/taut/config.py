@@ -395,4 +395,4 @@ def _suggest(key: str, keys: Sequence[str]) -> str:
     close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
-    return "'taut sft --help' lists every key"
+    return "'taut COMMAND --help' lists every key"

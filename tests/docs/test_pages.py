@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.docs.pages import CONFIG_PAGE, ROOT, config_page
 
-from taut.cli import COMMANDS, sort_words
+from taut.cli import COMMANDS, config_class, sort_words, switches
 from taut.config import load
 from taut.run import Run
 
@@ -68,12 +68,14 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
         return
     assert words[0] in COMMANDS, f"{page}: taut has no command {words[0]}"
     given = [word for word in words[1:] if not word.startswith("[")]
-    if "--help" in given or words[0] == "demo":
+    called = COMMANDS[words[0]]
+    if "--help" in given or called.config is None:
         return
-    path, overrides = sort_words(given, {"overwrite", "resume"})
+    cls = config_class(called)
+    path, overrides = sort_words(given, switches(cls), called.alone)
     minimal = tmp_path / "run.toml"
     minimal.write_text('model = "m"\nout = "o"\n[data]\ntrain = "a.jsonl"\n')
-    assert isinstance(load(Run, minimal if path else None, overrides), Run)
+    assert isinstance(load(cls, minimal if path else None, overrides), cls)
 
 
 def test_the_first_screen_of_the_readme_has_the_two_commands() -> None:

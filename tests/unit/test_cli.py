@@ -62,7 +62,7 @@ def test_a_switch_takes_no_following_word() -> None:
         (["sft", "missing.toml"], "cannot read missing.toml"),
         (
             ["stf"],
-            "found the command 'stf'; expected one of sft, show, demo; did you mean 'taut sft'?",
+            f"found the command 'stf'; expected one of {', '.join(cli.COMMANDS)}; did you mean 'taut sft'?",
         ),
         (["demo", "a.toml"], "taut demo takes key=value only"),
     ],

@@ -115,7 +115,7 @@ def test_a_string_field_takes_any_text(text: str) -> None:
             "samples_per_step=1",
             "unknown key 'samples_per_step' on the command line; did you mean 'batch.samples_",
         ),
-        ("zzz=1", "unknown key 'zzz' on the command line; 'taut sft --help' lists every key"),
+        ("zzz=1", "unknown key 'zzz' on the command line; 'taut COMMAND --help' lists every key"),
         ("steps=many", 'found steps="many" on the command line; expected an integer'),
         ("steps=1.5", "found steps=1.5 on the command line; expected an integer"),
         ("steps=true", "found steps=true on the command line; expected an integer"),

@@ -179,13 +179,19 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     if not items or not all(isinstance(item, str | int | float) for item in items):
         return None
     texts = tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
-    return texts if all(text.strip() for text in texts) else None
+    return texts if all(_is_text(text) for text in texts) else None
+
+
+def _is_text(text: str) -> bool:
+    """Whether there is something in it, and it is Unicode."""
+    has_half = any("\ud800" <= character <= "\udfff" for character in text)
+    return bool(text.strip()) and not has_half
 
 
 def _names(rows: Sequence[_Read]) -> list[str]:
     """The rows' own ids, if they can serve."""
     own = [row.columns.get("id") for row in rows]
-    names = [str(name) for name in own if isinstance(name, str | int) and str(name)]
+    names = [str(name) for name in own if isinstance(name, str | int) and _is_text(str(name))]
     is_good = len(names) == len(rows) and Counter(names).most_common(1)[0][1] == 1
     return names if is_good else [row.place for row in rows]
 
