@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from taut.config import to_dict
 from taut.contract import Origin, seal
 from taut.data.dataset import input_paths, read_rows
 from taut.errors import CheckFailed, ConfigError, TautError
-from taut.evals.heldout import HeldOut
+from taut.evals.best import BEST, Best, read_best
+from taut.evals.during import Evaluations, build_answering, held_out, require_best
 from taut.golden import Question, choose_questions
 from taut.loop import StepReport, train
+from taut.models.load import context_length
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import make_readable, saving
 from taut.outdir import claim, require_usable
 from taut.reloaded import Comparison, Trained, load_adapted, samples_to_compare, score
+from taut.rollout.local import LocalEngine
 from taut.run import Built, Run, build
 from taut.runlog import RunLog
 
@@ -46,6 +49,8 @@ class Result:
     """Training loss of the last step."""
     eval_loss: float | None
     """Held-out loss at the end, where data.eval was given."""
+    metrics: Mapping[str, float]
+    """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
 
 
 def sft(run: Run) -> Result:
@@ -62,13 +67,14 @@ def sft(run: Run) -> Result:
     built = build(run, ranks)
     if run.resume:
         require_resumable(out / CHECKPOINTS, _identity(built), built.job.num_steps)
+    evaluations = _evaluations(built, out)
     if ranks.is_writer:
         claim(out, _resolved(built), overwrite=run.overwrite)
     ranks.barrier()
     with RunLog.open(out, run.log, is_writer=ranks.is_writer) as log:
         built.job.emit = log.emit
         try:
-            result = _run(built, out, log)
+            result = _run(built, out, log, evaluations)
         except (TautError, KeyboardInterrupt) as error:
             log.emit("end", outcome="stopped", reason=str(error) or type(error).__name__)
             raise
@@ -83,7 +89,7 @@ def show(run: Run) -> None:
     print_run(run)
 
 
-def _run(built: Built, out: Path, log: RunLog) -> Result:
+def _run(built: Built, out: Path, log: RunLog, evaluations: Evaluations) -> Result:
     """Train, evaluate and save."""
     job, run = built.job, built.run
     checkpoints = Checkpoints(
@@ -102,21 +108,21 @@ def _run(built: Built, out: Path, log: RunLog) -> Result:
         step = checkpoints.resume()
         job.first_step = step + 1
         log.emit("resume", from_step=step)
-    evaluate = HeldOut(built.inputs.eval, job) if built.inputs.eval is not None else None
-    job.after_step = [*_every(run.eval.every, evaluate, job.num_steps), checkpoints]
+    job.after_step = [evaluations, checkpoints]
     report = train(job)
-    eval_loss = evaluate(job.num_steps) if evaluate else None
+    metrics = evaluations.at_end()
     model = _save(built, out, questions, checkpoints, log)
     log.emit(
         "end",
         outcome="finished",
         step=job.num_steps,
         loss=report.loss if report else None,
-        eval_loss=eval_loss,
+        eval_loss=metrics.get("loss"),
+        metrics=metrics,
         seconds=time.perf_counter() - began,
         model=str(model),
     )
-    return Result(out, model, job.num_steps, _loss_of(report), eval_loss)
+    return Result(out, model, job.num_steps, _loss_of(report), metrics.get("loss"), metrics)
 
 
 def _emit_start(built: Built, log: RunLog) -> None:
@@ -159,15 +165,51 @@ def _emit_start(built: Built, log: RunLog) -> None:
 def _inputs(run: Run) -> list[str]:
     """What the run reads."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
-    return [run.model, *adapter, *input_paths(run.data)]
+    asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
+    return [run.model, *adapter, *input_paths(run.data), *input_paths(asked)]
 
 
-def _every(every: int, evaluate: HeldOut | None, num_steps: int) -> list[Callable[[int], Any]]:
-    """Evaluation between steps; the end has its own."""
-    if not every or evaluate is None:
-        return []
-    chosen = evaluate
-    return [lambda step: chosen(step) if step % every == 0 and step < num_steps else None]
+def _evaluations(built: Built, out: Path) -> Evaluations:
+    """What is measured while the model trains; nothing that would fail later passes here."""
+    run, inputs, job = built.run, built.inputs, built.job
+    found = [] if inputs.eval is None else [held_out(inputs.eval, run.eval.every, job)]
+    make_engine = partial(
+        LocalEngine,
+        built.scorer,
+        inputs.tokenizer,
+        inputs.stops.ids,
+        context=context_length(inputs.config),
+        compute=job.compute,
+        ranks=job.ranks,
+    )
+    answers = run.eval.answers
+    answering = build_answering(answers, run.data, inputs.renderer, make_engine, job)
+    found += [] if answering is None else [answering.as_evaluation()]
+    if run.eval.best is None:
+        return Evaluations(found, job.num_steps, None)
+    measured = require_best(run.eval.best, found).measured
+    value = read_best(out / BEST, run.eval.best, measured) if run.resume else None
+    save = partial(_save_best, built)
+    best = Best(run.eval.best, measured, out / BEST, save, job, value)
+    return Evaluations(found, job.num_steps, best)
+
+
+def _save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> None:
+    """Write the model as it is now, merged; it takes its place once ``finish`` has completed it."""
+    inputs, ranks = built.inputs, built.job.ranks
+    state = parallel.whole_state_dict(built.scorer.model, ranks)
+    if ranks.is_writer:
+        with saving(
+            built.scorer.model,
+            inputs.tokenizer,
+            directory,
+            stop_ids=inputs.stops.ids,
+            template=inputs.renderer.template.template,
+            dtype=built.saved_dtype,
+            state_dict=state if ranks.size > 1 else None,
+        ) as partial_directory:
+            finish(partial_directory)
+    ranks.barrier()
 
 
 def _questions(built: Built) -> list[Question]:

@@ -6,7 +6,7 @@
 says; where that was measured otherwise, values cannot be compared and the run is refused. Of equal values the earlier
 stays. The directory takes its place whole, so a killed run leaves the best before or the best after.
 
-Does not measure and does not know models: ``save`` writes one. May import errors and parallel; api imports it.
+Does not measure and does not know models: ``save`` writes one. May import errors and loop; api imports it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from taut.errors import ConfigError, OutputError
-from taut.parallel import Ranks
+from taut.loop import Job
 
 BEST = "best"
 """The folder in ``out``."""
@@ -40,14 +40,13 @@ class Best:
     measured: str
     directory: Path
     save: Save
-    ranks: Ranks
-    emit: Callable[..., None]
+    job: Job
     value: float | None = None
     """The best value so far."""
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the model of ``step`` if it is better than all before; every rank calls this."""
-        value = self.ranks.gather(metrics.get(self.metric))[0]
+        value = self.job.ranks.gather(metrics.get(self.metric))[0]
         if value is None or not self._is_better(value):
             return
         note = {
@@ -61,7 +60,7 @@ class Best:
             lambda folder: _write(folder / FILE, note),
         )
         self.value = value
-        self.emit("best", step=step, name=self.metric, value=value, path=str(self.directory))
+        self.job.emit("best", step=step, name=self.metric, value=value, path=str(self.directory))
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):

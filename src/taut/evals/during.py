@@ -1,8 +1,8 @@
 """Evaluation while a model trains: which measurements are due after which step, and answers among them.
 
 Answers come from the engine on the very weights that train, with random streams of its own: a run with evaluations and
-one without take the same steps, bit for bit. Under several ranks all of them generate, the writer judges, and the others
-take its word.
+one without take the same steps, bit for bit. Under several ranks all of them generate, the writer judges, and the
+others take its word.
 
 May import what evals may. run names its configuration, api wires it.
 """
@@ -19,18 +19,19 @@ import torch
 from pydantic import Field
 
 from taut.config import configclass, to_dict
-from taut.data.dataset import DataConfig, sources
+from taut.data.dataset import DataConfig, Dataset, sources
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import ConfigError
 from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
 from taut.evals.best import Best
+from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.loop import Job
 from taut.rewards import REWARDS, Reward, load_rewards
 from taut.rollout.engine import Engine, require_usable
-from taut.rollout.local import LocalConfig
+from taut.rollout.local import LocalConfig, LocalEngine
 
 SAMPLES_LOGGED = 4
 RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts")
@@ -52,7 +53,7 @@ class AnswersConfig:
     limit: Annotated[int, Field(ge=1)] = 128
     """How many prompts are asked: the first of the data, equally many of each source."""
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of a reward's scores that may be errors; with more, there is a warning and its value is not taken as best."""
+    """Share of a reward's scores that may be errors; with more there is a warning, and its value is never the best."""
     sampling: EvalSampling = EvalSampling()
     local: LocalConfig = LocalConfig()
 
@@ -67,7 +68,13 @@ class AnswersConfig:
 class Evaluation(NamedTuple):
     """A measurement that is made after every so many steps (0: none), and at the end."""
 
+    key: str
+    """The configuration's key of ``every``."""
     every: int
+    names: Sequence[str]
+    """The metrics it may give."""
+    measured: str
+    """A fingerprint of what it measures on, and how."""
     measure: Callable[[int], Mapping[str, float]]
 
 
@@ -120,24 +127,26 @@ class Answering:
         values = report.values()
         job.emit("eval", step=step, **event_fields(report, answers))
         for metric in report.metrics:
-            if metric.error_share > self.config.max_errors:
-                job.emit(
-                    "warning",
-                    step=step,
-                    name=metric.name,
-                    detail=f"{len(metric.errors)} scores of {metric.name} are errors, the first of them {metric.errors[0]}; "
-                    "its value is not taken as the best",
-                )
-                values = {
-                    k: v
-                    for k, v in values.items()
-                    if k not in metric_names(metric.name, self.config)
-                }
+            if metric.error_share <= self.config.max_errors:
+                continue
+            detail = (
+                f"{len(metric.errors)} scores of {metric.name} are errors, the first: {metric.errors[0]}; "
+                "it is not taken as the best"
+            )
+            job.emit("warning", step=step, name=metric.name, detail=detail)
+            for name in metric_names(metric.name, self.config):
+                values.pop(name, None)
         return values
 
     @property
     def names(self) -> list[str]:
         return [reward.name for reward in self.rewards]
+
+    def as_evaluation(self) -> Evaluation:
+        """What is due when."""
+        names = [name for reward in self.names for name in metric_names(reward, self.config)]
+        every = self.config.every
+        return Evaluation("eval.answers.every", every, [*names, STOPPED], self.measured, self)
 
     @property
     def measured(self) -> str:
@@ -152,7 +161,7 @@ def build_answering(
     config: AnswersConfig,
     data: DataConfig,
     renderer: Renderer,
-    make_engine: Callable[[LocalConfig], Any],
+    make_engine: Callable[..., LocalEngine],
     job: Job,
 ) -> Answering | None:
     """The evaluation a run asks for, refused now where it could not be made; None where it asks for none."""
@@ -161,9 +170,35 @@ def build_answering(
     rewards = load_rewards(config.rewards, RESERVED)
     rows = _load_rows(config, data, renderer, any(r.name in REWARDS for r in rewards))
     require_scorable(rows, rewards, config.max_errors)
-    engine = make_engine(config.local)
+    engine = make_engine(config=config.local)
     require_usable(prompts_of(rows), engine.context)
     return Answering(config, rows, rewards, engine, job)
+
+
+def held_out(data: Dataset, every: int, job: Job) -> Evaluation:
+    """The loss on held-out samples."""
+    evaluate = HeldOut(data, job)
+    measured = data.fingerprint[:16]
+    return Evaluation(
+        "eval.every", every, ["loss"], measured, lambda step: {"loss": evaluate(step)}
+    )
+
+
+def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
+    """The evaluation that gives ``metric``; ConfigError where none does, or only the one at the end."""
+    for evaluation in evaluations:
+        if metric in evaluation.names and not evaluation.every:
+            raise ConfigError(
+                f"eval.best={metric} and {evaluation.key}=0: it is measured at the end only, when the best is model/; "
+                f"expected several evaluations; set {evaluation.key}"
+            )
+        if metric in evaluation.names:
+            return evaluation
+    names = [name for evaluation in evaluations for name in evaluation.names]
+    raise ConfigError(
+        f"found eval.best={metric}; expected one of {', '.join(names) or 'none, for nothing is evaluated'}; "
+        "set data.eval for loss, eval.answers.rewards for others"
+    )
 
 
 def metric_names(reward: str, config: AnswersConfig) -> list[str]:

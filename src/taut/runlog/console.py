@@ -48,6 +48,7 @@ class ConsoleReport:
             "check": self._show_check,
             "step": self._show_step,
             "eval": self._show_eval,
+            "best": self._show_best,
             "warning": self._show_warning,
             "checkpoint": self._show_checkpoint,
             "resume": self._show_resume,
@@ -120,6 +121,12 @@ class ConsoleReport:
     def _show_eval(self, event: Event) -> None:
         self._evals.append(event)
         self._say(f"eval  after step {event['step']}: {fields_text(event)}")
+        for sample in event.get("samples", ()):
+            self._say(f"      {sample_text(sample)}")
+
+    def _show_best(self, event: Event) -> None:
+        found = f"{event['name']} {number(event['value'])} after step {event['step']}"
+        self._say(f"best  {found}: {event.get('path', '')}")
 
     def _show_warning(self, event: Event) -> None:
         at = f" at step {event['step']}" if "step" in event else ""
@@ -151,6 +158,9 @@ COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets"
 
 SUMMARISED = ("loss", "eval_loss", "model")
 """Fields of the end that the summary shows."""
+
+WIDTH = 60
+"""Characters shown of an answer and of what was expected."""
 
 NOT_SHOWN = ("kind", "time", "step")
 
@@ -200,6 +210,20 @@ def number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def sample_text(sample: Event) -> str:
+    """An answer of an evaluation, in one line."""
+    mark = {"stop": "", "length": " (cut)"}.get(sample["finish_reason"], " (failed)")
+    wanted = " | ".join(sample["references"])
+    text = " ".join(sample["text"].split())
+    return f"{text[:WIDTH]!r}{mark}  for {wanted[:WIDTH]!r}  ({sample['place']})"
+
+
+def measured(event: Event) -> list[str]:
+    """The metrics of an evaluation that the summary follows."""
+    has_interval = [key for key in event if f"{key}_low" in event]
+    return [key for key in ("loss", *has_interval, "stopped") if key in event]
+
+
 def fields_text(event: Event) -> str:
     """The fields of an event that nothing else shows, on one line."""
     return "  ".join(
@@ -220,8 +244,10 @@ def summary(steps: Sequence[Event], evals: Sequence[Event]) -> list[tuple[str, s
         ("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}"),
         ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
     ]
-    if evals:
-        rows.append(("held-out loss", " -> ".join(f"{event['loss']:.4f}" for event in evals)))
+    for name in dict.fromkeys(key for event in evals for key in measured(event)):
+        values = [event[name] for event in evals if event.get(name) is not None]
+        title = "held-out loss" if name == "loss" else f"held-out {name}"
+        rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))
     rows.append(("tokens", f"{unshared:,} ({targets:,} targets), {speed:,.0f} a second"))
     if computed < unshared:
         rows.append(

@@ -27,7 +27,7 @@ import numpy as np
 from taut.errors import DataError, OutputError
 
 Event: TypeAlias = dict[str, Any]
-Kind = Literal["start", "check", "step", "eval", "warning", "checkpoint", "resume", "end"]
+Kind = Literal["start", "check", "step", "eval", "best", "warning", "checkpoint", "resume", "end"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SYNCED = ("checkpoint", "resume", "end")
