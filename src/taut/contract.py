@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -25,7 +26,6 @@ from typing import Any
 
 import pydantic
 import torch
-from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.data.render import Renderer
@@ -50,6 +50,8 @@ FILE = "contract.json"
 FORMAT = 1
 """Raised whenever a reader of an older file could misread a newer one."""
 
+NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
+"""A list of numbers, a number a line: no string in JSON has a line break."""
 VERSIONS = ("taut", "torch", "transformers", "tokenizers")
 """What took part."""
 
@@ -101,6 +103,8 @@ class Contract:
     facts: Facts
     stops: list[Stop]
     goldens: list[Golden]
+    tokens: int
+    """How many an answer could have."""
     note: str | None = None
     """Why there are no goldens."""
     checks: list[Comparison] = field(default_factory=list)
@@ -182,8 +186,9 @@ def read_contract(directory: Path) -> Contract:
 
 def write_contract(directory: Path, contract: Contract) -> None:
     """Write the file into a model directory."""
-    text = pydantic.TypeAdapter(Contract).dump_json(contract, indent=1)
-    (directory / FILE).write_bytes(text + b"\n")
+    text = pydantic.TypeAdapter(Contract).dump_json(contract, indent=1).decode()
+    in_lines = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    (directory / FILE).write_text(in_lines + "\n", encoding="utf-8")
 
 
 def describe(
@@ -205,6 +210,7 @@ def describe(
             for index, token in zip(reasons, names, strict=True)
         ],
         goldens=list(goldens),
+        tokens=origin.config.tokens,
         note=note,
         checks=list(checks),
     )
@@ -213,10 +219,13 @@ def describe(
 def facts_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Facts:
     """What the files of ``directory`` say now. ``tokenizer`` is the one loaded from it."""
     config = load_config(str(directory)).get_text_config()
-    generation: dict[str, Any] = {}
-    if (directory / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(directory).to_diff_dict()
-        generation.pop("transformers_version", None)
+    file = directory / "generation_config.json"
+    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    generation = {
+        name: value
+        for name, value in generation.items()
+        if name != "transformers_version" and not name.startswith("_")
+    }
     return Facts(
         dtype=str(getattr(config, "dtype", None)).removeprefix("torch."),
         template=template_digest(tokenizer.chat_template),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 import numpy as np
@@ -86,23 +87,24 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
     for row in islice(rows, ROWS_LOOKED_AT):
         if len(found) >= count:
             break
-        question = question_of(row, renderer)
+        question = question_of(row, renderer, f"prompt {len(found) + 1}")
         if question is not None and 0 < len(question.ids) <= PROMPT_TOKENS:
             found.setdefault(tuple(question.ids), question)
     return list(found.values())
 
 
-def question_of(row: Row, renderer: Renderer) -> Question | None:
+def question_of(row: Row, renderer: Renderer, name: str) -> Question | None:
     """What is asked by a row: what is before its first learned turn, its prompt, or a document's beginning."""
+    name = f"{name} ({PurePath(row.place).name})"  # no path of this machine
     if isinstance(row, Conversation):
         index = min(row.learned, default=0)
         if index == 0:
             return None
         messages, tools = list(row.messages[:index]), list(row.tools) or None
         ids = renderer.prompt_ids(messages, tools).tolist()
-        return Question(row.place, ids, messages=messages, tools=tools)
+        return Question(name, ids, messages=messages, tools=tools)
     text = row.prompt if isinstance(row, Completion) else row.text[:DOCUMENT_CHARACTERS].rstrip()
-    return Question(row.place, text_ids(text, renderer), text=text)
+    return Question(name, text_ids(text, renderer), text=text)
 
 
 def text_ids(text: str, renderer: Renderer) -> list[int]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import torch
@@ -188,7 +188,10 @@ def compare(
         at = int(gap_N.argmax())
         if float(gap_N[at]) > worst:
             position = int(sample.target_at_N[at])
-            worst, where = float(gap_N[at]), f"; most at {sample.id}, token {position}"
+            worst, where = (
+                float(gap_N[at]),
+                f"; most at {PurePath(sample.id).name}, token {position}",
+            )
     num_tokens = sum(sample.num_targets for sample in trained.samples)
     detail = f"log-probs of {num_tokens} tokens, {what}{where}"
     return Comparison(name, worst, tolerance, detail)

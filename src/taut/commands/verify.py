@@ -1,0 +1,265 @@
+"""``taut verify MODEL``: does the model, or the server that serves it, still do what its contract says?
+
+    files          dtype, template, tokenizer, stop set, pad and generation_config as they were written
+    prompts        the golden prompts rendered anew give the same ids
+    server prompts the server renders the same messages to the same ids (engine=server)
+    continuations  the greedy continuation of each golden prompt has the same ids
+    log-probs      of those ids, within a tolerance
+    stops          what ended with a token of the stop set ends there
+
+One line per question; exit code 1 where one failed, 2 for a directory without a contract. Continuations are of the
+golden prompts' own ids, so a template that changed fails its own question only. A token that differs where the margin
+over the runner-up was within twice the tolerance is a near-tie: it is told, it is no failure, and what follows it is
+not compared. The local engine computes in float32 unless told otherwise, as the goldens were.
+
+The command line imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+from rich.console import Console
+
+from taut.config import configclass, replace
+from taut.contract import Contract, facts_of, read_contract, template_digest
+from taut.data.render import Renderer
+from taut.golden import Golden, greedy, prompts_of, rendered
+from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_renderer
+from taut.types import Completion
+
+SERVER_TOLERANCE = 0.5
+TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
+"""Largest difference of a log-prob (nats) that is rounding, by the local engine's dtype; goldens are in float32."""
+AROUND = 4
+"""Tokens shown before a difference."""
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+@configclass
+class Verify(ModelUse):
+    """Whether a model does what its contract says."""
+
+    tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest difference of a log-prob, in nats, that is rounding; by default what docs/contract.md says."""
+
+
+class Finding(NamedTuple):
+    """A question and its answer."""
+
+    name: str
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A golden prompt and what was answered now."""
+
+    golden: Golden
+    completion: Completion
+    tolerance: float
+
+    @property
+    def num_common(self) -> int:
+        """How many leading ids are equal."""
+        pairs = zip(self.golden.ids, self.completion.ids_N.tolist(), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    @property
+    def is_same(self) -> bool:
+        return bool(self.golden.ids == self.completion.ids_N.tolist())
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether the first difference is one that rounding may make."""
+        at = self.num_common
+        is_choice = at < min(len(self.golden.ids), self.completion.ids_N.size)
+        return is_choice and self.golden.margin[at] <= 2 * self.tolerance
+
+
+def run(config: Verify) -> int:
+    """Print one line per question; 1 if one failed."""
+    console = Console(highlight=False, soft_wrap=True)
+    findings = verify(config)
+    for name, outcome, detail in findings:
+        console.print(f"{outcome:7} {name}: {detail}", markup=False)
+    return 1 if any(finding.outcome == "failed" for finding in findings) else 0
+
+
+def verify(config: Verify) -> list[Finding]:
+    """Every question and its answer. Raises ModelError where there is no contract."""
+    contract = read_contract(Path(config.model).expanduser())
+    if config.engine == "local" and config.dtype is None:
+        config = replace(config, {"dtype": "float32"})
+    rendering = open_renderer(config)
+    findings = [
+        *_files(contract, Path(config.model).expanduser(), rendering),
+        _prompts(contract.goldens, rendering.renderer),
+    ]
+    if not contract.goldens:
+        why = f"the contract has no golden prompts ({contract.note})"
+        return [*findings, Finding("continuations", "skipped", why)]
+    with open_engine(config, rendering) as opened:
+        findings += _server_prompts(contract.goldens, opened)
+        findings += _answers(contract, opened, _tolerance(config))
+    return findings
+
+
+def _tolerance(config: Verify) -> float:
+    if config.tolerance is not None:
+        return config.tolerance
+    return SERVER_TOLERANCE if config.engine == "server" else TOLERANCE[config.dtype or "float32"]
+
+
+def _files(contract: Contract, directory: Path, rendering: Rendering) -> Iterator[Finding]:
+    """What the files say now against what they said."""
+    was, now = contract.facts, facts_of(directory, rendering.renderer.tokenizer)
+    quoted = rendering.renderer.template.quoted
+    template = template_digest(rendering.renderer.template.template)
+    stops, stops_now = sorted(stop.id for stop in contract.stops), sorted(rendering.stops.ids)
+    yield _same("dtype", {"weights": was.dtype}, {"weights": now.dtype})
+    yield _same("template", {"sha256": was.template}, {"sha256": template})
+    yield _same("tokenizer", {"sha256": was.tokenizer}, {"sha256": now.tokenizer})
+    yield _same(
+        "stop set",
+        {"stop set": quoted(stops), **{f"eos of {file}": ids for file, ids in was.eos.items()}},
+        {"stop set": quoted(stops_now), **{f"eos of {file}": ids for file, ids in now.eos.items()}},
+    )
+    yield _same("pad", was.pad, now.pad)
+    yield _same("generation_config", was.generation_config, now.generation_config)
+
+
+def _same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
+    """Whether every entry is what it was."""
+    changed = [
+        f"{key} is {now.get(key)}, was {was.get(key)}"
+        for key in sorted({*was, *now})
+        if was.get(key) != now.get(key)
+    ]
+    if changed:
+        return Finding(name, "failed", "; ".join(changed))
+    return Finding(name, "passed", ", ".join(f"{key} {value}" for key, value in now.items()))
+
+
+def _prompts(goldens: Sequence[Golden], renderer: Renderer) -> Finding:
+    """Whether our template and tokenizer give the ids they gave."""
+    found = [(golden, rendered(golden.prompt, renderer)) for golden in goldens]
+    return _same_ids("prompts", found, renderer)
+
+
+def _server_prompts(goldens: Sequence[Golden], opened: Opened) -> Iterator[Finding]:
+    """Whether the server gives messages the ids we give them."""
+    ask = getattr(opened.engine, "render", None)
+    if ask is None:
+        return
+    yield Finding("server prompts", "skipped", "")
+
+
+def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Renderer) -> Finding:
+    """Whether prompts have the ids of the contract; the first that has not, as text."""
+    wrong = [(golden, ids) for golden, ids in found if ids != golden.prompt.ids]
+    if not wrong:
+        num_tokens = sum(len(ids) for _, ids in found)
+        return Finding(name, "passed", f"{len(found)} prompts, {num_tokens} ids, all as they were")
+    golden, ids = wrong[0]
+    was = golden.prompt.ids
+    at = next((i for i, (a, b) in enumerate(zip(was, ids, strict=False)) if a != b), len(was))
+    at = min(at, len(ids), len(was))
+    quoted = renderer.template.quoted
+    detail = (
+        f"{len(wrong)} of {len(found)} prompts have other ids; {golden.prompt.id} at token {at}, after "
+        f"{quoted(was[max(0, at - AROUND) : at])}: {quoted(ids[at : at + AROUND])}, "
+        f"was {quoted(was[at : at + AROUND])}"
+    )
+    return Finding(name, "failed", detail)
+
+
+def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[Finding]:
+    """Continuations, log-probs and stops."""
+    prompts = prompts_of([golden.prompt for golden in contract.goldens])
+    completions = opened.engine.generate(prompts, greedy(contract.tokens))
+    failed = [completion for completion in completions if completion.finish_reason == "error"]
+    if failed:
+        yield Finding("continuations", "failed", f"{failed[0].prompt_id}: {failed[0].error}")
+        return
+    replays = [
+        Replay(golden, completion, tolerance)
+        for golden, completion in zip(contract.goldens, completions, strict=True)
+    ]
+    yield _continuations(replays, opened.renderer)
+    yield _logps(replays, tolerance)
+    yield _stops(replays)
+
+
+def _continuations(replays: Sequence[Replay], renderer: Renderer) -> Finding:
+    ties = [replay for replay in replays if replay.is_near_tie]
+    wrong = [replay for replay in replays if not replay.is_same and not replay.is_near_tie]
+    num_common = sum(replay.num_common for replay in replays)
+    counted = f"{len(replays)} prompts, {num_common} of {sum(len(r.golden.ids) for r in replays)} ids compared"
+    if ties:
+        margins = ", ".join(f"{r.golden.margin[r.num_common]:.2g}" for r in ties)
+        counted += f"; {len(ties)} part at a near-tie (margin {margins} nats)"
+    if not wrong:
+        return Finding("continuations", "passed", counted)
+    first = wrong[0]
+    at, was, now = first.num_common, first.golden.ids, first.completion.ids_N.tolist()
+    quoted = renderer.template.quoted
+    margin = f", margin {first.golden.margin[at]:.3g} nats" if at < len(was) else ""
+    detail = (
+        f"{len(wrong)} of {len(replays)} differ; {first.golden.prompt.id} at token {at}, after "
+        f"{quoted(was[max(0, at - AROUND) : at])}: {quoted(now[at : at + AROUND])}, was "
+        f"{quoted(was[at : at + AROUND])}{margin}; {counted}"
+    )
+    return Finding("continuations", "failed", detail)
+
+
+def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
+    """Of the ids both have."""
+    gaps = []
+    for replay in replays:
+        logp_N = replay.completion.logp_one_N
+        if logp_N is None:
+            return Finding("log-probs", "skipped", "the engine gives none")
+        pairs = zip(replay.golden.logp, logp_N[: replay.num_common].tolist(), strict=False)
+        gaps += [(_gap(was, now), replay.golden.prompt.id) for was, now in pairs]
+    if not gaps:
+        return Finding("log-probs", "skipped", "no id in common")
+    worst, where = max(gaps)
+    detail = f"largest difference {worst:.3g} nats over {len(gaps)} ids, at {where} (at most {tolerance:g} is rounding)"
+    return Finding("log-probs", "passed" if worst <= tolerance else "failed", detail)
+
+
+def _gap(was: float, now: float) -> float:
+    return abs(was - now) if math.isfinite(now) else math.inf
+
+
+def _stops(replays: Sequence[Replay]) -> Finding:
+    """What ended ends where it ended, and what was cut goes on as long."""
+    compared = [replay for replay in replays if replay.num_common == len(replay.golden.ids)]
+    wrong = [
+        replay
+        for replay in replays
+        if replay.num_common == min(len(replay.golden.ids), replay.completion.ids_N.size)
+        and (
+            replay.completion.ids_N.size != len(replay.golden.ids)
+            or replay.completion.finish_reason != replay.golden.finish_reason
+        )
+    ]
+    ended = sum(replay.golden.finish_reason == "stop" for replay in compared)
+    if not wrong:
+        detail = f"{ended} end by themselves, {len(compared) - ended} are cut, as they were"
+        return Finding("stops", "passed" if compared else "skipped", detail)
+    first = wrong[0]
+    detail = (
+        f"{len(wrong)} of {len(replays)} differ; {first.golden.prompt.id}: {first.completion.finish_reason} after "
+        f"{first.completion.ids_N.size} tokens, was {first.golden.finish_reason} after {len(first.golden.ids)}"
+    )
+    return Finding("stops", "failed", detail)
