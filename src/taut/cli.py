@@ -60,6 +60,20 @@ COMMANDS = {
         "taut.commands.generate:Generate",
         ("model",),
     ),
+    "chat": Command(
+        "MODEL",
+        "talk to a model in the terminal",
+        "taut.commands.chat:run",
+        "taut.commands.chat:Chat",
+        ("model",),
+    ),
+    "eval": Command(
+        "MODEL data=FILE",
+        "answers to questions with known answers, judged; a table, and with out=DIR all of it",
+        "taut.commands.evaluate:run",
+        "taut.commands.evaluate:Evaluate",
+        ("model",),
+    ),
     "demo": Command(
         "[key=value ...]",
         "train a small real model, offline, in minutes",

@@ -33,7 +33,7 @@ from taut.data.columns import Columns, Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.sources import Source
 from taut.errors import OutputError
-from taut.rollout.engine import Sampling
+from taut.rollout.engine import Sampling, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
 from taut.types import Completion, FloatArray, Prompt
 
@@ -116,12 +116,13 @@ def generate(config: Generate, console: Console | None = None) -> Generated:
     done = {_key(line) for line in kept}
     samples = range(config.sampling.n)
     missing = [row for row in rows if any((row.id, index) not in done for index in samples)]
+    prompts = [Prompt(row.id, row.ids_T) for row in missing]
     with open_engine(config, rendering) as opened:
+        require_usable(prompts, opened.context)
         _begin(out, identity, kept)
         with out.open("a", encoding="utf-8") as file, _progress(console) as progress:
             tally = _Tally(file, {row.id: row for row in rows}, done, config.prompt_ids, progress)
             progress.update(progress.task_ids[0], total=len(missing) * len(samples))
-            prompts = [Prompt(row.id, row.ids_T) for row in missing]
             if prompts:
                 opened.engine.generate(prompts, config.sampling, tally)
     return _result(out, rows, kept, tally, opened)

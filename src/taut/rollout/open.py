@@ -186,7 +186,7 @@ def _local(use: ModelUse, rendering: Rendering) -> Opened:
 
     config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     context, reasons = _exact_context(use, config)
-    device = parallel.start(use.device).device
+    device = _device(use.device)
     dtype = _dtype(use.dtype, device)
     chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
     decisions = [
@@ -223,6 +223,17 @@ def _exact_context(use: ModelUse, config: PreTrainedConfig) -> tuple[int | None,
         reason = f"{rope[0]} RoPE depends on the sequence's length beyond it"
         return rope[1], [("context", str(rope[1]), reason)]
     return context, []
+
+
+def _device(requested: str) -> torch.device:
+    ranks = parallel.start(requested)
+    if ranks.size > 1:
+        parallel.stop(ranks)
+        raise ConfigError(
+            f"started as {ranks.size} processes; expected one, since all would write the same; "
+            "start it without torchrun"
+        )
+    return ranks.device
 
 
 def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:

@@ -1,0 +1,223 @@
+"""``taut chat MODEL``: a conversation in the terminal.
+
+The answer appears as it is sampled by the local engine, and at once when a server has finished it. Lines that are piped
+in are taken as messages, one each. Ctrl-C stops the answer, not the program; what was said so far stays in the
+conversation. An answer that was cut is said to be.
+
+For the next turn the whole conversation is rendered anew through the chat template, from text, as servers do: so
+reasoning that a template strips from history is stripped. Nothing is saved. The command line imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import TextIOWrapper
+from typing import Annotated, NamedTuple, TextIO
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.data.formats import Message
+from taut.errors import ConfigError, TautError
+from taut.rollout.engine import Sampling, room
+from taut.rollout.local import LocalEngine
+from taut.rollout.open import ModelUse, Opened, open_engine
+from taut.rollout.text import Texts
+from taut.types import Prompt
+
+HELP = "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /exit leaves"
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What a character decodes to while some of its tokens are missing."""
+CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], HALF)
+"""Control characters but newline and tab: a model must not drive the terminal."""
+
+Write = Callable[[str], object]
+
+
+@configclass
+class ChatSampling(Sampling):
+    """How answers are drawn."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Tokens an answer may have; then it is cut."""
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    """Divides the logits; 0: always the most likely token."""
+
+    def __post_init__(self) -> None:
+        if self.n != 1:
+            raise ConfigError(f"sampling.n={self.n}; expected 1: a chat has one answer; remove it")
+        super().__post_init__()
+
+
+@configclass
+class Chat(ModelUse):
+    """A conversation in the terminal."""
+
+    system: str | None = None
+    """The system message."""
+    sampling: ChatSampling = ChatSampling()
+
+
+class Answer(NamedTuple):
+    """What was said."""
+
+    text: str
+    note: str
+    """For people: why it ended, if not by itself."""
+
+
+def run(config: Chat) -> int:
+    """Chat until /exit or the end of input."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with open_engine(config) as opened:
+        chat(config, opened, _lines(sys.stdin), _write)
+    return 0
+
+
+def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> None:
+    """Answer every line."""
+    write("\n".join(f"{name}: {value}" for name, value, _ in opened.decisions) + f"\n{HELP}\n")
+    session = Session(config, opened, write)
+    for line in lines:
+        if not line.strip():
+            continue
+        if line.strip() == "/exit":
+            return
+        try:
+            if line.startswith("/"):
+                session.command(line.strip())
+            else:
+                session.say(line)
+        except TautError as error:
+            write(f"[{error}]\n")
+
+
+class Session:
+    """One conversation."""
+
+    def __init__(self, config: Chat, opened: Opened, write: Write) -> None:
+        self.opened, self.sampling, self.write = opened, config.sampling, write
+        self.system = config.system
+        self.messages: list[Message] = []
+        self.num_turns = 0
+        self.texts = Texts(opened.tokenizer, opened.stops.ids)
+
+    def command(self, line: str) -> None:
+        """/reset, /system TEXT, or the help."""
+        word, _, text = line.partition(" ")
+        if word == "/reset":
+            self.messages = []
+            self.write("[a new conversation]\n")
+        elif word == "/system":
+            self.system = text.strip() or None
+            self.write(f"[system: {self.system or 'none'}]\n")
+        else:
+            self.write(f"[{word} is no command; {HELP}]\n")
+
+    def say(self, text: str) -> None:
+        """Answer a message; it and the answer join the conversation, unless there is no answer."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        ids_T = self.opened.renderer.prompt_ids([*system, *messages])
+        self.num_turns += 1
+        prompt = Prompt(f"message {self.num_turns}", ids_T)
+        answer = self._answer(prompt)
+        self.write(f"\n[{answer.note}]\n" if answer.note else "\n")
+        if answer.text or not answer.note:
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+    def _answer(self, prompt: Prompt) -> Answer:
+        engine = self.opened.engine
+        if isinstance(engine, LocalEngine):
+            return self._stream(engine, prompt)
+        try:
+            (completion,) = engine.generate([prompt], self.sampling)
+        except KeyboardInterrupt:
+            return Answer("", "stopped; there is no answer yet")
+        self.write(completion.text.translate(CONTROLS))
+        notes = {
+            "stop": "",
+            "length": self._cut(prompt),
+            "error": f"failed: {completion.error}",
+        }
+        return Answer(completion.text, notes[completion.finish_reason])
+
+    def _stream(self, engine: LocalEngine, prompt: Prompt) -> Answer:
+        stream = Stream(self.texts, self.sampling.stop, self.write)
+        note = ""
+        try:
+            for index in engine.tokens(prompt, self.sampling):
+                stream.add(index)
+        except KeyboardInterrupt:
+            note = "stopped"
+        text = stream.finish()
+        has_ended = stream.ids[-1:] and (
+            stream.ids[-1] in self.opened.stops.ids
+            or self.texts.has_stop(stream.ids, self.sampling.stop)
+        )
+        return Answer(text, note or ("" if has_ended else self._cut(prompt)))
+
+    def _cut(self, prompt: Prompt) -> str:
+        if room(prompt, self.sampling, self.opened.context) < self.sampling.max_new_tokens:
+            return f"cut: the model's context of {self.opened.context:,} tokens is full; /reset begins anew"
+        return f"cut after {self.sampling.max_new_tokens:,} tokens (sampling.max_new_tokens)"
+
+
+class Stream:
+    """Writes an answer as its tokens come: whole characters, and nothing that a stop string may yet cut."""
+
+    def __init__(self, texts: Texts, stops: list[str], write: Write) -> None:
+        self.texts, self.stops, self.write = texts, stops, write
+        self.ids: list[int] = []
+        self._written = ""
+
+    def add(self, index: int) -> None:
+        """One more token."""
+        self.ids.append(index)
+        text = self.texts.text(self.ids, self.stops).rstrip(HALF)
+        held = max(
+            (
+                length
+                for stop in self.stops
+                for length in range(1, len(stop))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )
+        self._show(text[: len(text) - held])
+
+    def finish(self) -> str:
+        """Write what is left; the whole text."""
+        text = self.texts.text(self.ids, self.stops)
+        self._show(text)
+        return text
+
+    def _show(self, text: str) -> None:
+        if len(text) > len(self._written) and text.startswith(self._written):
+            self.write(text[len(self._written) :].translate(CONTROLS))
+            self._written = text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _lines(stdin: TextIO) -> Iterator[str]:
+    """Messages: typed after a prompt on a terminal, with line editing where there is any, or piped in."""
+    if not stdin.isatty():
+        for line in stdin:
+            yield line.removesuffix("\n")
+        return
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401 (input uses it once it is there)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            sys.stdout.write(f"\n[{HELP}]\n")
