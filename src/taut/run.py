@@ -27,7 +27,7 @@ from taut.data.pack import PackPolicy
 from taut.data.plan import BatchConfig, Budget, CostModel, Order, prefix_groups
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
-from taut.errors import ConfigError
+from taut.errors import ConfigError, DataError
 from taut.evals.during import AnswersConfig
 from taut.golden import ContractConfig
 from taut.loop import Job
@@ -188,6 +188,7 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
     held_out = load_dataset(run.data, "eval", renderer, max_length) if run.data.eval else None
     if ranks.is_writer:
         ranks.barrier()
+    decisions.extend(_taught_ends(train, stops))
     return Inputs(
         config=config,
         tokenizer=tokenizer,
@@ -199,6 +200,20 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
         stops=stops,
         decisions=decisions,
     )
+
+
+def _taught_ends(train: Dataset, stops: StopSet) -> list[Decision]:
+    """How many samples teach the model to stop, where not all do. Raises DataError where none does."""
+    num_ends, num_samples = train.num_with_target(stops.ids), len(train)
+    cut = f"{len(train.report.cut):,} were cut before their end"
+    if not num_ends:
+        raise DataError(
+            f"data.train: none of {num_samples:,} samples has a token that ends an answer among its targets ({cut}); "
+            "expected the model to be taught to stop; raise data.max_length or set data.too_long=drop"
+        )
+    if num_ends == num_samples:
+        return []
+    return [Decision("stop.taught", f"{num_ends:,} of {num_samples:,} samples", cut)]
 
 
 def build(run: Run, ranks: Ranks) -> Built:

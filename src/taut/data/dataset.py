@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 CACHE_VERSION = 1
 """Raise it whenever the same row could give other ids or targets: it is part of every cache key."""
 BATCH_ROWS = 256
+BLOCK = 4096
+"""Samples looked at together."""
 
 
 @configclass
@@ -117,6 +119,19 @@ class Part:
         ids_T = arrays["ids"][start:stop].astype(np.int64)
         return Sample(self.name(index), ids_T, target_at_N, np.ones(target_at_N.size))
 
+    def num_with_target(self, ids: Collection[int]) -> int:
+        """How many samples have one of ``ids`` among their targets."""
+        arrays, num_found = self.entry.arrays, 0
+        offsets, bounds = arrays["offsets"], arrays["target_offsets"]
+        for first in range(0, len(offsets) - 1, BLOCK):
+            last = min(first + BLOCK, len(offsets) - 1)
+            counts = np.diff(bounds[first : last + 1])
+            at = arrays["target_at"][bounds[first] : bounds[last]].astype(np.int64)
+            places = at + np.repeat(offsets[first:last], counts)
+            is_one = np.isin(arrays["ids"][places], list(ids))
+            num_found += np.unique(np.repeat(np.arange(counts.size), counts)[is_one]).size
+        return num_found
+
     def name(self, index: int) -> str:
         line, part = self.entry.arrays["line"][index], self.entry.arrays["part"][index]
         return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
@@ -158,6 +173,10 @@ class Dataset(Sequence[Sample]):
         """The sample's id, without building it."""
         part, offset = self._locate(index)
         return part.name(offset)
+
+    def num_with_target(self, ids: Collection[int]) -> int:
+        """How many samples have one of ``ids`` among their targets."""
+        return sum(part.num_with_target(ids) for part in self.parts)
 
     def _locate(self, index: int) -> tuple[Part, int]:
         index = int(index) + len(self) if index < 0 else int(index)
