@@ -1,0 +1,221 @@
+"""``taut eval MODEL data=FILE``: a model answers questions, rewards judge the answers, a table says what came of it.
+
+Answers are greedy unless ``sampling.temperature`` is set. With ``out`` the directory holds
+
+    completions.jsonl   as ``taut generate`` writes them, each as it finishes; resume=true finishes the rest
+    scores.jsonl        what each reward said of each completion: a value, null where it does not apply, or an error
+    report.json         the numbers of the table, and the configuration
+
+The exit code is 1, with the first reason, where more of a reward's scores are errors than ``max_errors`` allows, or
+where the engine could not finish a completion; the table is printed all the same.
+
+Does not sample (``generate.py``) and does no maths (``taut.evals.report``). The command line imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from rich.console import Console
+
+from taut.commands import generate
+from taut.commands.generate import Generate, Generated
+from taut.config import configclass, fields_of, from_mapping, to_dict
+from taut.data.columns import Columns, Format
+from taut.data.prompts import PromptRow, load_prompts
+from taut.data.sources import Source
+from taut.errors import CheckFailed, ConfigError, OutputError
+from taut.evals.answers import EvalSampling, judge, require_scorable
+from taut.evals.report import STOPPED, Answer, Report, build_report
+from taut.evals.table import show_report
+from taut.rewards import REWARDS, Reward, load_rewards
+from taut.rollout.open import ModelUse, open_renderer
+from taut.types import Completion
+
+COMPLETIONS = "completions.jsonl"
+
+
+@configclass
+class Evaluate(ModelUse):
+    """A model's answers to questions whose right answers are known."""
+
+    data: str | Source
+    """Questions with their right answers: a file or data set of rows as ``taut generate`` and training take them."""
+    rewards: list[str] = field(default_factory=lambda: ["exact_match"])
+    """What judges an answer: exact_match, contains, numeric, or FILE.py:function, a function (text, references, row)
+    that returns a number, or None where it does not apply."""
+    reference: str | None = None
+    """The column with the right answer, or a list of them; by default answers, answer, ..., or the last assistant
+    message."""
+    format: Format = "auto"
+    """How rows are read; auto recognises them by their columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """taut's name of a column -> its name in the data."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many rows."""
+    out: str | None = None
+    """Directory for completions.jsonl, scores.jsonl and report.json; refused if anything is in it, unless resume."""
+    resume: bool = False
+    """Finish what an earlier run with the same settings left in out."""
+    max_errors: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of a reward's scores that may be errors; with more the exit code is 1."""
+    samples: Annotated[int, Field(ge=0)] = 5
+    """Answers shown, evenly spaced."""
+    sampling: EvalSampling = EvalSampling()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.rewards:
+            raise ConfigError(
+                'rewards is empty; expected what judges the answers; set rewards=["exact_match"]'
+            )
+        if self.resume and self.out is None:
+            raise ConfigError(
+                "resume=true and out is not set; expected the directory to go on in; set out=DIR"
+            )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of it."""
+
+    report: Report
+    answers: tuple[Answer, ...]
+    generated: Generated
+
+
+def run(config: Evaluate) -> int:
+    """Evaluate, and print the table; raises CheckFailed where too much of it is errors."""
+    console = Console(highlight=False, soft_wrap=True)
+    result = evaluate(config, console)
+    for name, value, reason in result.generated.decisions:
+        console.print(f"{name}: {value} ({reason})", markup=False)
+    show_report(console, result.report, result.answers, config.samples)
+    if config.out is not None:
+        console.print(f"written: {config.out}", markup=False)
+    _require_whole(result.report, config)
+    return 0
+
+
+def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
+    """Generate, judge and write. ``console``: where progress is shown, if a terminal."""
+    rewards = load_rewards(config.rewards, [STOPPED])
+    with _directory(config) as directory:
+        rows = _load_rows(config, rewards)
+        require_scorable(rows, rewards, config.max_errors)
+        generated = generate.generate(_generation(config, directory), console)
+        answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), rewards)
+        report = build_report(answers, [reward.name for reward in rewards])
+        _write(directory, config, report, answers)
+    return Evaluated(report, tuple(answers), generated)
+
+
+def _load_rows(config: Evaluate, rewards: Sequence[Reward]) -> list[PromptRow]:
+    return load_prompts(
+        config.data,
+        open_renderer(config).renderer,
+        Columns(config.format, config.columns, config.ignore_keys, prefix=""),
+        reference=config.reference,
+        needs_reference=any(reward.verifier in REWARDS.values() for reward in rewards),
+        limit=config.limit,
+    )
+
+
+@contextmanager
+def _directory(config: Evaluate) -> Iterator[Path]:
+    """``out``, or a directory that is gone afterwards."""
+    if config.out is None:
+        with tempfile.TemporaryDirectory(prefix="taut-eval-") as name:
+            yield Path(name)
+        return
+    out = Path(config.out).expanduser()
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"out={out} is a file; expected a directory; name another")
+    if out.is_dir() and any(out.iterdir()) and not config.resume:
+        raise OutputError(
+            f"out={out} exists and is not empty; expected a new directory; set resume=true to finish what it lacks, "
+            "or name another"
+        )
+    yield out
+
+
+def _generation(config: Evaluate, directory: Path) -> Generate:
+    """The same settings for ``taut generate``."""
+    keys = {key: value for key, value in to_dict(config).items() if key in fields_of(Generate)}
+    own = {"prompts": config.data, "out": str(directory / COMPLETIONS)}
+    return from_mapping(Generate, {**keys, **own})
+
+
+def _read_completions(path: Path, rows: Sequence[PromptRow]) -> list[Completion]:
+    """What ``taut generate`` wrote, in the order of rows and samples."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    order = {row.id: number for number, row in enumerate(rows)}
+    lines.sort(key=lambda line: (order[line["id"]], line["index"]))
+    return [
+        Completion(
+            prompt_id=line["id"],
+            index=line["index"],
+            ids_N=np.asarray(line["ids"], dtype=np.int64),
+            logp_N=None,
+            logp_one_N=None,
+            finish_reason=line["finish_reason"],
+            text=line["text"],
+            error=line.get("error"),
+        )
+        for line in lines
+    ]
+
+
+def _write(directory: Path, config: Evaluate, report: Report, answers: Sequence[Answer]) -> None:
+    whole = {**report.as_dict(), "config": to_dict(config)}
+    lines = [json.dumps(_score_line(answer), ensure_ascii=False) + "\n" for answer in answers]
+    try:
+        (directory / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
+        (directory / "report.json").write_text(
+            json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise OutputError(
+            f"out={directory} cannot be written: {error.strerror}; expected room and permission; free it and set "
+            "resume=true"
+        ) from error
+
+
+def _score_line(answer: Answer) -> dict[str, Any]:
+    errors = {name: score.error for name, score in answer.scores.items() if score.error is not None}
+    return {
+        "id": answer.row.id,
+        "index": answer.completion.index,
+        "finish_reason": answer.completion.finish_reason,
+        "text": answer.completion.text,
+        "references": list(answer.row.references),
+        "scores": {name: score.value for name, score in answer.scores.items()},
+        **({"errors": errors} if errors else {}),
+    }
+
+
+def _require_whole(report: Report, config: Evaluate) -> None:
+    if report.failures:
+        again = (
+            "the same command with resume=true" if config.out else "the command again with out=DIR"
+        )
+        raise CheckFailed(
+            f"{len(report.failures)} of {report.num_completions} completions failed, the first: {report.failures[0]}; "
+            f"expected all to finish; run {again}"
+        )
+    for metric in report.metrics:
+        if metric.error_share > config.max_errors:
+            raise CheckFailed(
+                f"{len(metric.errors)} scores of {metric.name} are errors ({metric.error_share:.1%}), the first: "
+                f"{metric.errors[0]}; expected at most max_errors={config.max_errors:g}; correct the reward or the data"
+            )
