@@ -26,7 +26,7 @@ from taut.golden import Question, choose_questions
 from taut.loop import StepReport, train
 from taut.models.load import context_length
 from taut.models.lora import is_adapted, save_adapter
-from taut.models.save import make_readable, saving
+from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.outdir import claim, require_usable
 from taut.reloaded import Comparison, Trained, load_adapted, samples_to_compare, score
 from taut.rollout.local import LocalEngine
@@ -256,6 +256,10 @@ def _write(
     if is_adapted(trained.model):
         save_adapter(trained.model, out / "adapter", trained.state)
         make_readable(out / "adapter")
+        tokenizer = serving_tokenizer(
+            inputs.tokenizer, inputs.stops.ids, inputs.renderer.template.template
+        )
+        tokenizer.save_pretrained(out / "adapter")
         adapted = partial(
             load_adapted,
             run.model,
