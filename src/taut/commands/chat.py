@@ -63,7 +63,8 @@ class Chat(ModelUse):
 class Answer(NamedTuple):
     """What was said."""
 
-    text: str
+    text: str | None
+    """None where there is no answer."""
     note: str
     """For people: why it ended, if not by itself."""
 
@@ -126,7 +127,7 @@ class Session:
         prompt = Prompt(f"message {self.num_turns}", ids_T)
         answer = self._answer(prompt)
         self.write(f"\n[{answer.note}]\n" if answer.note else "\n")
-        if answer.text or not answer.note:
+        if answer.text is not None:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
 
     def _answer(self, prompt: Prompt) -> Answer:
@@ -136,14 +137,12 @@ class Session:
         try:
             (completion,) = engine.generate([prompt], self.sampling)
         except KeyboardInterrupt:
-            return Answer("", "stopped; there is no answer yet")
+            return Answer(None, "stopped; there is no answer yet")
         self.write(completion.text.translate(CONTROLS))
-        notes = {
-            "stop": "",
-            "length": self._cut(prompt),
-            "error": f"failed: {completion.error}",
-        }
-        return Answer(completion.text, notes[completion.finish_reason])
+        if completion.finish_reason == "error":
+            return Answer(None, f"failed: {completion.error}")
+        is_cut = completion.finish_reason == "length"
+        return Answer(completion.text, self._cut(prompt) if is_cut else "")
 
     def _stream(self, engine: LocalEngine, prompt: Prompt) -> Answer:
         stream = Stream(self.texts, self.sampling.stop, self.write)
@@ -158,7 +157,9 @@ class Session:
             stream.ids[-1] in self.opened.stops.ids
             or self.texts.has_stop(stream.ids, self.sampling.stop)
         )
-        return Answer(text, note or ("" if has_ended else self._cut(prompt)))
+        if note:
+            return Answer(text or None, note)
+        return Answer(text, "" if has_ended else self._cut(prompt))
 
     def _cut(self, prompt: Prompt) -> str:
         if room(prompt, self.sampling, self.opened.context) < self.sampling.max_new_tokens:

@@ -201,7 +201,8 @@ def _ids(row: _Read, ids: Ids, renderer: Renderer) -> IntArray:
     eos, bos = renderer.tokenizer.eos_token_id, renderer.tokenizer.bos_token_id
     if not row.text.is_rendering and ids[-1:] == [eos]:
         plain = Text(row.text.text, is_rendering=True)  # no token added
-        ids = ids if renderer.template.encode([plain])[plain][-1:] == [eos] else ids[:-1]
+        own = renderer.template.encode([plain])[plain]
+        ids = ids[:-1] if ids[:-1][-len(own) :] == own else ids
     if bos is not None and ids[:2] == [bos, bos]:
         raise RenderError(
             f"{row.place}: the prompt begins with two BOS tokens; expected one; remove it from the "

@@ -1,0 +1,207 @@
+"""Rows of prompts: what is continued, what it is held to, and one line for what is neither."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.chats import write_rows
+from tests.tokenizers import tiny_tokenizer
+
+from taut.data.columns import Columns
+from taut.data.prompts import LAST_MESSAGE, PromptRow, load_prompts
+from taut.data.render import Renderer
+from taut.errors import ConfigError, DataError, RenderError
+
+USER = {"role": "user", "content": "the cat"}
+ANSWER = {"role": "assistant", "content": "ran"}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(tiny_tokenizer())
+
+
+def load(
+    tmp_path: Path, renderer: Renderer, *rows: Mapping[str, Any], **keys: Any
+) -> list[PromptRow]:
+    return load_prompts(str(write_rows(tmp_path / "p.jsonl", rows)), renderer, **keys)
+
+
+def text(renderer: Renderer, row: PromptRow) -> str:
+    return renderer.template.decode(row.ids_T.tolist())
+
+
+CHAT = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "references", "origin"),
+    [
+        ({"messages": [USER]}, CHAT, (), None),
+        ({"messages": [USER, ANSWER]}, CHAT, ("ran",), LAST_MESSAGE),
+        ({"messages": [USER, ANSWER], "answer": 7}, CHAT, ("7",), "answer"),
+        ({"prompt": [USER], "completion": [ANSWER]}, CHAT, ("ran",), "completion"),
+        ({"prompt": [USER]}, CHAT, (), None),
+        ({"conversations": [{"from": "human", "value": "the cat"}]}, CHAT, (), None),
+        ({"instruction": "the cat", "output": "ran"}, CHAT, ("ran",), "output"),
+        ({"instruction": "the cat", "input": ""}, CHAT, (), None),
+        (
+            {"prompt": "the cat", "answers": ["a", 2.5, True]},
+            "the cat",
+            ("a", "2.5", "true"),
+            "answers",
+        ),
+        ({"prompt": "the cat ", "completion": "ran"}, "the cat ", ("ran",), "completion"),
+        ({"text": "the cat"}, "the cat", (), None),
+    ],
+)
+def test_every_shape_of_row_is_a_prompt_with_its_references(
+    row: dict[str, Any],
+    prompt: str,
+    references: tuple[str, ...],
+    origin: str | None,
+    tmp_path: Path,
+    renderer: Renderer,
+) -> None:
+    (found,) = load(tmp_path, renderer, row)
+    assert text(renderer, found) == prompt
+    assert (found.references, found.reference_from) == (references, origin)
+    assert found.columns == row
+    assert found.id == found.place == f"{tmp_path / 'p.jsonl'}:1"
+
+
+def test_a_prompt_of_messages_is_what_training_takes_for_context(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    from taut.data.formats import read_conversation
+
+    (found,) = load(tmp_path, renderer, {"messages": [USER, ANSWER]})
+    (sample,) = renderer.render(read_conversation([USER, ANSWER], "row"))
+    assert np.array_equal(found.ids_T, sample.ids_T[: sample.target_at_N[0]])
+
+
+def test_a_named_column_holds_the_references(tmp_path: Path, renderer: Renderer) -> None:
+    row = {"question": "the cat", "gold": "ran", "answer": "no"}
+    columns = Columns(mapping={"instruction": "question"}, prefix="")
+    (found,) = load(tmp_path, renderer, row, columns=columns, reference="gold")
+    assert (text(renderer, found), found.references, found.reference_from) == (
+        CHAT,
+        ("ran",),
+        "gold",
+    )
+
+
+def test_ids_of_the_rows_serve_where_each_has_one(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [{"id": "a", "prompt": "x"}, {"id": 2, "prompt": "y"}]
+    assert [row.id for row in load(tmp_path, renderer, *rows)] == ["a", "2"]
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]
+    assert [row.id for row in load(tmp_path, renderer, *rows)] == [
+        f"{tmp_path / 'p.jsonl'}:{line}" for line in (1, 2)
+    ]
+
+
+def test_only_so_many_rows_are_read(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [{"prompt": "x"}, {"prompt": "y"}, {"broken": 1}]
+    assert len(load(tmp_path, renderer, *rows, limit=2)) == 2
+
+
+def test_a_tokenizer_that_adds_bos_adds_it_to_text_and_once(tmp_path: Path) -> None:
+    renderer = Renderer(tiny_tokenizer("llama3", adds_bos=True))
+    plain, chat = load(tmp_path, renderer, {"prompt": "the cat"}, {"messages": [USER]})
+    bos = renderer.tokenizer.bos_token_id
+    assert [row.ids_T[0] for row in (plain, chat)] == [bos, bos]
+    assert all(row.ids_T.tolist().count(bos) == 1 for row in (plain, chat))
+    with pytest.raises(RenderError, match="two BOS"):
+        load(tmp_path, renderer, {"prompt": "<|begin_of_text|>the cat"})
+
+
+def test_an_end_that_the_tokenizer_puts_after_each_text_is_no_part_of_a_prompt(
+    tmp_path: Path,
+) -> None:
+    from tokenizers import processors
+
+    tokenizer = tiny_tokenizer(None)
+    end, number = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, number)]
+    )
+    plain, ended = load(
+        tmp_path, Renderer(tokenizer), {"text": "the cat"}, {"text": f"the cat{end}"}
+    )
+    assert number not in plain.ids_T
+    assert ended.ids_T.tolist() == [*plain.ids_T.tolist(), number]
+
+
+def test_csv_rows_are_prompts(tmp_path: Path, renderer: Renderer) -> None:
+    path = tmp_path / "p.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer"], ["the cat", "ran"], ["a dog", "sat"]])
+    found = load_prompts(str(path), renderer, needs_reference=True)
+    assert [row.references for row in found] == [("ran",), ("sat",)]
+    assert found[1].place == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"prompt": ""}, {}, r"p\.jsonl:2: prompt is empty"),
+        ({"prompt": "  "}, {}, "prompt is empty"),
+        ({"prompt": []}, {}, "prompt is an empty list"),
+        ({"messages": [ANSWER]}, {}, "found nothing where the message to be answered"),
+        ({"messages": [USER, ANSWER, ANSWER]}, {}, "found a assistant message"),
+        ({"messages": [{"role": "system", "content": "x"}]}, {}, "found a system message"),
+        ({"question": "x"}, {}, "expected messages, conversations, prompt, instruction, or text"),
+        (
+            {"prompt": "x", "messages": [USER]},
+            {},
+            "fit the formats messages and completion; expected one; set format",
+        ),
+        (
+            {"prompt": "x", "gold": 1},
+            {"reference": "golden"},
+            "no column 'golden'.*prompt, gold; did you mean 'gold'",
+        ),
+        (
+            {"prompt": "x", "gold": {}},
+            {"reference": "gold"},
+            "gold is an empty object; expected the right answer",
+        ),
+        ({"prompt": "x", "gold": []}, {"reference": "gold"}, "gold is an empty list"),
+        (
+            {"prompt": "x", "gold": 1},
+            {"needs_reference": True},
+            "has no reference.*columns are prompt, gold; name",
+        ),
+        (
+            {"prompt": "x", "answer": " "},
+            {"needs_reference": True},
+            "answer is ' '; expected the right answer",
+        ),
+        (
+            {"messages": [USER], "tools": [{"name": "f"}]},
+            {},
+            "tools has 'f', which the chat template does not write",
+        ),
+    ],
+)
+def test_what_is_no_prompt_is_one_line_with_its_place(
+    row: dict[str, Any], keys: dict[str, Any], message: str, tmp_path: Path, renderer: Renderer
+) -> None:
+    good = {"prompt": "x", "golden": 1, "gold": 1, "answer": 1}
+    with pytest.raises(DataError, match=message) as caught:
+        load(tmp_path, renderer, good, row, columns=Columns(prefix=""), **keys)
+    assert f"{tmp_path / 'p.jsonl'}:2: " in str(caught.value)
+
+
+def test_a_file_without_rows_and_a_wrong_mapping_are_refused(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load(tmp_path, renderer)
+    with pytest.raises(ConfigError, match=r"^columns names 'promt'; .*did you mean 'prompt'"):
+        Columns(mapping={"promt": "x"}, prefix="")
