@@ -7,6 +7,8 @@
       ModelError              a model directory that cannot be used as asked
         AttentionError        an attention backend that was asked for and is not to be had, or a model whose
                               attention cannot be carried exactly
+      EngineError             an endpoint that is dead, or does not answer as it must
+        RequestRefused        one request it will not serve; others may go on
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
         NonFiniteError        a loss or gradient that is not finite; names the samples
@@ -43,6 +45,14 @@ class ModelError(TautError):
 
 class AttentionError(ModelError):
     """Attention that cannot be computed exactly as the model and the layout want it."""
+
+
+class EngineError(TautError):
+    """An endpoint that cannot be reached, or that cannot be relied on."""
+
+
+class RequestRefused(EngineError):
+    """A request that an endpoint refuses (4xx); its state may well be sound."""
 
 
 class OutputError(TautError):

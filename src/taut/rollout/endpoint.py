@@ -1,0 +1,187 @@
+"""HTTP to an OpenAI-compatible endpoint: questions in, JSON out, as many at a time as the caller starts.
+
+A request that failed in transit, timed out, or met a server that is busy or broken (408, 429, 5xx) is sent again after
+a pause that doubles each time, with jitter, and is never shorter than the server's Retry-After. Then, and for whatever
+sending again cannot mend, EngineError says what was found; RequestRefused where only this request is at fault.
+
+Requests run in an event loop on a thread of their own, so the caller may have one too; cancelling a future closes its
+connection, and the server stops working on it. The API key comes from the environment variable named by the caller
+and appears in no message.
+
+May import errors. ``server.py`` imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import Future
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import httpx2
+from anyio.from_thread import start_blocking_portal
+
+from taut.errors import ConfigError, EngineError, RequestRefused
+
+CONNECT = 10.0
+"""Seconds a connection may take."""
+LONGEST_WAIT = 60.0
+"""Seconds between two attempts, at most; a server that asks for longer is given up."""
+BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
+"""Statuses that another attempt may change."""
+SHOWN = 300
+"""Characters of a server's own message that are repeated."""
+
+
+class Endpoint:
+    """An endpoint at ``url``. ``close`` ends its thread and connections."""
+
+    def __init__(
+        self, url: str, *, key: str | None, timeout: float, retries: int, backoff: float
+    ) -> None:
+        self.url = _checked(url)
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self._secret = _secret(key)
+        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        client = httpx2.AsyncClient(
+            headers=headers,
+            timeout=httpx2.Timeout(None, connect=min(timeout, CONNECT)),
+            limits=httpx2.Limits(max_connections=None),
+        )
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            self._client = stack.enter_context(self._portal.wrap_async_context_manager(client))
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
+        """The answer to a POST of ``body``, or to a GET without one, to be."""
+        return self._portal.start_task_soon(self._ask, path, body)
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The same, waited for."""
+        future = self.start(path, body)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        place = f"{self.url}/{path}"
+        for attempt in range(self.retries + 1):
+            answer = await self._send(place, body)
+            if isinstance(answer, httpx2.Response) and answer.status_code not in BUSY:
+                return self._read(place, answer)
+            found, asked = self._trouble(answer)
+            pause = max(asked, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
+            if asked > LONGEST_WAIT or attempt == self.retries:
+                break
+            await anyio.sleep(min(pause, LONGEST_WAIT))
+        raise EngineError(
+            f"server: {found} from {place} ({attempt + 1} attempts); expected an answer; start the server or wait "
+            "for it, set server.timeout or server.retries, then run the same command again"
+        )
+
+    async def _send(self, place: str, body: dict[str, Any] | None) -> httpx2.Response | str:
+        """The response, or what came between."""
+        try:
+            with anyio.fail_after(self.timeout):
+                if body is None:
+                    return await self._client.get(place)
+                return await self._client.post(place, json=body)
+        except TimeoutError:
+            return f"no answer within {self.timeout:g} s"
+        except httpx2.RequestError as error:
+            return f"no answer ({type(error).__name__}: {error})"
+
+    def _trouble(self, answer: httpx2.Response | str) -> tuple[str, float]:
+        """What was found in the way, and the seconds the server asks us to wait."""
+        if isinstance(answer, str):
+            return self._safe(answer), 0.0
+        found = f"HTTP {answer.status_code} ({self._message(answer)})"
+        return found, _retry_after(answer.headers.get("retry-after"))
+
+    def _read(self, place: str, answer: httpx2.Response) -> Any:
+        status = answer.status_code
+        if answer.is_success:
+            try:
+                return answer.json()
+            except ValueError:
+                raise EngineError(
+                    f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set url to an "
+                    "OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
+                ) from None
+        found = f"server: HTTP {status} from {place}: {self._message(answer)}"
+        if status in (401, 403):
+            raise EngineError(
+                f"{found}; expected to be let in; set server.key to the name of the environment variable with the key"
+            )
+        if 400 <= status < 500 and status not in (404, 405):
+            raise RequestRefused(found)
+        raise EngineError(
+            f"{found}; expected an OpenAI-compatible endpoint; set url as in http://127.0.0.1:8000/v1"
+        )
+
+    def _message(self, answer: httpx2.Response) -> str:
+        """What the server says of its refusal."""
+        try:
+            said = answer.json()
+        except ValueError:
+            said = answer.text
+        for name in ("error", "message", "detail"):
+            if isinstance(said, dict) and said.get(name):
+                said = said[name]
+        return self._shown(str(said))
+
+    def _shown(self, text: str) -> str:
+        line = " ".join(self._safe(text).split())
+        return line if len(line) <= SHOWN else line[:SHOWN] + "..."
+
+    def _safe(self, text: str) -> str:
+        return text.replace(self._secret, "***") if self._secret else text
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"url={url}: expected a URL as in http://127.0.0.1:8000/v1; correct it")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(
+            f"url for {parts.hostname} has more than host and path; expected one as in http://127.0.0.1:8000/v1; "
+            "set server.key to the name of an environment variable that holds the key"
+        )
+    return url.rstrip("/")
+
+
+def _secret(key: str | None) -> str | None:
+    if key is None:
+        return None
+    value = os.environ.get(key)
+    if not value:
+        raise ConfigError(
+            f"server.key={key}: no environment variable of this name is set; expected it to hold the API key; "
+            "export it, or remove server.key"
+        )
+    return value
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds to wait by a Retry-After header: a number of seconds or a date; 0 where there is neither."""
+    if value is None:
+        return 0.0
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        until = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=UTC)
+    return max(0.0, (until - datetime.now(UTC)).total_seconds())
