@@ -4,16 +4,18 @@
 
     taut.sft("run.toml", steps=10)
     taut.sft(model="DIR", data={"train": "a.jsonl"}, out="runs/a", **{"optim.learning_rate": 1e-4})
+    taut.generate(model="runs/a/model", prompts="b.jsonl", out="c.jsonl", **{"sampling.n": 4})
 
-The names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is
-imported when it is first asked for.
+Each function takes its command's keys (``taut COMMAND --help``), nested (``data={"train": ...}``) or dotted
+(``**{"data.train": ...}``), and a TOML file or a configuration to set them on. The names below are the public surface.
+Importing taut loads neither torch nor transformers: what needs them is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taut.errors import (
     AttentionError,
@@ -29,7 +31,13 @@ from taut.errors import (
 
 if TYPE_CHECKING:
     from taut.api import Result
+    from taut.commands.evaluate import Evaluate, Evaluated
+    from taut.commands.generate import Generate, Generated
+    from taut.commands.merge import Merge, Merged
+    from taut.commands.verify import Finding, Verify
     from taut.run import Run
+
+_T = TypeVar("_T")
 
 __version__ = "0.1.0"
 
@@ -46,36 +54,66 @@ __all__ = [
     "Run",
     "TautError",
     "__version__",
+    "evaluate",
+    "generate",
+    "merge",
     "sft",
     "show",
+    "verify",
 ]
 
 
 def sft(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Supervised fine-tuning: check, train, save. ``run`` is a Run or a TOML file; ``keys`` are set on top.
-
-    Keys are those of ``taut sft --help``, nested (``data={"train": ...}``) or dotted
-    (``**{"data.train": ...}``).
-    """
+    """Supervised fine-tuning: check, train, save."""
     from taut import api
+    from taut.run import Run
 
-    return api.sft(_configure(run, keys))
+    return api.sft(_configure(Run, run, keys))
 
 
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     """Print the resolved configuration and the first samples, their targets coloured. Takes what ``sft`` takes."""
     from taut import api
-
-    api.show(_configure(run, keys))
-
-
-def _configure(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Run:
-    from taut.config import from_mapping, replace
     from taut.run import Run
 
-    if isinstance(run, Run):
-        return replace(run, keys) if keys else run
-    return from_mapping(Run, keys, None if run is None else Path(run))
+    api.show(_configure(Run, run, keys))
+
+
+def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: Any) -> Generated:
+    """Completions of a file of prompts, written as JSONL."""
+    from taut.commands import generate as command
+
+    return command.generate(_configure(command.Generate, config, keys))
+
+
+def evaluate(config: Evaluate | str | PathLike[str] | None = None, /, **keys: Any) -> Evaluated:
+    """A model's answers to questions with known answers, judged."""
+    from taut.commands import evaluate as command
+
+    return command.evaluate(_configure(command.Evaluate, config, keys))
+
+
+def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -> list[Finding]:
+    """Whether a model, or the server that serves it, does what its contract says: one finding per question."""
+    from taut.commands import verify as command
+
+    return command.verify(_configure(command.Verify, config, keys))
+
+
+def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> Merged:
+    """One model directory of a base model and a LoRA adapter."""
+    from taut.commands import merge as command
+
+    return command.merge(_configure(command.Merge, config, keys))
+
+
+def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dict[str, Any]) -> _T:
+    from taut.config import from_mapping, replace
+
+    if isinstance(config, cls):
+        return replace(config, keys) if keys else config
+    assert config is None or isinstance(config, str | PathLike), "a configuration or a TOML file"
+    return from_mapping(cls, keys, None if config is None else Path(config))
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,13 @@ COMMANDS = {
         "taut.commands.generate:Generate",
         ("model",),
     ),
+    "eval": Command(
+        "MODEL data=FILE",
+        "answers to questions with known answers, judged",
+        "taut.commands.evaluate:run",
+        "taut.commands.evaluate:Evaluate",
+        ("model",),
+    ),
     "chat": Command(
         "MODEL",
         "talk to a model in the terminal",
@@ -69,10 +76,24 @@ COMMANDS = {
     ),
     "eval": Command(
         "MODEL data=FILE",
-        "answers to questions with known answers, judged; a table, and with out=DIR all of it",
+        "answers to questions with known answers, judged",
         "taut.commands.evaluate:run",
         "taut.commands.evaluate:Evaluate",
         ("model",),
+    ),
+    "verify": Command(
+        "MODEL [--engine server --url URL]",
+        "whether a model, or its server, does what its contract says",
+        "taut.commands.verify:run",
+        "taut.commands.verify:Verify",
+        ("model",),
+    ),
+    "merge": Command(
+        "MODEL ADAPTER out=DIR",
+        "a base model and a LoRA adapter, made one",
+        "taut.commands.merge:run",
+        "taut.commands.merge:Merge",
+        ("model", "adapter"),
     ),
     "demo": Command(
         "[key=value ...]",

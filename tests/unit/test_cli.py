@@ -12,7 +12,8 @@ import pytest
 
 import taut
 from taut import api, cli, run
-from taut.cli import main, sort_words
+from taut.cli import Words, main, sort_words
+from taut.config import describe
 from taut.errors import CheckFailed, ConfigError
 
 
@@ -114,6 +115,49 @@ def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
         main(["sft", *MINIMAL])
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_its_configuration_and_its_help(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = cli.COMMANDS[name]
+    assert callable(cli._named(command.call))
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: taut {name} {command.words}")
+    if command.config is not None:
+        rows = describe(cli.config_class(command))
+        assert {*command.alone} <= {row.key for row in rows}
+        assert all(row.doc for row in rows)
+        assert all(f"  {row.key}  (" in out for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["m"], Words(None, ["model=m"])),
+        (["x=1", "m", "a/b.toml"], Words(Path("a/b.toml"), ["x=1", "model=m"])),
+        (["m", "--url", "u", "ad"], Words(None, ["model=m", "url=u", "adapter=ad"])),
+        (["m", "--resume", "ad"], Words(None, ["model=m", "resume=true", "adapter=ad"])),
+    ],
+)
+def test_words_alone_set_the_keys_of_the_command(words: list[str], expected: Words) -> None:
+    assert sort_words(words, {"resume"}, ("model", "adapter")) == expected
+
+
+def test_a_word_too_many_and_a_model_twice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "a", "b"]) == 2
+    assert "found 'b' beside MODEL; expected settings as key=value" in capsys.readouterr().err
+    assert main(["chat", "a", "model=b"]) == 2
+    assert "key 'model' is set twice on the command line" in capsys.readouterr().err
+    assert main(["chat", "a", "engine=server"]) == 2
+    assert "engine=server and url is not set" in capsys.readouterr().err
+    assert main(["chat", "a", "--server.url", "u"]) == 2
+    assert (
+        "unknown key 'server.url' on the command line; did you mean 'url'?"
+        in capsys.readouterr().err
+    )
+
+
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sft", "show"):
         assert main([command, "--help"]) == 0
@@ -163,8 +207,12 @@ def test_the_public_surface_is_pinned() -> None:
         "Run",
         "TautError",
         "__version__",
+        "evaluate",
+        "generate",
+        "merge",
         "sft",
         "show",
+        "verify",
     ]
     assert all(getattr(taut, name) is not None for name in taut.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
