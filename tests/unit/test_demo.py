@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tokenizers import tiny_tokenizer
 
 from taut.config import load
+from taut.data.prompts import PromptRow
+from taut.data.render import Renderer
 from taut.demo import ask as asking
 from taut.demo import fetch, reading, show, story
 from taut.demo.reading import Document, Question
 from taut.errors import ConfigError, DataError, ModelError, OutputError
+from taut.evals.answers import judge
+from taut.evals.report import Answer
+from taut.rewards import load_rewards
 from taut.run import Run
+from taut.types import Completion, FinishReason
 
 ROOT = Path(__file__).parents[2]
+NUMBERS = count(1)
 TEXT = "Ann met the old fox. It hid in Bo's snuff-box, near Calais, for three days."
 
 
@@ -29,31 +37,14 @@ def document(name: str, num_questions: int) -> Document:
     return Document(name, tuple(Question(f"q{k}", "a", ("a",)) for k in range(num_questions)))
 
 
-def answer(text: str, reference: str, has_ended: bool = True) -> asking.Answer:
-    return asking.judge(Question("Who?", reference, (reference,)), text, has_ended)
-
-
-@pytest.mark.parametrize(
-    ("said", "plain"),
-    [(" The  Old Fox. ", "old fox"), ("an 'apple'!", "apple"), ("theatre", "theatre"), ("The", "")],
-)
-def test_normalise_drops_case_punctuation_and_articles(said: str, plain: str) -> None:
-    assert reading.normalise(said) == plain
-
-
-def test_exact_match_is_of_the_whole_answer_with_any_reference() -> None:
-    assert reading.is_exact_match("the Fox.", ("a cat", "Fox"))
-    assert not reading.is_exact_match("It was the fox", ("fox",))
-    assert reading.holds_reference("It was the fox!", ("fox",))
-    assert not reading.holds_reference("It was a foxhound", ("fox",))
-
-
-@pytest.mark.parametrize(
-    ("hits", "trials", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (59, 177, 0.2681, 0.4057)],
-)
-def test_wilson_interval(hits: int, trials: int, low: float, high: float) -> None:
-    assert reading.wilson_interval(hits, trials) == pytest.approx((low, high), abs=1e-4)
+def answer(text: str, reference: str, has_ended: bool = True) -> Answer:
+    ids_T = np.array([1])
+    place = f"question {next(NUMBERS)}"
+    row = PromptRow(place, place, ids_T, "", (reference,), "answer", {"question": "Who?"})
+    reason: FinishReason = "stop" if has_ended else "length"
+    completion = Completion(row.id, 0, ids_T, None, None, reason, f" {text}\n")
+    (judged,) = judge([row], [completion], load_rewards([asking.RIGHT, asking.HOLDING]))
+    return judged
 
 
 @pytest.mark.parametrize(
@@ -111,46 +102,19 @@ def test_rows_are_messages_that_begin_with_the_document(tmp_path: Path) -> None:
     first, second = (row["messages"] for row in rows)
     assert [turn["role"] for turn in first] == ["user", "assistant"]
     assert [first[1]["content"], second[1]["content"]] == ["Ann", "fox"]
-    shared = asking.num_shared([first[0]["content"], second[0]["content"]])
-    assert first[0]["content"][:shared] == f"{TEXT}\n\n{reading.INSTRUCTION}\nQuestion: "
+    shared = f"{TEXT}\n\n{reading.INSTRUCTION}\nQuestion: "
+    assert all(turns[0]["content"].startswith(shared) for turns in (first, second))
 
 
-def test_shared_prefix_leaves_each_prompt_a_token() -> None:
-    assert asking.num_shared([[1, 2, 3], [1, 2, 4, 5]]) == 2
-    assert asking.num_shared([[1, 2], [1, 2, 3]]) == 1
-    assert asking.num_shared([[7, 8]]) == 1
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def test_answers_over_a_shared_document_are_those_of_generate() -> None:
-    model, draw = tiny_llama(), torch.Generator().manual_seed(1)
-    shared = torch.randint(40, (12,), generator=draw).tolist()
-    prompts = [shared + torch.randint(40, (k,), generator=draw).tolist() for k in (3, 1, 5)]
-    with torch.inference_mode():
-        said = list(asking.continuations(model, prompts, stops=(7,)))
-        for ids, mine in zip(prompts, said, strict=True):
-            whole = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                max_new_tokens=asking.MAX_NEW_TOKENS,
-                do_sample=False,
-                eos_token_id=7,
-                pad_token_id=7,
-            )
-            assert mine == whole[0, len(ids) :].tolist()
+def test_every_question_is_a_prompt_with_its_references() -> None:
+    documents = reading.read_documents([line("a?", ["Ann"]), line("b?", ["fox", "old fox"])])
+    rows = asking.rows_of(documents, Renderer(tiny_tokenizer()))
+    assert [row.references for row in rows] == [("Ann",), ("fox", "old fox")]
+    assert [row.columns["question"] for row in rows] == ["a?", "b?"]
+    first, second = (row.ids_T.tolist() for row in rows)
+    assert first[:40] == second[:40]
+    assert first != second
+    assert len({row.id for row in rows}) == 2
 
 
 def test_a_report_counts_right_ended_and_held() -> None:

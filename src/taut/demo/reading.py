@@ -1,14 +1,10 @@
-"""A reading-comprehension set in which many questions share a document, and how its answers are
-scored.
+"""A reading-comprehension set in which many questions share a document.
 
 NarrativeQA (arXiv:1712.07040): summaries of books and films, about thirty questions each with two
 reference answers. Kept are the questions with a reference of at most five words that stands in
 the document, so that the right answer is a short copy. A document keeps
 ``QUESTIONS_PER_DOCUMENT`` questions in training, so a step of that many samples is one whole
 document. Train and held-out documents are disjoint.
-
-Exact match is SQuAD's (arXiv:1606.05250): lower case, no punctuation, no articles, against each
-reference.
 
 Deliberately not here: downloading (``taut.demo.fetch``), a model (``taut.demo.ask``). May be
 imported by ``taut.demo`` only.
@@ -18,22 +14,18 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import random
 import re
-import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from taut.errors import DataError
+from taut.rewards.normal import normalise
 
 QUESTIONS_PER_DOCUMENT = 16
 MAX_ANSWER_WORDS = 5
 INSTRUCTION = "Answer the question with a few words copied from the text above."
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True)
@@ -51,34 +43,6 @@ class Document:
 
     text: str
     questions: tuple[Question, ...]
-
-
-def normalise(answer: str) -> str:
-    """``answer`` in lower case, without punctuation, articles and repeated spaces."""
-    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
-
-
-def is_exact_match(answer: str, references: Sequence[str]) -> bool:
-    """Whether ``answer`` equals one of the references after normalisation."""
-    return normalise(answer) in {normalise(reference) for reference in references}
-
-
-def holds_reference(answer: str, references: Sequence[str]) -> bool:
-    """Whether the words of a reference stand in ``answer``, both normalised."""
-    words = f" {normalise(answer)} "
-    return any(f" {normalise(reference)} " in words for reference in references)
-
-
-def wilson_interval(num_hits: int, num_trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (95% by default)."""
-    assert num_trials > 0, "a proportion of at least one trial"
-    assert 0 <= num_hits <= num_trials, "hits are among the trials"
-    rate = num_hits / num_trials
-    scale = 1 + z * z / num_trials
-    centre = (rate + z * z / (2 * num_trials)) / scale
-    spread = rate * (1 - rate) / num_trials + z * z / (4 * num_trials * num_trials)
-    half = z * math.sqrt(spread) / scale
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def read_documents(lines: Iterable[str]) -> list[Document]:

@@ -16,8 +16,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from taut.demo import fetch
-from taut.demo.ask import Answer, Report
-from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document, wilson_interval
+from taut.demo.ask import RIGHT, Report, num_of
+from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document
+from taut.evals.report import Answer, Metric
 
 NUM_SAMPLES = 3
 NUM_LOSSES = 5
@@ -44,7 +45,7 @@ def data(num_rows: int, num_train: int, held_out: Sequence[Document]) -> None:
         f"training  {num_rows} questions on {num_train} documents, {QUESTIONS_PER_DOCUMENT} each\n"
         "          a document is computed once for all its questions in a step\n"
         f"held out  {num_questions} questions on {len(held_out)} documents never trained on\n"
-        "          greedy, one prompt at a time, until the template's end of turn"
+        "          greedy, until the model's own stop"
     )
 
 
@@ -93,8 +94,8 @@ def _results(before: Report, after: Report) -> Table:
     table.add_row("exact match [95% interval]", old[0], new[0])
     table.add_row(
         "a reference is in the answer",
-        _percent(before.num_holding, before),
-        _percent(after.num_holding, after),
+        _percent(before.holding),
+        _percent(after.holding),
     )
     table.add_row("answers that end by themselves", old[1], new[1])
     return table
@@ -106,23 +107,22 @@ def _samples(before: Report, after: Report) -> Table:
     )
     pairs = list(zip(before.answers, after.answers, strict=True))
     for old, new in pairs[:: max(1, len(pairs) // NUM_SAMPLES)][:NUM_SAMPLES]:
-        reference = old.question.references[0]
-        table.add_row(escape(old.question.text), escape(reference), _said(old), _said(new))
+        question, reference = old.row.columns["question"], old.row.references[0]
+        table.add_row(escape(question), escape(reference), _said(old), _said(new))
     return table
 
 
 def _said(answer: Answer) -> str:
-    mark = "" if answer.has_ended else " [dim](cut)[/dim]"
-    colour = "green" if answer.is_right else "red"
-    return f"[{colour}]{escape(answer.text)}[/{colour}]{mark}"
+    mark = "" if answer.completion.finish_reason == "stop" else " [dim](cut)[/dim]"
+    colour = "green" if answer.scores[RIGHT].value == 1 else "red"
+    return f"[{colour}]{escape(answer.completion.text.strip())}[/{colour}]{mark}"
 
 
 def _shares(report: Report) -> tuple[str, str]:
     """Exact match with its interval, and the share of answers that end."""
-    low, high = wilson_interval(report.num_right, len(report.answers))
-    interval = escape(f"[{low:.0%}, {high:.0%}]")
-    return f"{_percent(report.num_right, report)} {interval}", _percent(report.num_ended, report)
+    interval = escape(f"[{report.right.low:.0%}, {report.right.high:.0%}]")
+    return f"{_percent(report.right)} {interval}", _percent(report.ended)
 
 
-def _percent(count: int, report: Report) -> str:
-    return f"{count / len(report.answers):.0%} ({count})"
+def _percent(metric: Metric) -> str:
+    return f"{metric.mean:.0%} ({num_of(metric)})"

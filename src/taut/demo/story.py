@@ -151,10 +151,10 @@ def summary(before: Report, after: Report, steps: Sequence[dict[str, Any]]) -> d
         "train_seconds": round(sum(step["seconds"] for step in steps), 1),
         "answers": [
             {
-                "question": old.question.text,
-                "references": list(old.question.references),
-                "before": old.text,
-                "after": new.text,
+                "question": old.row.columns["question"],
+                "references": list(old.row.references),
+                "before": old.completion.text.strip(),
+                "after": new.completion.text.strip(),
             }
             for old, new in zip(before.answers, after.answers, strict=True)
         ],
