@@ -74,13 +74,6 @@ COMMANDS = {
         "taut.commands.chat:Chat",
         ("model",),
     ),
-    "eval": Command(
-        "MODEL data=FILE",
-        "answers to questions with known answers, judged",
-        "taut.commands.evaluate:run",
-        "taut.commands.evaluate:Evaluate",
-        ("model",),
-    ),
     "verify": Command(
         "MODEL [--engine server --url URL]",
         "whether a model, or its server, does what its contract says",
