@@ -27,13 +27,12 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from taut import __version__
 from taut.config import configclass, to_dict
 from taut.data.columns import Columns, Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.sources import Source
-from taut.errors import OutputError
-from taut.rollout.engine import Sampling, require_usable
+from taut.errors import EngineError, OutputError
+from taut.rollout.engine import Engine, Sampling, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
 from taut.types import Completion, FloatArray, Prompt
 
@@ -124,8 +123,18 @@ def generate(config: Generate, console: Console | None = None) -> Generated:
             tally = _Tally(file, {row.id: row for row in rows}, done, config.prompt_ids, progress)
             progress.update(progress.task_ids[0], total=len(missing) * len(samples))
             if prompts:
-                opened.engine.generate(prompts, config.sampling, tally)
+                _run(opened.engine, prompts, config.sampling, tally)
     return _result(out, rows, kept, tally, opened)
+
+
+def _run(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tally: _Tally) -> None:
+    try:
+        engine.generate(prompts, sampling, tally)
+    except EngineError as error:
+        done = sum(tally.finished.values())
+        raise EngineError(
+            f"{error}; {done:,} completions are written; the same command with resume=true finishes the rest"
+        ) from error
 
 
 def summary(result: Generated) -> str:
@@ -296,7 +305,7 @@ def _key(line: Mapping[str, Any]) -> Key:
 
 def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> None:
     """Write what is drawn with, and leave in ``out`` only what is kept."""
-    meta = {"taut": __version__, "drawn_with": identity}
+    meta = {"drawn_with": identity}
     partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,19 +10,13 @@ Golden prompts are rows of ``data``, else built-in ones. The command line import
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import PreTrainedConfig
 
 from taut import parallel
 from taut.attention.select import select
@@ -32,9 +26,9 @@ from taut.data.dataset import DataConfig, build_renderer, read_rows
 from taut.data.formats import Row
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
-from taut.errors import ModelError, OutputError
+from taut.errors import OutputError
 from taut.golden import ContractConfig, built_in_rows, choose_questions
-from taut.models import anatomy
+from taut.models.adapted import adapter_settings, put_on
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
@@ -43,20 +37,9 @@ from taut.models.load import (
     load_model,
     load_tokenizer,
 )
-from taut.models.lora import LoraConfig, apply_lora, save_adapter
 from taut.models.save import saving
 from taut.models.score import Scorer
-from taut.models.tokens import add_tokens
 from taut.reloaded import Comparison, Trained, samples_to_compare, score
-
-TABLES = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "wte.weight",
-    "embed_in.weight",
-    "embed_out.weight",
-)
-"""How adapters name the tables they train whole."""
 
 
 @configclass
@@ -119,15 +102,22 @@ def merge(config: Merge) -> Merged:
     out, adapter = Path(config.out).expanduser(), Path(config.adapter).expanduser()
     if out.exists():
         raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
-    settings = _settings(adapter)
+    settings = adapter_settings(adapter)
     base = load_config(config.model, config.trust_remote_code)
     place = str(adapter) if has_tokenizer(str(adapter)) else config.model
     tokenizer = load_tokenizer(place, config.trust_remote_code)
     renderer = build_renderer(DataConfig(template=config.template), tokenizer)
     stops = derive_stop_set(renderer, inherited_ends(config.model, base))
     device = parallel.start(config.device).device
-    scorer, new_ids = _adapted(config, base, adapter, settings, device)
-    num_tensors = _require_all_in_place(scorer, adapter)
+    model = load_model(
+        config.model,
+        dtype=torch.float32,
+        device=device,
+        attention=select("auto", device, torch.float32, base.get_text_config()).implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+    adapted, new_ids, num_tensors = put_on(model, adapter, settings)
+    scorer = Scorer(adapted).eval()
     checks: list[Comparison] = []
     origin = _origin(config, scorer, renderer, stops, new_ids, checkpoint_dtype(base))
     with saving(
@@ -148,82 +138,6 @@ def merge(config: Merge) -> Merged:
         stops=described(stops, renderer.template),
         checks=checks,
     )
-
-
-def _settings(adapter: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter."""
-    file = adapter / "adapter_config.json"
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        kind = settings["peft_type"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ModelError(
-            f"adapter={adapter} has no adapter_config.json that can be read ({error}); expected the directory of a "
-            "saved LoRA adapter"
-        ) from error
-    if kind != "LORA":
-        raise ModelError(
-            f"adapter={adapter} is a {kind} adapter; expected LoRA, which can be merged"
-        )
-    if not (adapter / "adapter_model.safetensors").is_file():
-        raise ModelError(
-            f"adapter={adapter} has no adapter_model.safetensors; expected an adapter saved as safetensors"
-        )
-    assert isinstance(settings, dict)
-    return settings
-
-
-def _adapted(
-    config: Merge,
-    base: PreTrainedConfig,
-    adapter: Path,
-    settings: dict[str, Any],
-    device: torch.device,
-) -> tuple[Scorer, list[int]]:
-    """The base model with the adapter on it, in float32, and the rows by which its tables grew."""
-    model = load_model(
-        config.model,
-        dtype=torch.float32,
-        device=device,
-        attention=select("auto", device, torch.float32, base.get_text_config()).implementation,
-        trust_remote_code=config.trust_remote_code,
-    )
-    num_rows = int(anatomy.head(model).weight.shape[0])
-    wanted = max([num_rows, *_rows_wanted(adapter, settings)])
-    new_ids = list(range(num_rows, wanted))
-    add_tokens(model, new_ids)
-    adapted = apply_lora(model, LoraConfig(adapter=str(adapter)))
-    return Scorer(adapted).eval(), new_ids
-
-
-def _rows_wanted(adapter: Path, settings: dict[str, Any]) -> Iterator[int]:
-    """How many rows the vocabulary's tables must have for this adapter."""
-    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (no dictionary)
-            if name.endswith(TABLES):
-                yield int(file.get_slice(name).get_shape()[0])
-    indices = settings.get("trainable_token_indices") or {}
-    for ids in indices.values() if isinstance(indices, dict) else [indices]:
-        yield max(ids, default=-1) + 1
-
-
-def _require_all_in_place(scorer: Scorer, adapter: Path) -> int:
-    """Each tensor of the adapter must be in the model, and none be missing: what peft passes over is found here."""
-    given = load_file(adapter / "adapter_model.safetensors")
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(scorer.model, Path(folder))
-        found = load_file(Path(folder) / "adapter_model.safetensors")
-    whole = scorer.model.state_dict()  # tables of a larger vocabulary lie beside the adapter's own
-    for what, names in (
-        ("has tensors that the model has no place for", given.keys() - found.keys() - whole.keys()),
-        ("lacks tensors for the model", found.keys() - given.keys()),
-    ):
-        if names:
-            raise ModelError(
-                f"adapter={adapter} {what}: {len(names)}, {min(names)} the first; expected an adapter of this base "
-                "model; set model to the one it was made for"
-            )
-    return len(given)
 
 
 def _origin(

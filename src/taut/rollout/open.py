@@ -29,6 +29,7 @@ from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy
+from taut.models.adapted import adapter_settings, put_on
 from taut.models.load import (
     context_length,
     has_tokenizer,
@@ -38,13 +39,12 @@ from taut.models.load import (
     load_skeleton,
     load_tokenizer,
 )
-from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import ChosenDtype, backward_context, resolve_dtype
 from taut.models.prove import prove
 from taut.models.score import Scorer
 from taut.rollout.engine import Engine
-from taut.rollout.local import LocalConfig
-from taut.rollout.server import ServerConfig
+from taut.rollout.local import LocalConfig, LocalEngine
+from taut.rollout.server import ServerConfig, ServerEngine
 
 PROVED = 64
 """Tokens of the proofs' longest sample where a model names no context."""
@@ -171,19 +171,15 @@ def _template(path: str | None) -> str | None:
 
 
 def _server(use: ModelUse, rendering: Rendering) -> Opened:
-    from taut.rollout.server import ServerEngine
-
     assert use.url is not None
     renderer, stops = rendering.renderer, rendering.stops
     context = context_length(rendering.config)
     engine = ServerEngine.open(use.url, use.server, renderer.tokenizer, stops.ids, context)
-    decisions = [*rendering.decisions, ("engine", "server", use.url)]
+    decisions = [*rendering.decisions, *engine.decisions]
     return Opened(engine, renderer, stops, engine.context, decisions, engine.close)
 
 
 def _local(use: ModelUse, rendering: Rendering) -> Opened:
-    from taut.rollout.local import LocalEngine
-
     config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     context, reasons = _exact_context(use, config)
     device = _device(use.device)
@@ -248,7 +244,7 @@ def _compute(dtype: torch.dtype) -> Any:
 
 
 def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: str) -> Scorer:
-    model: Any = load_model(
+    model = load_model(
         use.model,
         dtype=dtype,
         device=device,
@@ -256,9 +252,10 @@ def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: 
         trust_remote_code=use.trust_remote_code,
         is_narrow=use.adapter is None,
     )
-    if use.adapter is not None:  # added in full precision, then narrowed
-        model = apply_lora(model, LoraConfig(adapter=use.adapter))
-        model = model.merge_and_unload(safe_merge=True)
+    if use.adapter is not None:  # put on in full precision, then narrowed
+        adapter = Path(use.adapter).expanduser()
+        wrapped: Any = put_on(model, adapter, adapter_settings(adapter)).model
+        model = wrapped.merge_and_unload(safe_merge=True)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     scorer = Scorer(model.requires_grad_(False))

@@ -1,0 +1,107 @@
+"""A LoRA adapter in peft's format, made by taut or elsewhere -> the model it was trained as.
+
+Modules trained whole, trained rows and a vocabulary the adapter made larger come with it. Refused: another kind of
+adapter, one whose tensors do not all find their place in the model, or that leaves places empty: peft passes over both.
+
+May import errors, anatomy, ``lora.py`` and ``tokens.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from taut.errors import ModelError
+from taut.models import anatomy
+from taut.models.lora import LoraConfig, apply_lora, save_adapter
+from taut.models.tokens import add_tokens
+
+TABLES = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "embed_out.weight",
+)
+"""How adapters name the tables they train whole."""
+
+
+class Adapted(NamedTuple):
+    """A model that carries an adapter."""
+
+    model: nn.Module
+    new_ids: list[int]
+    """The rows by which its vocabulary's tables grew."""
+    num_tensors: int
+    """Of the adapter."""
+
+
+def adapter_settings(adapter: Path) -> dict[str, Any]:
+    """adapter_config.json of a LoRA adapter."""
+    file = adapter / "adapter_config.json"
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        kind = settings["peft_type"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            f"adapter={adapter} has no adapter_config.json that can be read ({error}); expected the directory of a "
+            "saved LoRA adapter"
+        ) from error
+    if kind != "LORA":
+        raise ModelError(
+            f"adapter={adapter} is a {kind} adapter; expected LoRA, which can be merged"
+        )
+    if not (adapter / "adapter_model.safetensors").is_file():
+        raise ModelError(
+            f"adapter={adapter} has no adapter_model.safetensors; expected an adapter saved as safetensors"
+        )
+    assert isinstance(settings, dict)
+    return settings
+
+
+def put_on(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
+    """Put an adapter with these settings on a model loaded in full precision."""
+    num_rows = int(anatomy.head(model).weight.shape[0])
+    wanted = max([num_rows, *_rows_wanted(adapter, settings)])
+    new_ids = list(range(num_rows, wanted))
+    add_tokens(model, new_ids)
+    adapted = apply_lora(model, LoraConfig(adapter=str(adapter)))
+    return Adapted(adapted, new_ids, _require_all_in_place(adapted, adapter))
+
+
+def _rows_wanted(adapter: Path, settings: dict[str, Any]) -> Iterator[int]:
+    """How many rows the vocabulary's tables must have for this adapter."""
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (no dictionary)
+            if name.endswith(TABLES):
+                yield int(file.get_slice(name).get_shape()[0])
+    indices = settings.get("trainable_token_indices") or {}
+    for ids in indices.values() if isinstance(indices, dict) else [indices]:
+        yield max(ids, default=-1) + 1
+
+
+def _require_all_in_place(model: nn.Module, adapter: Path) -> int:
+    """Each tensor of the adapter must be in the model, and none be missing: what peft passes over is found here."""
+    given = load_file(adapter / "adapter_model.safetensors")
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(model, Path(folder))
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+    whole = model.state_dict()  # tables of a larger vocabulary lie beside the adapter's own
+    for what, names in (
+        ("has tensors that the model has no place for", given.keys() - found.keys() - whole.keys()),
+        ("lacks tensors for the model", found.keys() - given.keys()),
+    ):
+        if names:
+            raise ModelError(
+                f"adapter={adapter} {what}: {len(names)}, {min(names)} the first; expected an adapter of this base "
+                "model; set model to the one it was made for"
+            )
+    return len(given)
