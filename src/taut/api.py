@@ -166,7 +166,8 @@ def _inputs(run: Run) -> list[str]:
     """What the run reads."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
     asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
-    return [run.model, *adapter, *input_paths(run.data), *input_paths(asked)]
+    files = [name.rpartition(":")[0] for name in run.eval.answers.rewards if ":" in name]
+    return [run.model, *adapter, *input_paths(run.data), *input_paths(asked), *files]
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
@@ -286,7 +287,17 @@ def _write(
         dtype=trained.dtype,
         state_dict=trained.state,
     ) as directory:
-        seal(directory, origin, partial(_emit_comparison, log))
+        began = time.perf_counter()
+        contract = seal(directory, origin, partial(_emit_comparison, log))
+        seconds = time.perf_counter() - began
+        log.emit(
+            "check",
+            name="contract",
+            outcome="passed" if contract.goldens else "skipped",
+            value=len(contract.goldens),
+            detail=contract.note
+            or f"golden prompts answered; {seconds:.1f} s with what is compared",
+        )
 
 
 def _emit_comparison(log: RunLog, found: Comparison) -> None:

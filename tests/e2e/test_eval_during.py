@@ -215,7 +215,13 @@ def test_what_is_asked_is_an_input_that_overwriting_must_not_delete(go: Go, tmp_
     asked = write_rows(tmp_path / "out" / "asked.jsonl", chats(3))
     with pytest.raises(taut.OutputError, match=r"overwrite=true would delete .*asked"):
         go("out", **ANSWERS, eval__answers__data=str(asked), overwrite=True)
+    own = tmp_path / "out" / "own.py"
+    own.write_text("def same(text, references, row):\n    return 1\n")
+    keys = {**ANSWERS, "eval__answers__rewards": [f"{own}:same"]}
+    with pytest.raises(taut.OutputError, match=r"overwrite=true would delete .*own\.py"):
+        go("out", **keys, overwrite=True)
     assert asked.exists()
+    assert own.exists()
 
 
 def test_two_ranks_measure_what_one_does(

@@ -241,3 +241,55 @@ def test_no_report_loads_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+ANSWERS: Event = {
+    "kind": "eval",
+    "time": 0,
+    "step": 2,
+    "exact_match": 0.5,
+    "exact_match_low": 0.25,
+    "exact_match_high": 0.75,
+    "stopped": 0.875,
+    "num_prompts": 8,
+    "samples": [
+        {
+            "place": "q.jsonl:1",
+            "references": ["the Elbe", "Elbe"],
+            "text": "It is\nthe Elbe",
+            "finish_reason": "length",
+            "scores": {"exact_match": 0.0},
+        }
+    ],
+}
+
+
+def test_an_evaluation_by_generation_shows_its_numbers_and_some_answers() -> None:
+    best = {
+        "kind": "best",
+        "time": 0,
+        "step": 2,
+        "name": "exact_match",
+        "value": 0.5,
+        "path": "o/best",
+    }
+    loss = {"kind": "eval", "time": 0, "step": 2, "loss": 1.5}
+    again = {**ANSWERS, "step": 4, "exact_match": 0.625}
+    text = told(START, step(1), step(2), ANSWERS, loss, best, again, {"kind": "end", "time": 0})
+    for line in (
+        "eval  after step 2: exact_match 0.5  exact_match_low 0.25  exact_match_high 0.75  stopped 0.875  "
+        "num_prompts 8",
+        "      'It is the Elbe' (cut)  for 'the Elbe | Elbe'  (q.jsonl:1)",
+        "best  exact_match 0.5 after step 2: o/best",
+        "held-out exact_match  0.5000 -> 0.6250",
+        "held-out stopped      0.8750 -> 0.8750",
+        "held-out loss         1.5000",
+    ):
+        assert line in text.splitlines(), text
+
+
+def test_the_numbers_of_an_evaluation_by_generation_are_curves() -> None:
+    found = scalars(ANSWERS)
+    assert found["eval/exact_match"] == 0.5
+    assert found["eval/stopped"] == 0.875
+    assert "eval/samples" not in found
