@@ -111,7 +111,7 @@ class Contract:
     format: int = FORMAT
 
 
-def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) -> None:
+def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) -> Contract:
     """Prove that ``directory`` holds what was trained, ask it the golden prompts, and write its contract.
 
     ``report`` is told every comparison. Raises CheckFailed where one failed; then nothing is written.
@@ -131,7 +131,9 @@ def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) 
     for check in checks:
         report(check)
     require_sound(checks)
-    write_contract(directory, describe(directory, tokenizer, origin, goldens, checks, note))
+    contract = describe(directory, tokenizer, origin, goldens, checks, note)
+    write_contract(directory, contract)
+    return contract
 
 
 def _goldens(

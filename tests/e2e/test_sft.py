@@ -99,7 +99,17 @@ def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
         assert step["num_tokens"] < step["num_tokens_unshared"]
     checks = {line["name"]: line["outcome"] for line in lines if line["kind"] == "check"}
     assert checks == dict.fromkeys(
-        ["attention", "neighbour", "future", "head", "first_step", "weights", "reload"], "passed"
+        [
+            "attention",
+            "neighbour",
+            "future",
+            "head",
+            "first_step",
+            "weights",
+            "reload",
+            "contract",
+        ],
+        "passed",
     )
     assert result.loss == steps[-1]["loss"] == lines[-1]["loss"]
     resolved = json.loads((out / "resolved.json").read_text())
