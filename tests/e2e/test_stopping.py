@@ -1,7 +1,7 @@
 """The ways a tuned model fails to stop, each planted: taut's model stops, the planted one does not (so that the fault
 matters here), and taut refuses or reports it.
 
-A tiny model learns 32 chats ("cat 3" -> "cat cat cat") in 200 steps; answers are sampled at temperature 1 by the
+A tiny model learns 32 chats ("cat 3" -> "cat cat cat") in 150 steps; answers are sampled at temperature 1 by the
 library's ``generate`` with what the saved directory says, and by taut's engine.
 """
 
@@ -39,7 +39,7 @@ LONG = [(f"{word} 20", " ".join([word] * 20)) for word in WORDS]
 MOST = 32
 """Tokens an answer may have; the longest right one has 10."""
 TRAINING: dict[str, Any] = {
-    "steps": 200,
+    "steps": 150,
     "dtype": "float32",
     "optim__learning_rate": 3e-3,
     "batch__samples_per_step": 16,
@@ -192,7 +192,7 @@ def test_an_end_that_was_never_trained_is_trained_beside_adapters(
         sft(base, train, tmp_path / "frozen", **TRAINING, freeze=["*embed_tokens*"])
     monkeypatch.setattr(run_module, "require_trained", lambda *_: None)
     planted = sft(base, train, tmp_path / "planted", **never)
-    assert sampled(planted.model).ended < 0.5
+    assert sampled(planted.model).right < 0.1  # it ends late and by chance, if at all
 
 
 def pretrained(place: Path, **options: Any) -> Path:

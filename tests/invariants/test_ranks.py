@@ -37,6 +37,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "lora.modules_to_save": ["embed_tokens", "lm_head"],
         "checkpoint.every": 2,
     },
+    "lora by rows": {
+        "steps": 4,
+        "lora.rank": 4,
+        "lora.train_rows": "always",
+        "checkpoint.every": 2,
+    },
 }
 
 LAST = """\
