@@ -1,4 +1,4 @@
-"""The server engine at an endpoint in trouble: what passes is waited for, what stays is an error, what is done is kept."""
+"""The server engine in trouble: what passes is waited for, what stays is an error, what is done is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
-from tests.server import FakeServer, Fault
+from tests.server import (
+    CONFIG,
+    GREEDY,
+    PROBED,
+    FakeServer,
+    Fault,
+    after_probe,
+    one,
+    opened,
+    prompt,
+)
 from tests.tokenizers import tiny_tokenizer
 
 from taut.config import replace

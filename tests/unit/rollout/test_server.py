@@ -6,7 +6,19 @@ import re
 from typing import Any
 
 import pytest
-from tests.server import BEST, FakeServer, Fault
+from tests.server import (
+    BEST,
+    CONFIG,
+    GREEDY,
+    PROBED,
+    FakeServer,
+    Fault,
+    after_probe,
+    changing,
+    one,
+    opened,
+    prompt,
+)
 from tests.tokenizers import tiny_tokenizer
 
 from taut.config import replace
