@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -150,10 +151,12 @@ class Answering:
 
     @property
     def measured(self) -> str:
-        """A fingerprint of the questions and how they are asked."""
+        """A fingerprint of the questions, how they are asked and what judges."""
         asked = [[row.ids_T.tolist(), row.references] for row in self.rows]
         config = to_dict(self.config)
-        text = json.dumps([asked, config["rewards"], config["sampling"]])
+        files = [Path(name.rpartition(":")[0]).expanduser() for name in self.config.rewards]
+        code = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+        text = json.dumps([asked, config["rewards"], code, config["sampling"]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

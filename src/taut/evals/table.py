@@ -7,7 +7,7 @@ from itertools import dropwhile
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from taut.evals.report import Answer, Lengths, Metric, Report, spaced
 
@@ -74,7 +74,8 @@ def _lengths(lengths: Lengths) -> Table:
 
 
 def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
-    table = Table("row", "reference", "answer", *map(escape, names), show_lines=True)
+    texts = [Column(name, overflow="fold") for name in ("row", "reference", "answer")]
+    table = Table(*texts, *map(escape, names), show_lines=True)
     for answer in answers:
         mark = {"stop": "", "length": " [dim](cut)[/dim]"}.get(
             answer.completion.finish_reason, " [red](failed)[/red]"

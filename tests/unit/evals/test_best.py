@@ -1,0 +1,79 @@
+"""Which model is the best so far, and what is written of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from taut.errors import ConfigError, OutputError
+from taut.evals.best import Best, read_best
+from taut.loop import Job
+from taut.parallel import Ranks
+
+
+def make(directory: Path, metric: str = "exact_match", value: float | None = None) -> Best:
+    """A keeper whose models are empty directories."""
+
+    def save(folder: Path, finish: Callable[[Path], None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        finish(folder)
+
+    told: list[dict[str, Any]] = []
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    job = SimpleNamespace(ranks=ranks, emit=lambda kind, **fields: told.append(fields), told=told)
+    return Best(metric, "m", directory, save, cast(Job, job), value)
+
+
+def steps_kept(best: Best, values: list[float]) -> list[int]:
+    for step, value in enumerate(values, 1):
+        best.consider(step, {best.metric: value, "other": 0.0})
+    return [fields["step"] for fields in cast(Any, best.job).told]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "kept"),
+    [
+        ("exact_match", [0.0, 0.5, 0.5, 0.4, 0.6], [1, 2, 5]),
+        ("loss", [2.0, 1.0, 1.0, 1.5, math.nan, 0.5], [1, 2, 6]),
+        ("stopped", [math.nan, 0.1, math.nan, 0.2], [2, 4]),
+    ],
+)
+def test_the_best_is_the_first_of_the_largest_or_of_the_smallest_loss(
+    metric: str, values: list[float], kept: list[int], tmp_path: Path
+) -> None:
+    best = make(tmp_path / "best", metric)
+    assert steps_kept(best, values) == kept
+    note = json.loads((tmp_path / "best" / "best.json").read_text())
+    assert (note["step"], note["value"]) == (kept[-1], values[kept[-1] - 1])
+    assert read_best(tmp_path / "best", metric, "m") == values[kept[-1] - 1]
+
+
+def test_an_evaluation_without_the_metric_changes_nothing(tmp_path: Path) -> None:
+    best = make(tmp_path / "best")
+    best.consider(1, {"loss": 1.0})
+    assert not (tmp_path / "best").exists()
+
+
+def test_a_resumed_run_keeps_what_was_better(tmp_path: Path) -> None:
+    assert read_best(tmp_path, "exact_match", "m") is None
+    assert steps_kept(make(tmp_path / "best", value=0.5), [0.4, 0.5, 0.7]) == [3]
+
+
+def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
+    steps_kept(make(tmp_path), [0.5])
+    with pytest.raises(
+        ConfigError, match=r"by exact_match, and eval\.best=loss cannot be compared"
+    ):
+        read_best(tmp_path, "loss", "m")
+    with pytest.raises(ConfigError, match="by exact_match on other data or in another way"):
+        read_best(tmp_path, "exact_match", "another")
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(OutputError, match="cannot be read"):
+        read_best(tmp_path, "exact_match", "m")
