@@ -116,7 +116,7 @@ def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Rea
         if name not in text.text:
             raise RenderError(
                 f"{place}: tools has {shown(name)}, which the chat template does not write; expected a template that "
-                "does; remove it from the row or give another one with template=FILE"
+                f"does; remove it from the row or give another one with {renderer.template.key}=FILE"
             )
     return _Read(place, messages, text, answer, record)
 

@@ -65,8 +65,10 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
         targets: Targets = "assistant",
+        key: str = "data.template",
     ) -> None:
-        self.template = Template(tokenizer, template)
+        """``key``: the setting that gives another template, for messages."""
+        self.template = Template(tokenizer, template, key)
         self.tokenizer = tokenizer
         self.targets: Targets = targets
         self.stop_set: frozenset[int] = frozenset()

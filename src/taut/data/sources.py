@@ -242,7 +242,7 @@ def _open_hugging_face(source: Source, path: Path) -> Opened:
         first = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise DataError(
             f"data: {source.path} cannot be loaded as a Hugging Face data set: {first}; "
-            "check the path or name, and data.train.name"
+            "check the path or name, and the configuration if it has several"
         ) from None
     table = _choose_split(loaded, source)
     files = [Path(entry["filename"]) for entry in table.cache_files]
@@ -265,7 +265,7 @@ def _choose_split(loaded: Any, source: Source) -> Any:
         found = "no split is named" if split is None else f"there is no split {split!r}"
         raise DataError(
             f"data: {source.path}: {found}; expected one of {', '.join(loaded)}; "
-            f'set it: data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
+            f'set it, as in data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
         )
     return loaded[split]
 

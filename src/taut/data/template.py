@@ -54,7 +54,13 @@ class Text:
 class Template:
     """One tokenizer with its own chat template or another."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None,
+        key: str = "data.template",
+    ) -> None:
+        """``key``: the setting that gives another template, for messages."""
         if not tokenizer.is_fast:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected "
@@ -62,6 +68,7 @@ class Template:
                 "save it once with transformers' fast class"
             )
         self.tokenizer = tokenizer
+        self.key = key
         self.template = template if template is not None else tokenizer.chat_template
 
     def apply(
@@ -76,7 +83,7 @@ class Template:
         if self.template is None:
             raise RenderError(
                 f"{place}: messages to render, and the tokenizer has no chat template; "
-                "expected one; give it with data.template=FILE"
+                f"expected one; give it with {self.key}=FILE"
             )
         try:
             text = self.tokenizer.apply_chat_template(
@@ -93,7 +100,7 @@ class Template:
                 f"{place}: the chat template does not take these messages ({roles[:80]}): "
                 f"{reason[:200]}; "
                 "expected messages it accepts; change the row or give another template with "
-                "data.template=FILE"
+                f"{self.key}=FILE"
             ) from None
         return checked(str(text), place, is_rendering=True)
 
@@ -133,7 +140,7 @@ class Template:
                 "the chat template ends an assistant turn with no special token (it writes "
                 f"{self.quoted(ids_of[row][start:])}), so a model could never learn to stop; "
                 "expected one such as eos "
-                "after the content; give a template that writes it with data.template=FILE, or "
+                f"after the content; give a template that writes it with {self.key}=FILE, or "
                 "add the token"
             )
         return (ids_of[row][end],)
@@ -153,7 +160,7 @@ class Template:
                 f"{place}: the chat template writes no token that ends this turn "
                 f"({self.quoted(ids[start:][-8:])}); "
                 f"expected {self.quoted(self.stop_ids)}; correct it or give one with "
-                "data.template=FILE"
+                f"{self.key}=FILE"
             )
         return end
 
@@ -178,7 +185,7 @@ class Template:
             "answers; take white "
             "space from where prompt and answer meet, or give a template whose generation prompt "
             "fits with "
-            "data.template=FILE"
+            f"{self.key}=FILE"
         )
 
     def decode(self, ids: Sequence[int]) -> str:

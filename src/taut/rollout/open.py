@@ -143,7 +143,7 @@ def open_renderer(use: ModelUse) -> Rendering:
         tokenizer_path = use.adapter
         decisions.append(("tokenizer", use.adapter, "the adapter brings its own"))
     tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
-    renderer = Renderer(tokenizer, _template(use.template))
+    renderer = Renderer(tokenizer, _template(use.template), key="template")
     stops = derive_stop_set(renderer, inherited_ends(use.model, config))
     decisions.append(("stop", *described(stops, renderer.template)))
     return Rendering(config, renderer, stops, decisions)

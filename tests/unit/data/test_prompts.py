@@ -205,3 +205,11 @@ def test_a_file_without_rows_and_a_wrong_mapping_are_refused(
         load(tmp_path, renderer)
     with pytest.raises(ConfigError, match=r"^columns names 'promt'; .*did you mean 'prompt'"):
         Columns(mapping={"promt": "x"}, prefix="")
+
+
+def test_a_message_names_the_key_that_gives_another_template(tmp_path: Path) -> None:
+    renderer = Renderer(tiny_tokenizer(None), key="template")
+    with pytest.raises(
+        RenderError, match="no chat template; expected one; give it with template=FILE"
+    ):
+        load(tmp_path, renderer, {"messages": [USER]})

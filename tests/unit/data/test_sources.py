@@ -73,7 +73,7 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match="no split is named; expected one of train, test"):
         records(tmp_path / "two")
     with pytest.raises(
-        DataError, match=r'set it: data.train=\[\{ path = ".*two", split = "train" \}\]'
+        DataError, match=r'set it, as in data.train=\[\{ path = ".*two", split = "train" \}\]'
     ):
         records(tmp_path / "two")
     with pytest.raises(DataError, match="there is no split 'dev'"):
