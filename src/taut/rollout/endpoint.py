@@ -48,6 +48,7 @@ class Endpoint:
     ) -> None:
         self.url = _checked(url)
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self._under_way: set[anyio.CancelScope] = set()
         self._secret = _secret(key)
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         client = httpx2.AsyncClient(
@@ -59,9 +60,11 @@ class Endpoint:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal())
             self._client = stack.enter_context(self._portal.wrap_async_context_manager(client))
+            stack.callback(self._portal.call, self._cancel)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
+        """End it, and whatever is still under way."""
         self._stack.close()
 
     def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
@@ -76,7 +79,19 @@ class Endpoint:
         finally:
             future.cancel()
 
+    def _cancel(self) -> None:
+        for scope in self._under_way:
+            scope.cancel()
+
     async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        with anyio.CancelScope() as scope:
+            self._under_way.add(scope)
+            try:
+                return await self._persist(path, body)
+            finally:
+                self._under_way.discard(scope)
+
+    async def _persist(self, path: str, body: dict[str, Any] | None) -> Any:
         place = f"{self.url}/{path}"
         for attempt in range(self.retries + 1):
             answer = await self._send(place, body)

@@ -135,14 +135,24 @@ def test_a_request_refused_leaves_the_others_alone() -> None:
 
 
 def test_ctrl_c_works_at_once() -> None:
-    server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=3.0)))
+    server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=20.0)))
     with opened(server) as engine:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             engine.generate([prompt(f"{i}", 1, 20) for i in range(9)], GREEDY)
         engine.close()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=20.0)))
+    with opened(server) as engine:
+        future = engine.endpoint.start("completions", {})
+        begin = time.monotonic()
+        engine.close()
+        assert time.monotonic() - begin < 5
+    assert future.done()
 
 
 # The endpoint
