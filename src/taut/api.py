@@ -22,13 +22,15 @@ from taut.data.dataset import input_paths, read_rows
 from taut.errors import CheckFailed, ConfigError, TautError
 from taut.evals.best import BEST, Best, read_best
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
+from taut.evals.stopping import StopCheck, Stops, prepare
 from taut.golden import Question, choose_questions
-from taut.loop import StepReport, train
+from taut.loop import train
 from taut.models.load import context_length
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.outdir import claim, require_usable
 from taut.reloaded import Comparison, Trained, load_adapted, samples_to_compare, score
+from taut.rewards import files_of
 from taut.rollout.local import LocalEngine
 from taut.run import Built, Run, build
 from taut.runlog import RunLog
@@ -51,6 +53,15 @@ class Result:
     """Held-out loss at the end, where data.eval was given."""
     metrics: Mapping[str, float]
     """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
+    stops: Stops | None
+    """Whether the model ends its answers; None where it could not be asked, or was not to be."""
+
+    @property
+    def warning(self) -> str | None:
+        """What has to be said when all is done."""
+        if self.stops is None or self.stops.is_enough:
+            return None
+        return f"{self.model} may not stop: {self.stops}"
 
 
 def sft(run: Run) -> Result:
@@ -67,14 +78,14 @@ def sft(run: Run) -> Result:
     built = build(run, ranks)
     if run.resume:
         require_resumable(out / CHECKPOINTS, _identity(built), built.job.num_steps)
-    evaluations = _evaluations(built, out)
+    evaluations, stop_check = _evaluations(built, out), _stop_check(built)
     if ranks.is_writer:
         claim(out, _resolved(built), overwrite=run.overwrite)
     ranks.barrier()
     with RunLog.open(out, run.log, is_writer=ranks.is_writer) as log:
         built.job.emit = log.emit
         try:
-            result = _run(built, out, log, evaluations)
+            result = _run(built, out, log, evaluations, stop_check)
         except (TautError, KeyboardInterrupt) as error:
             log.emit("end", outcome="stopped", reason=str(error) or type(error).__name__)
             raise
@@ -89,7 +100,9 @@ def show(run: Run) -> None:
     print_run(run)
 
 
-def _run(built: Built, out: Path, log: RunLog, evaluations: Evaluations) -> Result:
+def _run(
+    built: Built, out: Path, log: RunLog, evaluations: Evaluations, stop_check: StopCheck
+) -> Result:
     """Train, evaluate and save."""
     job, run = built.job, built.run
     checkpoints = Checkpoints(
@@ -110,7 +123,12 @@ def _run(built: Built, out: Path, log: RunLog, evaluations: Evaluations) -> Resu
         log.emit("resume", from_step=step)
     job.after_step = [evaluations, checkpoints]
     report = train(job)
-    metrics = evaluations.at_end()
+    metrics, stops = evaluations.at_end(), stop_check()
+    if run.stop.required and stops is not None and not stops.is_enough:
+        state = checkpoints.save(job.num_steps)
+        raise CheckFailed(
+            f"{stops}; stop.required=true, so no model is written; training state: {state}"
+        )
     model = _save(built, out, questions, checkpoints, log)
     log.emit(
         "end",
@@ -121,8 +139,10 @@ def _run(built: Built, out: Path, log: RunLog, evaluations: Evaluations) -> Resu
         metrics=metrics,
         seconds=time.perf_counter() - began,
         model=str(model),
+        stop=stops.as_fields() if stops is not None else None,
     )
-    return Result(out, model, job.num_steps, _loss_of(report), metrics.get("loss"), metrics)
+    loss = report.loss if report else math.nan
+    return Result(out, model, job.num_steps, loss, metrics.get("loss"), metrics, stops)
 
 
 def _emit_start(built: Built, log: RunLog) -> None:
@@ -166,24 +186,35 @@ def _inputs(run: Run) -> list[str]:
     """What the run reads."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
     asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
-    files = [name.rpartition(":")[0] for name in run.eval.answers.rewards if ":" in name]
+    files = map(str, files_of(run.eval.answers.rewards))
     return [run.model, *adapter, *input_paths(run.data), *input_paths(asked), *files]
+
+
+def _engine_of(built: Built) -> Callable[..., LocalEngine]:
+    """Makes an engine on the weights that train."""
+    return partial(
+        LocalEngine,
+        built.scorer,
+        built.inputs.tokenizer,
+        built.inputs.stops.ids,
+        context=context_length(built.inputs.config),
+        compute=built.job.compute,
+        ranks=built.job.ranks,
+    )
+
+
+def _stop_check(built: Built) -> StopCheck:
+    """Whether the model ends its answers; asked before it is saved."""
+    run, inputs = built.run, built.inputs
+    data = inputs.train if inputs.eval is None else inputs.eval
+    return prepare(run.stop, data, inputs.stops.ids, _engine_of(built), built.job, run.seed)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
     run, inputs, job = built.run, built.inputs, built.job
     found = [] if inputs.eval is None else [held_out(inputs.eval, run.eval.every, job)]
-    make_engine = partial(
-        LocalEngine,
-        built.scorer,
-        inputs.tokenizer,
-        inputs.stops.ids,
-        context=context_length(inputs.config),
-        compute=job.compute,
-        ranks=job.ranks,
-    )
-    answers = run.eval.answers
+    answers, make_engine = run.eval.answers, _engine_of(built)
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job)
     found += [] if answering is None else [answering.as_evaluation()]
     if run.eval.best is None:
@@ -328,6 +359,7 @@ def _identity(built: Built) -> dict[str, Any]:
         "log",
         "checkpoint",
         "contract",
+        "stop",
         "eval",
         "device",
     )
@@ -335,7 +367,3 @@ def _identity(built: Built) -> dict[str, Any]:
         "config": {key: value for key, value in config.items() if key not in may_change},
         "data": built.inputs.train.fingerprint,
     }
-
-
-def _loss_of(report: StepReport | None) -> float:
-    return report.loss if report else math.nan

@@ -172,11 +172,14 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
             raise ConfigError(
                 f"found {str(path)!r}; taut {name} takes key=value only, as in steps=10"
             )
-        code = call(overrides)
+        result = call(overrides)
     else:
         cls = config_class(command)
-        code = call(load(cls, *sort_words(words, switches(cls), command.alone)))
-    return code if isinstance(code, int) else 0
+        result = call(load(cls, *sort_words(words, switches(cls), command.alone)))
+        warning = getattr(result, "warning", None)
+        if warning and os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"taut: warning: {warning}\n")
+    return result if isinstance(result, int) else 0
 
 
 def _help(name: str, command: Command) -> str:

@@ -29,6 +29,7 @@ from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
 from taut.evals.during import AnswersConfig
+from taut.evals.stopping import StopConfig
 from taut.golden import ContractConfig
 from taut.loop import Job
 from taut.methods.sft import Sft
@@ -112,6 +113,7 @@ class Run:
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
 
