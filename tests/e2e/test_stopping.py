@@ -192,6 +192,12 @@ def test_an_end_that_was_never_trained_is_trained_beside_adapters(
         sft(base, train, tmp_path / "frozen", **TRAINING, freeze=["*embed_tokens*"])
     monkeypatch.setattr(run_module, "require_trained", lambda *_: None)
     planted = sft(base, train, tmp_path / "planted", **never)
+    monkeypatch.undo()
+    more = {"steps": 1, "dtype": "float32"}
+    with pytest.raises(ModelError, match=r"with lora.adapter, merge it into its model first"):
+        sft(base, train, tmp_path / "on", lora__adapter=str(tmp_path / "planted/adapter"), **more)
+    again = sft(base, train, tmp_path / "on", lora__adapter=str(tmp_path / "good/adapter"), **more)
+    assert sampled(again.model).ended >= 0.99
     assert sampled(planted.model).right < 0.1  # it ends late and by chance, if at all
 
 
@@ -201,7 +207,7 @@ def pretrained(place: Path, **options: Any) -> Path:
     texts = write_rows(
         place / "texts.jsonl", [{"text": f"{ask}\n{answer}"} for ask, answer in CHATS]
     )
-    base = sft(fresh, texts, place / "pretraining", **TRAINING).model
+    base = sft(fresh, texts, place / "pretraining", **TRAINING | {"steps": 60}).model
     tokenizer = tiny_tokenizer("chatml", eos=FOREIGN)
     unseen = tokenizer.convert_tokens_to_ids([token for token in SPECIALS if token != FOREIGN])
     weights = load_file(base / "model.safetensors")
