@@ -149,7 +149,7 @@ def test_a_best_measured_otherwise_is_refused(go: Go, held_out: Path, tmp_path: 
 def test_of_equal_values_the_earlier_stays(go: Go, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("def same(text, references, row):\n    return 0.5\n")
-    keys = {**ANSWERS, "eval__answers__rewards": [f"{path}:same"], "eval__best": "same"}
+    keys = {**ANSWERS, "eval__answers__rewards": f"{path}:same", "eval__best": "same"}
     out = go("out", **keys).out
     assert [event["step"] for event in events(out, "best")] == [2]
 

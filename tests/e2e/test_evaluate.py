@@ -215,7 +215,7 @@ def test_rows_without_answers_do_for_rewards_that_need_none(
     speak(monkeypatch, FakeEngine(lambda name, index: "abc"))
     assert evaluate(model, data, rewards=[f"{path}:length"]).report.metrics[0].mean == 3.0
     with pytest.raises(taut.DataError, match=r"open\.jsonl:1: the row has no reference"):
-        evaluate(model, data, rewards=["contains"])
+        evaluate(model, data, rewards="contains")
 
 
 def test_every_completion_is_one_of_the_engine(

@@ -49,7 +49,7 @@ class Evaluate(ModelUse):
 
     data: str | Source
     """Questions with their right answers: a file or data set of rows as ``taut generate`` and training take them."""
-    rewards: list[str] = field(default_factory=lambda: ["exact_match"])
+    rewards: str | list[str] = "exact_match"
     """What judges an answer: exact_match, contains, numeric, or FILE.py:function, a function (text, references, row)
     that returns a number, or None where it does not apply."""
     reference: str | None = None
@@ -77,7 +77,7 @@ class Evaluate(ModelUse):
         super().__post_init__()
         if not self.rewards:
             raise ConfigError(
-                'rewards is empty; expected what judges the answers; set rewards=["exact_match"]'
+                "rewards is empty; expected what judges the answers; set rewards=exact_match"
             )
         if self.resume and self.out is None:
             raise ConfigError(

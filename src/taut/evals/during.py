@@ -13,7 +13,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from taut.evals.best import Best
 from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.loop import Job
-from taut.rewards import REWARDS, Reward, load_rewards
+from taut.rewards import REWARDS, Reward, files_of, load_rewards
 from taut.rollout.engine import Engine, require_usable
 from taut.rollout.local import LocalConfig, LocalEngine
 
@@ -45,7 +44,7 @@ class AnswersConfig:
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations by generation; 0: only at the end."""
-    rewards: list[str] = field(default_factory=list)
+    rewards: str | list[str] = field(default_factory=list)
     """What judges the answers: exact_match, contains, numeric, FILE.py:function. Empty: nothing is generated."""
     data: str | list[str | Source] | None = None
     """Prompts with their references, as data.eval; by default data.eval."""
@@ -62,7 +61,7 @@ class AnswersConfig:
         if not self.rewards and (self.every or self.data is not None or self.reference is not None):
             raise ConfigError(
                 "found settings of eval.answers without eval.answers.rewards; expected what judges the answers; "
-                'set eval.answers.rewards=["exact_match"]'
+                "set eval.answers.rewards=exact_match"
             )
 
 
@@ -154,8 +153,7 @@ class Answering:
         """A fingerprint of the questions, how they are asked and what judges."""
         asked = [[row.ids_T.tolist(), row.references] for row in self.rows]
         config = to_dict(self.config)
-        files = [Path(name.rpartition(":")[0]).expanduser() for name in self.config.rewards]
-        code = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+        code = [path.read_text(encoding="utf-8") for path in files_of(self.config.rewards)]
         text = json.dumps([asked, config["rewards"], code, config["sampling"]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

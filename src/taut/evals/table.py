@@ -83,7 +83,12 @@ def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
         scores = [_score(answer, name) for name in names]
         reference = " | ".join(answer.row.references)
         text = escape(answer.completion.text[:CELL])
-        table.add_row(escape(answer.place), escape(reference[:CELL]), f"{text}{mark}", *scores)
+        table.add_row(
+            escape(answer.place.rpartition("/")[2]),
+            escape(reference[:CELL]),
+            f"{text}{mark}",
+            *scores,
+        )
     return table
 
 

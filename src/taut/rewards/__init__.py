@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from taut.errors import ConfigError
@@ -59,11 +60,22 @@ class Reward(NamedTuple):
         return Score(value=float(value))
 
 
-def load_rewards(names: Sequence[str], reserved: Sequence[str] = ()) -> list[Reward]:
+def listed(names: str | Sequence[str]) -> list[str]:
+    """One name or several, as a configuration has them."""
+    return [names] if isinstance(names, str) else list(names)
+
+
+def files_of(names: str | Sequence[str]) -> list[Path]:
+    """The files of the user's among them."""
+    return [Path(name.rpartition(":")[0]).expanduser() for name in listed(names) if ":" in name]
+
+
+def load_rewards(names: str | Sequence[str], reserved: Sequence[str] = ()) -> list[Reward]:
     """The rewards that a configuration names: ``exact_match``, or ``FILE.py:function``.
 
     ``reserved``: names of other metrics, which no function may bear.
     """
+    names = listed(names)
     rewards = [_load(name) for name in names]
     for position, reward in enumerate(rewards):
         if reward.name in reserved or reward.name in [r.name for r in rewards[:position]]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taut.errors import ConfigError, DataError
-from taut.rewards import REWARDS, Reward, Score, load_rewards
+from taut.rewards import REWARDS, Reward, Score, files_of, load_rewards
 from taut.rewards.contains import contains
 from taut.rewards.exact_match import exact_match
 from taut.rewards.normal import normalise
@@ -274,3 +274,9 @@ def test_names_of_metrics_are_unique(reserved: tuple[str, ...], tmp_path: Path) 
 def test_values_of_a_reward_are_floats() -> None:
     assert Reward("yes", lambda *_: True).score("", [], {}) == Score(1.0)
     assert math.isfinite(REWARDS["exact_match"]("a", ["a"], {}) or 0)
+
+
+def test_one_name_need_not_be_a_list() -> None:
+    assert load_rewards("exact_match") == load_rewards(["exact_match"])
+    assert files_of("own.py:f") == files_of(["exact_match", "own.py:f"]) == [Path("own.py")]
+    assert files_of("exact_match") == []
