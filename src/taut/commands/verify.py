@@ -32,9 +32,11 @@ from taut.contract import Contract, facts_of, read_contract, template_digest
 from taut.data.render import Renderer
 from taut.golden import Golden, greedy, prompts_of, rendered
 from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_renderer
+from taut.rollout.server import ServerEngine
 from taut.types import Completion
 
 SERVER_TOLERANCE = 0.5
+"""The same for a server, which computes in a dtype of its own."""
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 """Largest difference of a log-prob (nats) that is rounding, by the local engine's dtype; goldens are in float32."""
 AROUND = 4
@@ -74,15 +76,14 @@ class Replay:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
-    def is_same(self) -> bool:
-        return bool(self.golden.ids == self.completion.ids_N.tolist())
+    def parts(self) -> bool:
+        """Whether another token was chosen somewhere; a different length alone is for ``stops``."""
+        return self.num_common < min(len(self.golden.ids), self.completion.ids_N.size)
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether the first difference is one that rounding may make."""
-        at = self.num_common
-        is_choice = at < min(len(self.golden.ids), self.completion.ids_N.size)
-        return is_choice and self.golden.margin[at] <= 2 * self.tolerance
+        """Whether the first other token is one that rounding may choose."""
+        return self.parts and self.golden.margin[self.num_common] <= 2 * self.tolerance
 
 
 def run(config: Verify) -> int:
@@ -108,7 +109,6 @@ def verify(config: Verify) -> list[Finding]:
         why = f"the contract has no golden prompts ({contract.note})"
         return [*findings, Finding("continuations", "skipped", why)]
     with open_engine(config, rendering) as opened:
-        findings += _server_prompts(contract.goldens, opened)
         findings += _answers(contract, opened, _tolerance(config))
     return findings
 
@@ -155,12 +155,13 @@ def _prompts(goldens: Sequence[Golden], renderer: Renderer) -> Finding:
     return _same_ids("prompts", found, renderer)
 
 
-def _server_prompts(goldens: Sequence[Golden], opened: Opened) -> Iterator[Finding]:
+def _server_prompts(goldens: Sequence[Golden], engine: ServerEngine, renderer: Renderer) -> Finding:
     """Whether the server gives messages the ids we give them."""
-    ask = getattr(opened.engine, "render", None)
-    if ask is None:
-        return
-    yield Finding("server prompts", "skipped", "")
+    chats = [golden for golden in goldens if golden.prompt.messages and not golden.prompt.tools]
+    if not chats:
+        return Finding("server prompts", "skipped", "no golden prompt is a chat without tools")
+    found = [(golden, engine.render(golden.prompt.messages or ())) for golden in chats]
+    return _same_ids("server prompts", found, renderer)
 
 
 def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Renderer) -> Finding:
@@ -183,13 +184,13 @@ def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Re
 
 
 def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[Finding]:
-    """Continuations, log-probs and stops."""
+    """Continuations, log-probs and stops. A server is told no stop token: it must stop by itself."""
+    engine = opened.engine
+    if isinstance(engine, ServerEngine):
+        yield _server_prompts(contract.goldens, engine, opened.renderer)
+        engine = engine.unaided()
     prompts = prompts_of([golden.prompt for golden in contract.goldens])
-    completions = opened.engine.generate(prompts, greedy(contract.tokens))
-    failed = [completion for completion in completions if completion.finish_reason == "error"]
-    if failed:
-        yield Finding("continuations", "failed", f"{failed[0].prompt_id}: {failed[0].error}")
-        return
+    completions = engine.generate(prompts, greedy(contract.tokens))
     replays = [
         Replay(golden, completion, tolerance)
         for golden, completion in zip(contract.goldens, completions, strict=True)
@@ -201,7 +202,7 @@ def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[F
 
 def _continuations(replays: Sequence[Replay], renderer: Renderer) -> Finding:
     ties = [replay for replay in replays if replay.is_near_tie]
-    wrong = [replay for replay in replays if not replay.is_same and not replay.is_near_tie]
+    wrong = [replay for replay in replays if replay.parts and not replay.is_near_tie]
     num_common = sum(replay.num_common for replay in replays)
     counted = f"{len(replays)} prompts, {num_common} of {sum(len(r.golden.ids) for r in replays)} ids compared"
     if ties:
@@ -212,11 +213,10 @@ def _continuations(replays: Sequence[Replay], renderer: Renderer) -> Finding:
     first = wrong[0]
     at, was, now = first.num_common, first.golden.ids, first.completion.ids_N.tolist()
     quoted = renderer.template.quoted
-    margin = f", margin {first.golden.margin[at]:.3g} nats" if at < len(was) else ""
     detail = (
         f"{len(wrong)} of {len(replays)} differ; {first.golden.prompt.id} at token {at}, after "
         f"{quoted(was[max(0, at - AROUND) : at])}: {quoted(now[at : at + AROUND])}, was "
-        f"{quoted(was[at : at + AROUND])}{margin}; {counted}"
+        f"{quoted(was[at : at + AROUND])} (margin {first.golden.margin[at]:.3g} nats); {counted}"
     )
     return Finding("continuations", "failed", detail)
 
@@ -226,10 +226,12 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
     gaps = []
     for replay in replays:
         logp_N = replay.completion.logp_one_N
-        if logp_N is None:
-            return Finding("log-probs", "skipped", "the engine gives none")
-        pairs = zip(replay.golden.logp, logp_N[: replay.num_common].tolist(), strict=False)
-        gaps += [(_gap(was, now), replay.golden.prompt.id) for was, now in pairs]
+        if logp_N is None and replay.num_common:
+            why = "the engine gives none of the model's own (at temperature 1)"
+            return Finding("log-probs", "skipped", why)
+        now = [] if logp_N is None else logp_N[: replay.num_common].tolist()
+        pairs = zip(replay.golden.logp, now, strict=False)
+        gaps += [(_gap(was, value), replay.golden.prompt.id) for was, value in pairs]
     if not gaps:
         return Finding("log-probs", "skipped", "no id in common")
     worst, where = max(gaps)
@@ -243,23 +245,22 @@ def _gap(was: float, now: float) -> float:
 
 def _stops(replays: Sequence[Replay]) -> Finding:
     """What ended ends where it ended, and what was cut goes on as long."""
-    compared = [replay for replay in replays if replay.num_common == len(replay.golden.ids)]
+    compared = [replay for replay in replays if not replay.parts]
     wrong = [
         replay
-        for replay in replays
-        if replay.num_common == min(len(replay.golden.ids), replay.completion.ids_N.size)
-        and (
-            replay.completion.ids_N.size != len(replay.golden.ids)
-            or replay.completion.finish_reason != replay.golden.finish_reason
-        )
+        for replay in compared
+        if replay.completion.ids_N.size != len(replay.golden.ids)
+        or replay.completion.finish_reason != replay.golden.finish_reason
     ]
-    ended = sum(replay.golden.finish_reason == "stop" for replay in compared)
+    if not compared:
+        return Finding("stops", "skipped", "every continuation is another one")
     if not wrong:
-        detail = f"{ended} end by themselves, {len(compared) - ended} are cut, as they were"
-        return Finding("stops", "passed" if compared else "skipped", detail)
-    first = wrong[0]
+        ended = sum(replay.golden.finish_reason == "stop" for replay in compared)
+        cut = len(compared) - ended
+        return Finding("stops", "passed", f"{ended} end by themselves, {cut} are cut, as they were")
+    golden, now = wrong[0].golden, wrong[0].completion
     detail = (
-        f"{len(wrong)} of {len(replays)} differ; {first.golden.prompt.id}: {first.completion.finish_reason} after "
-        f"{first.completion.ids_N.size} tokens, was {first.golden.finish_reason} after {len(first.golden.ids)}"
+        f"{len(wrong)} of {len(compared)} differ; {golden.prompt.id}: {now.error or now.finish_reason} after "
+        f"{now.ids_N.size} tokens, was {golden.finish_reason} after {len(golden.ids)}"
     )
     return Finding("stops", "failed", detail)
