@@ -32,6 +32,7 @@ from taut.errors import (
 if TYPE_CHECKING:
     from taut.api import Result
     from taut.commands.evaluate import Evaluate, Evaluated
+    from taut.commands.export import Export
     from taut.commands.generate import Generate, Generated
     from taut.commands.merge import Merge, Merged
     from taut.commands.verify import Finding, Verify
@@ -55,6 +56,7 @@ __all__ = [
     "TautError",
     "__version__",
     "evaluate",
+    "export",
     "generate",
     "merge",
     "sft",
@@ -105,6 +107,15 @@ def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> 
     from taut.commands import merge as command
 
     return command.merge(_configure(command.Merge, config, keys))
+
+
+def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -> Path:
+    """A model as one GGUF file; prints what was written, and gives its place."""
+    from taut.commands import export as command
+
+    chosen = _configure(command.Export, config, keys)
+    command.run(chosen)
+    return Path(chosen.out).expanduser()
 
 
 def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dict[str, Any]) -> _T:

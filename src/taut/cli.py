@@ -88,6 +88,13 @@ COMMANDS = {
         "taut.commands.merge:Merge",
         ("model", "adapter"),
     ),
+    "export": Command(
+        "MODEL out=FILE.gguf",
+        "one GGUF file, for llama.cpp and what is built on it",
+        "taut.commands.export:run",
+        "taut.commands.export:Export",
+        ("model",),
+    ),
     "demo": Command(
         "[key=value ...]",
         "train a small real model, offline, in minutes",

@@ -208,6 +208,7 @@ def test_the_public_surface_is_pinned() -> None:
         "TautError",
         "__version__",
         "evaluate",
+        "export",
         "generate",
         "merge",
         "sft",

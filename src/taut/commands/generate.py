@@ -148,7 +148,9 @@ def summary(result: Generated) -> str:
         stopped, cut = result.finished.get("stop", 0), result.finished.get("length", 0)
         parts.append(f"{stopped / total:.1%} stopped, {cut:,} cut, {len(result.errors):,} errors")
         rate = result.num_tokens / max(result.seconds, 1e-9)
-        parts.append(f"{result.num_tokens:,} tokens in {result.seconds:.1f} s ({rate:,.0f}/s)")
+        parts.append(
+            f"{result.num_tokens:,} tokens in {result.seconds:.1f} s ({rate:,.{0 if rate >= 10 else 1}f}/s)"
+        )
     lines.append("; ".join(parts))
     lines += [f"error: {error}" for error in result.errors[:ERRORS_SHOWN]]
     if len(result.errors) > ERRORS_SHOWN:
