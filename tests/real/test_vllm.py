@@ -27,7 +27,7 @@ from taut.demo import fetch
 from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.score import Scorer
 from taut.rollout.engine import Sampling
-from taut.rollout.server import SAME_IN_FLOAT32, ServerConfig, ServerEngine
+from taut.rollout.server import TOLERANCE, ServerConfig, ServerEngine
 from taut.types import Completion, Prompt, Sample
 
 COMMAND = shlex.split(os.environ.get("TAUT_VLLM", ""))
@@ -116,7 +116,7 @@ def test_log_probs_are_the_training_scorer_s(
     for prompt, completion in zip(prompts, engine.generate(prompts, sampling), strict=True):
         ours = _scored(scorer, prompt, completion)
         assert completion.finish_reason in ("stop", "length"), completion.error
-        assert np.abs(ours - completion.logp_one_N).max() < SAME_IN_FLOAT32
+        assert np.abs(ours - completion.logp_one_N).max() < TOLERANCE["float32"]
 
 
 def _scored(scorer: Scorer, prompt: Prompt, completion: Completion) -> np.ndarray:
