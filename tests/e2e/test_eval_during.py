@@ -173,6 +173,7 @@ def test_errors_of_a_reward_are_told_and_never_the_best(go: Go, tmp_path: Path) 
     warnings = events(result.out, "warning")
     assert "5 scores of picky are errors, the first: " in warnings[0]["detail"]
     assert "LookupError: no such answer" in warnings[0]["detail"]
+    assert "eval.best: picky has no value" in warnings[1]["detail"]
     assert not (result.out / "best").exists()
 
 

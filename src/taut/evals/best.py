@@ -45,8 +45,14 @@ class Best:
     """The best value so far."""
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Save the model of ``step`` if it is better than all before; every rank calls this."""
+        """Save the model of ``step`` if it is better than all before; every rank calls this.
+
+        A metric without a value that may be trusted (nothing scored, too many errors) is told, and nothing is saved.
+        """
         value = self.job.ranks.gather(metrics.get(self.metric))[0]
+        if value is None:
+            detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
+            self.job.emit("warning", step=step, name="best", detail=detail)
         if value is None or not self._is_better(value):
             return
         note = {

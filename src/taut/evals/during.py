@@ -99,8 +99,9 @@ class Evaluations:
         metrics: dict[str, float] = {}
         for evaluation in due:
             metrics |= evaluation.measure(step)
-        if self.best is not None and due:
-            self.best.consider(step, metrics)
+        best = self.best
+        if best is not None and any(best.metric in evaluation.names for evaluation in due):
+            best.consider(step, metrics)
         return metrics
 
 

@@ -55,10 +55,12 @@ def test_the_best_is_the_first_of_the_largest_or_of_the_smallest_loss(
     assert read_best(tmp_path / "best", metric, "m") == values[kept[-1] - 1]
 
 
-def test_an_evaluation_without_the_metric_changes_nothing(tmp_path: Path) -> None:
-    best = make(tmp_path / "best")
-    best.consider(1, {"loss": 1.0})
+def test_an_evaluation_without_a_value_is_told_and_keeps_nothing(tmp_path: Path) -> None:
+    best = make(tmp_path / "best", "brief_pass_2")
+    best.consider(1, {"brief": 1.0})
     assert not (tmp_path / "best").exists()
+    (told,) = cast(Any, best.job).told
+    assert told["detail"].startswith("eval.best: brief_pass_2 has no value at this step")
 
 
 def test_a_resumed_run_keeps_what_was_better(tmp_path: Path) -> None:
