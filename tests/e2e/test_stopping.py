@@ -20,6 +20,7 @@ from tests.models import save_tiny
 from tests.tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import taut
 from taut import run as run_module
 from taut.commands import verify
 from taut.commands.verify import Verify
@@ -40,6 +41,7 @@ MOST = 32
 """Tokens an answer may have; the longest right one has 10."""
 TRAINING: dict[str, Any] = {
     "steps": 150,
+    "stop__prompts": 16,
     "dtype": "float32",
     "optim__learning_rate": 3e-3,
     "batch__samples_per_step": 16,
@@ -145,6 +147,13 @@ def test_a_pad_that_is_the_end_does_not_unteach_it(
     monkeypatch.setattr(run_module, "_taught_ends", lambda *_: [])
     planted = sft(base, train, tmp_path / "planted", **TRAINING, **cache)
     assert sampled(planted.model).ended < 0.1
+    assert not is_reported(result)
+
+
+def is_reported(result: taut.Result) -> bool:
+    """Whether the run's own sampling at its end told that the model may not stop."""
+    assert result.stops is not None
+    return not result.stops.is_enough
 
 
 def test_the_template_may_end_turns_with_another_token_than_the_files_name(
@@ -198,6 +207,8 @@ def test_an_end_that_was_never_trained_is_trained_beside_adapters(
         sft(base, train, tmp_path / "on", lora__adapter=str(tmp_path / "planted/adapter"), **more)
     again = sft(base, train, tmp_path / "on", lora__adapter=str(tmp_path / "good/adapter"), **more)
     assert sampled(again.model).ended >= 0.99
+    assert is_reported(planted)
+    assert not is_reported(result)
     assert sampled(planted.model).right < 0.1  # it ends late and by chance, if at all
 
 
