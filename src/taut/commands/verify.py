@@ -9,7 +9,7 @@
 
 One line per question; exit code 1 where one failed, 2 for a directory without a contract. Continuations are of the
 golden prompts' own ids, so a template that changed fails its own question only. A token that differs where the margin
-over the runner-up was within twice the tolerance is a near-tie: it is told, it is no failure, and what follows it is
+over the runner-up was within the tolerance is a near-tie: it is told, it is no failure, and what follows it is
 not compared. The local engine computes in float32 unless told otherwise, as the goldens were.
 
 The command line imports it.
@@ -35,8 +35,8 @@ from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_ren
 from taut.rollout.server import ServerEngine
 from taut.types import Completion
 
-SERVER_TOLERANCE = 0.5
-"""The same for a server, which computes in a dtype of its own."""
+SERVER_TOLERANCE = 0.3
+"""The same for a server, most of which compute in bfloat16 (vLLM in bfloat16: 0.12; in float32: below 1e-3)."""
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 """Largest difference of a log-prob (nats) that is rounding, by the local engine's dtype; goldens are in float32."""
 AROUND = 4
@@ -83,7 +83,7 @@ class Replay:
     @property
     def is_near_tie(self) -> bool:
         """Whether the first other token is one that rounding may choose."""
-        return self.parts and self.golden.margin[self.num_common] <= 2 * self.tolerance
+        return self.parts and self.golden.margin[self.num_common] <= self.tolerance
 
 
 def run(config: Verify) -> int:
