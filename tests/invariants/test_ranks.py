@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ LIMIT = 1e-9
 
 RUNS: dict[str, dict[str, Any]] = {
     # Five samples a step in micro-batches of 90 tokens: the ranks have different numbers of them.
-    "uneven bins": {"steps": 4, "batch.samples_per_step": 5, "batch.tokens_per_microbatch": 90},
+    # Three answers are drawn at the end: one rank has two, the other one and keeps it company.
+    "uneven bins": {
+        "steps": 4,
+        "batch.samples_per_step": 5,
+        "batch.tokens_per_microbatch": 90,
+        "stop.prompts": 3,
+        "stop.tokens": 8,
+        "stop.share": 1.0,
+    },
     # One sample a step: a rank has none, and runs one backward that counts for nothing.
     "a rank without": {"steps": 3, "batch.samples_per_step": 1, "activation_checkpointing": True},
     "lora, noise, checkpoints": {
@@ -106,6 +115,10 @@ def keys_of(model: Path, train: Path, out: Path, run: str) -> dict[str, Any]:
     }
 
 
+def approx(asked: Mapping[str, float]) -> Any:
+    return pytest.approx(asked["end_probability"], rel=LIMIT)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_two_ranks_equal_one_process(run: str, model: Path, train: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -117,6 +130,8 @@ def test_two_ranks_equal_one_process(run: str, model: Path, train: Path, tmp_pat
         assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
     for name in ("sample_ids", "num_targets", "num_tokens_unshared", "step"):
         assert column(two, name) == column(one, name)
+    asked = [events(out, "end")[0]["stop"] for out in (one, two)]
+    assert asked[1] == (asked[0] and {**asked[0], "end_probability": approx(asked[0])})
     held_out = [[event["loss"] for event in events(out, "eval")] for out in (one, two)]
     assert held_out[1] == pytest.approx(held_out[0], rel=LIMIT)
     assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
