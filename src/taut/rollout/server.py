@@ -61,8 +61,8 @@ SAME = 0.02
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """A server's log-prob further than this (nats) from taut's own in float32 is another model's, by the server's dtype.
-Measured with vLLM 0.32 on a CPU, SmolLM2-135M-Instruct: 4.7e-5 and 0.33 at most (greedy: 0.17; docs/serving.md); kernels
-differ elsewhere."""
+Measured with vLLM 0.32 on a CPU, SmolLM2-135M-Instruct: 4.7e-5 and 0.33 at most (greedy: 0.17; docs/serving.md);
+kernels differ elsewhere."""
 
 Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
