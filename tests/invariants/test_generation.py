@@ -65,7 +65,7 @@ def scored(scorer: Scorer, prompt: Prompt, completion: Completion) -> np.ndarray
     ids_T = np.concatenate([prompt.ids_T, completion.ids_N])
     at = np.arange(prompt.ids_T.size, ids_T.size)
     sample = Sample("alone", ids_T, at, np.ones(at.size))
-    with torch.no_grad(), compute_context(torch.float64, CPU):
+    with torch.no_grad(), compute_context(next(scorer.parameters()).dtype, CPU):
         return scorer(pack([sample], ALONE)).logp_N.numpy()
 
 
@@ -103,6 +103,17 @@ def test_a_prompt_alone_is_a_prompt_among_others() -> None:
     together = engine_of(scorer).generate(prompts(7), DRAWN)
     alone = [c for p in prompts(7) for c in engine_of(scorer).generate([p], DRAWN)]
     assert_same(together, alone)
+
+
+def test_in_float32_log_probs_agree_to_its_rounding() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    model.set_attn_implementation(PREFIX + "reference")
+    scorer = Scorer(model)
+    engine = LocalEngine(scorer, tiny_tokenizer(), STOP, context=200)
+    by_id = {prompt.id: prompt for prompt in prompts(7)}
+    for completion in engine.generate(list(by_id.values()), DRAWN):
+        wanted = scored(scorer, by_id[completion.prompt_id], completion)
+        assert np.abs(completion.logp_N - wanted).max() < 1e-5
 
 
 def assert_same(left: list[Completion], right: list[Completion]) -> None:
