@@ -213,7 +213,8 @@ def _frequency_factors(config: Any) -> Tensor:
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return 1.0 / ((1.0 - kept) / rope["factor"] + kept)
+    factors: Tensor = 1.0 / ((1.0 - kept) / rope["factor"] + kept)
+    return factors
 
 
 def _permuted(config: Any, source: str, numbers: Matrix, *, is_inverse: bool = False) -> Matrix:
