@@ -11,7 +11,7 @@
         RequestRefused        one request it will not serve; others may go on
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
-        NonFiniteError        a loss or gradient that is not finite; names the samples
+        NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
 
 A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
 
@@ -66,4 +66,4 @@ class CheckFailed(TautError):
 
 
 class NonFiniteError(CheckFailed):
-    """A loss or gradient that is not finite."""
+    """A loss, gradient or logit that is not finite."""

@@ -14,6 +14,7 @@ rollout/engine, sampling, text; attention; models; data.pack; parallel.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from taut.attention.decode import Decoding, Group, Stretch
 from taut.attention.layout import Layout
 from taut.config import configclass
 from taut.data.pack import PackPolicy, common_prefix, pack
-from taut.errors import ModelError
+from taut.errors import ModelError, NonFiniteError
 from taut.models import anatomy
 from taut.models.score import Scorer
 from taut.parallel import Ranks
@@ -278,6 +279,12 @@ class LocalEngine:
         drawn = draw(logits_BV, sampling, history, uniform_B.to(logits_BV.device))
         values = zip(*(column.tolist() for column in drawn), strict=True)
         for row, (index, logp, logp_one) in zip(rows, values, strict=True):
+            if not math.isfinite(logp + logp_one):
+                raise NonFiniteError(
+                    f"{row.prompt.id}: after {row.prompt.ids_T.size + len(row.ids)} tokens the model gives logits that "
+                    "are not finite, from which nothing can be drawn; expected finite ones; look for NaN in its "
+                    "weights, or set dtype=float32"
+                )
             row.ids.append(index)
             row.logp.append(logp)
             row.logp_one.append(logp_one)

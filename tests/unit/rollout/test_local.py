@@ -10,7 +10,7 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.attention.select import PREFIX
 from taut.config import replace
-from taut.errors import DataError, ModelError
+from taut.errors import DataError, ModelError, NonFiniteError
 from taut.models.score import Scorer
 from taut.rollout.engine import Sampling
 from taut.rollout.local import LocalConfig, LocalEngine
@@ -143,6 +143,18 @@ def test_bad_prompts_are_refused_before_anything_is_computed(
     with pytest.raises(DataError, match=message):
         engine(scorer).generate([Prompt("good", ids(5)), *asked], DRAWN)
     assert scorer.sizes == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_logits_that_are_not_finite_name_the_prompt(temperature: float) -> None:
+    scorer, asked = Watched().train(), prompts(9, 4)
+    planted = int(asked[1].ids_T[2])
+    assert planted not in asked[0].ids_T
+    with torch.no_grad():
+        scorer.model.get_input_embeddings().weight[planted] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"^p1: after 4 tokens the model gives logits"):
+        engine(scorer).generate(asked, replace(DRAWN, {"temperature": temperature}))
+    assert scorer.training
 
 
 @pytest.mark.parametrize("name", STATEFUL)
