@@ -84,13 +84,16 @@ class HeadSpec:
     rows: Rows | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The equation above, in the dtype of ``hidden``; the reference for the chunked head."""
+        """The equation above, the product in the dtype of ``hidden`` (or autocast's) and the rest in at least float32,
+        as the chunked head has it, for which this is the reference.
+        """
         logits = nn.functional.linear(hidden, self.weight, self.bias)
         if self.rows is not None:
             index_R, weight_RD = self.rows
             bias = None if self.bias is None else self.bias[index_R]
             logits = logits.index_copy(-1, index_R, nn.functional.linear(hidden, weight_RD, bias))
-        logits = logits * self.scale
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -214,7 +217,7 @@ def prove_head(model: nn.Module) -> float:
         if own_forward is not None:
             backbone.forward = own_forward
     ours = spec.logits(hidden)
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}.get(ours.dtype, 1e-9)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}.get(hidden.dtype, 1e-9)
     error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
     if not error <= tolerance * (1.0 + float(ours.abs().max())):
         raise ModelError(

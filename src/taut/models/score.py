@@ -80,8 +80,7 @@ class Scorer(nn.Module):
             use_cache=False,
             taut_layout=layout,
         ).last_hidden_state.squeeze(0)
-        logits_RV = head(self.model).logits(hidden_TD.index_select(0, read_R.to(self.device)))
-        return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+        return head(self.model).logits(hidden_TD.index_select(0, read_R.to(self.device)))
 
 
 def score_hidden(

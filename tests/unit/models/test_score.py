@@ -240,3 +240,17 @@ def test_the_head_of_an_architecture_is_its_own(name: str) -> None:
     assert float(scores.logp_N.detach().max()) < 0
     assert float(scores.entropy_N.detach().min()) > 0
     assert float(scores.entropy_N.detach().max()) <= math.log(97)
+
+
+@pytest.mark.parametrize("is_autocast", [True, False], ids=["autocast", "narrow weights"])
+@pytest.mark.parametrize("kind", ["plain", "softcap", "scale", "rows"])
+def test_narrow_logits_are_the_chunked_heads(kind: str, is_autocast: bool) -> None:
+    """What an engine draws from is what is trained: scale and softcap are not computed in bfloat16."""
+    dtype = torch.float32 if is_autocast else torch.bfloat16
+    hidden, target, spec = make(dtype, **SPECS[kind])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        trained = score_hidden(hidden, target, spec).logp_N
+        every = spec.logits(hidden).log_softmax(-1)
+    assert every.dtype == torch.float32
+    drawn = every.gather(1, target[:, None]).squeeze(1)
+    assert torch.allclose(drawn, trained, atol=1e-5, rtol=0)
