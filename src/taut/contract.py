@@ -131,7 +131,8 @@ def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) 
     for check in checks:
         report(check)
     require_sound(checks)
-    contract = describe(directory, tokenizer, origin, goldens, checks, note)
+    facts = facts_of(directory, tokenizer, origin.trust_remote_code)
+    contract = describe(facts, tokenizer, origin, goldens, checks, note)
     write_contract(directory, contract)
     return contract
 
@@ -194,19 +195,19 @@ def write_contract(directory: Path, contract: Contract) -> None:
 
 
 def describe(
-    directory: Path,
+    facts: Facts,
     tokenizer: PreTrainedTokenizerBase,
     origin: Origin,
     goldens: Sequence[Golden],
     checks: Sequence[Comparison],
     note: str | None,
 ) -> Contract:
-    """The contract of a directory that is complete but for it. ``tokenizer`` is the one loaded from it."""
+    """The contract of a directory of which ``facts`` were read. ``tokenizer`` is the one loaded from it."""
     reasons = origin.stops.reasons
     names = tokenizer.convert_ids_to_tokens(list(reasons))
     return Contract(
         versions={name: version(name) for name in VERSIONS},
-        facts=facts_of(directory, tokenizer),
+        facts=facts,
         stops=[
             Stop(index, str(token), reasons[index])
             for index, token in zip(reasons, names, strict=True)
@@ -218,9 +219,11 @@ def describe(
     )
 
 
-def facts_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Facts:
+def facts_of(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+) -> Facts:
     """What the files of ``directory`` say now. ``tokenizer`` is the one loaded from it."""
-    config = load_config(str(directory)).get_text_config()
+    config = load_config(str(directory), trust_remote_code).get_text_config()
     file = directory / "generation_config.json"
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     generation = {

@@ -305,3 +305,20 @@ def test_a_good_model_stays_where_a_later_save_fails(
         sft(model, train, out, **(keys | {"steps": 3}), resume=True)
     assert all(torch.equal(value, before[name]) for name, value in weights(out / "model").items())
     assert read_contract(out / "model").goldens
+
+
+def test_a_model_with_code_of_its_own_is_sealed_and_verified(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "llama", "llama")
+    (model / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    names = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnModel"}
+    own = {auto: f"modeling_own.{name}" for auto, name in names.items()}
+    change_json(
+        model / "config.json", lambda tree: tree.update(model_type="own_llama", auto_map=own)
+    )
+    train = write_rows(tmp_path / "few.jsonl", chats(4, seed=5))
+    saved = sft(model, train, tmp_path / "out", trust_remote_code=True, **WIDE).model
+    assert failed(saved, trust_remote_code=True) == set()

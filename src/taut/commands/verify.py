@@ -102,7 +102,7 @@ def verify(config: Verify) -> list[Finding]:
         config = replace(config, {"dtype": "float32"})
     rendering = open_renderer(config)
     findings = [
-        *_files(contract, Path(config.model).expanduser(), rendering),
+        *_files(contract, config, rendering),
         _prompts(contract.goldens, rendering.renderer),
     ]
     if not contract.goldens:
@@ -119,9 +119,10 @@ def _tolerance(config: Verify) -> float:
     return SERVER_TOLERANCE if config.engine == "server" else TOLERANCE[config.dtype or "float32"]
 
 
-def _files(contract: Contract, directory: Path, rendering: Rendering) -> Iterator[Finding]:
+def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator[Finding]:
     """What the files say now against what they said."""
-    was, now = contract.facts, facts_of(directory, rendering.renderer.tokenizer)
+    directory, tokenizer = Path(config.model).expanduser(), rendering.renderer.tokenizer
+    was, now = contract.facts, facts_of(directory, tokenizer, config.trust_remote_code)
     quoted = rendering.renderer.template.quoted
     template = template_digest(rendering.renderer.template.template)
     stops, stops_now = sorted(stop.id for stop in contract.stops), sorted(rendering.stops.ids)
