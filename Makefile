@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench
+.PHONY: help venv demo test test-real lint format docs bench bench-generate
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -52,3 +52,6 @@ docs: $(STAMP) ## write the generated pages
 
 bench: $(STAMP) ## taut beside its peers, in one run
 	$(RUN)/python benchmarks/sft.py $(ARGS)
+
+bench-generate: $(STAMP) ## taut beside transformers' two ways to generate, in one run
+	$(RUN)/python benchmarks/generate.py $(ARGS)

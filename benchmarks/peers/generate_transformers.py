@@ -39,7 +39,7 @@ def load(job: Job) -> Contender:
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     if job["mode"] == "padded":
         return Padded(model)
-    return Continuous(model, job["settings"])
+    return Continuous(model)
 
 
 def settings(work: Work) -> dict[str, Any]:
@@ -93,19 +93,20 @@ class Lengths(StoppingCriteria):
 
 
 class Continuous:
-    def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        self.model, self.options = model, options
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
     def __call__(self, work: Work) -> Made:
         lengths = [len(p) + n for p, n in zip(work.prompts, work.new_tokens, strict=True)]
         blocks = sum(ceil(length / PAGE) + 1 for length in lengths) * work.num_samples
-        config = ContinuousBatchingConfig(**{
-            "page_size": PAGE,
-            "num_blocks": ceil(1.3 * blocks),  # beyond the scheduler's margin: nobody is evicted
-            "max_batch_tokens": 2048,
-            "allow_block_sharing": True,
-            **self.options,
-        })  # fmt: skip
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=ceil(1.3 * blocks),  # beyond the scheduler's margin: nobody is evicted
+            max_batch_tokens=512,
+            # One mask spans all that is read: more at a time costs more in masked scores than it saves.
+            max_requests_per_batch=16,
+            allow_block_sharing=True,
+        )
         hints = WorkloadHints(
             max_prompt_length=max(map(len, work.prompts)),
             max_generated_length=max(work.new_tokens),
