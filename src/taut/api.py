@@ -258,7 +258,7 @@ def _save(
 ) -> Path:
     """Write ``adapter/``, with adapters, and ``model/`` (merged), which takes its place once it is proven.
 
-    Where it is not what was trained, the training state is kept and the run fails, on all ranks.
+    Where that cannot be done or proven, the training state is kept and the run fails, on all ranks.
     """
     ranks, inputs = built.job.ranks, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
@@ -271,7 +271,7 @@ def _save(
         trained = Trained(built.scorer.model, sharded, samples, logps, built.saved_dtype)
         try:
             _write(built, out, trained, questions, log)
-        except CheckFailed as error:
+        except TautError as error:
             failure = str(error)
     failure = ranks.gather(failure)[0]
     if failure:

@@ -322,3 +322,17 @@ def test_a_model_with_code_of_its_own_is_sealed_and_verified(tmp_path: Path) -> 
     train = write_rows(tmp_path / "few.jsonl", chats(4, seed=5))
     saved = sft(model, train, tmp_path / "out", trust_remote_code=True, **WIDE).model
     assert failed(saved, trust_remote_code=True) == set()
+
+
+def test_what_was_trained_is_kept_where_it_cannot_be_saved(
+    model: Path, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Scorer:
+        raise taut.ModelError("planted: it cannot be loaded")
+
+    monkeypatch.setattr(contract, "load_anew", refuse)
+    with pytest.raises(taut.CheckFailed, match=r"planted.*; training state: .*step"):
+        sft(model, train, tmp_path / "out", steps=1)
+    assert not (tmp_path / "out" / "model").exists()
+    monkeypatch.undo()
+    assert sft(model, train, tmp_path / "out", steps=1, resume=True).model.is_dir()
