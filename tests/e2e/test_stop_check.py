@@ -14,7 +14,7 @@ from taut import cli
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
 from taut.errors import CheckFailed, ConfigError
-from taut.evals.stopping import StopConfig, choose
+from taut.evals.stopping import StopConfig, Stops, choose
 from taut.models.load import load_tokenizer
 from taut.runlog import Event
 
@@ -42,6 +42,12 @@ def chat(ask: str, answer: str) -> dict[str, Any]:
 def stop_check(out: Path) -> Event:
     (found,) = [event for event in events(out, "check") if event["name"] == "stop"]
     return found
+
+
+def test_the_share_itself_is_enough() -> None:
+    """0.55 * 20 is a little more than 11 in floating point."""
+    assert Stops(20, 11, 0, wanted=0.55, end_probability=1.0, examples=()).is_enough
+    assert not Stops(20, 10, 0, wanted=0.55, end_probability=1.0, examples=()).is_enough
 
 
 def test_a_model_that_has_learned_to_stop_passes(model: Path, short: Path, tmp_path: Path) -> None:

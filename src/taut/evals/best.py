@@ -47,13 +47,14 @@ class Best:
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the model of ``step`` if it is better than all before; every rank calls this.
 
-        A metric without a value that may be trusted (nothing scored, too many errors) is told, and nothing is saved.
+        A metric without a value that may be trusted (nothing scored, too many errors, NaN) is told; nothing is saved.
         """
         value = self.job.ranks.gather(metrics.get(self.metric))[0]
-        if value is None:
+        if value is None or math.isnan(value):
             detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
             self.job.emit("warning", step=step, name="best", detail=detail)
-        if value is None or not self._is_better(value):
+            return
+        if not self._is_better(value):
             return
         note = {
             "step": step,
@@ -69,8 +70,6 @@ class Best:
         self.job.emit("best", step=step, name=self.metric, value=value, path=str(self.directory))
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
         if self.value is None:
             return True
         return value < self.value if self.metric in SMALLER_IS_BETTER else value > self.value

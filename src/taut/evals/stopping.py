@@ -79,7 +79,7 @@ class Stops:
 
     @property
     def is_enough(self) -> bool:
-        return self.num_ended >= self.wanted * self.num_asked
+        return self.num_ended / self.num_asked >= self.wanted
 
     @property
     def cause(self) -> str:

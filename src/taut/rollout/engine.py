@@ -25,6 +25,10 @@ from taut.types import Completion, Prompt
 OnDone = Callable[[Completion], None]
 
 
+COLDEST = 1e-6
+"""The lowest temperature but 0: logits divided by less may not fit into float32."""
+
+
 @configclass
 class Sampling:
     """How completions are drawn."""
@@ -53,6 +57,11 @@ class Sampling:
             raise ConfigError(
                 f"sampling.n={self.n} with temperature=0 gives {self.n} times the same completion; "
                 "set n=1, or a temperature"
+            )
+        if 0 < self.temperature < COLDEST:
+            raise ConfigError(
+                f"sampling.temperature={self.temperature:g} is too low to divide by; expected at least {COLDEST:g}, "
+                "or 0 for the most likely token"
             )
         if any(not text for text in self.stop):
             raise ConfigError("sampling.stop has an empty text; it would stop at once; remove it")

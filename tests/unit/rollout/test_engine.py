@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from taut.rollout.engine import stream_seed
+import pytest
+
+from taut.config import replace
+from taut.errors import ConfigError
+from taut.rollout.engine import COLDEST, Sampling, stream_seed
 
 
 def test_a_stream_seed_is_the_same_on_every_machine() -> None:
@@ -13,3 +17,9 @@ def test_a_stream_seed_is_the_same_on_every_machine() -> None:
 def test_every_part_chooses_the_stream() -> None:
     parts = [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1), (1, "0/a", 0), (1, "a", 10)]
     assert len({stream_seed(*part) for part in parts}) == len(parts)
+
+
+def test_a_temperature_that_float32_cannot_divide_by_is_refused() -> None:
+    assert Sampling(temperature=COLDEST).temperature == COLDEST
+    with pytest.raises(ConfigError, match=r"temperature=1e-42 is too low.* or 0 for the most"):
+        replace(Sampling(), {"temperature": 1e-42})
