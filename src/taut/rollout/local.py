@@ -5,7 +5,7 @@
     decode    one forward per step over one new token of each live completion, flat (attention/decode.py)
 
 A completion that ends leaves the batch at once and a waiting one enters. Who enters when depends on counts only, never
-on time. Under several ranks the prompts are dealt out and all ranks run equally many forwards (sharded weights need that).
+on time. Under several ranks the prompts are dealt out and all run equally many forwards (sharded weights need that).
 Modes are put back and no global random state is read or moved.
 
 Deliberately not here: images, models with state across tokens (refused by name), weights on other machines. May import
