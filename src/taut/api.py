@@ -17,7 +17,7 @@ from typing import Any
 from taut import __version__, parallel
 from taut.checkpoint import Checkpoints, require_resumable
 from taut.config import to_dict
-from taut.contract import Origin, seal
+from taut.contract import Origin, answer_best, seal, seal_best
 from taut.data.dataset import input_paths, read_rows
 from taut.errors import CheckFailed, ConfigError, TautError
 from taut.evals.best import BEST, Best, read_best
@@ -29,7 +29,7 @@ from taut.models.load import context_length
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.outdir import claim, require_usable
-from taut.reloaded import Comparison, Trained, load_adapted, samples_to_compare, score
+from taut.reloaded import Comparison, Trained, load_adapted, room_for, samples_to_compare, score
 from taut.rewards import files_of
 from taut.rollout.local import LocalEngine
 from taut.run import Built, Run, build
@@ -86,11 +86,21 @@ def sft(run: Run) -> Result:
         built.job.emit = log.emit
         try:
             result = _run(built, out, log, evaluations, stop_check)
-        except (TautError, KeyboardInterrupt) as error:
-            log.emit("end", outcome="stopped", reason=str(error) or type(error).__name__)
+        except TautError as error:
+            log.emit("end", outcome="stopped", reason=str(error))
             raise
+        except KeyboardInterrupt:
+            log.emit("end", outcome="stopped", reason="interrupted")
+            raise KeyboardInterrupt(_left(out)) from None
     parallel.stop(ranks)
     return result
+
+
+def _left(out: Path) -> str:
+    """What an interrupted run leaves."""
+    if (out / CHECKPOINTS).is_dir():
+        return f"the same command with resume=true goes on from the newest checkpoint in {out}"
+    return f"{out} has no checkpoint (checkpoint.every); overwrite=true begins it anew"
 
 
 def show(run: Run) -> None:
@@ -130,6 +140,8 @@ def _run(
             f"{stops}; stop.required=true, so no model is written; training state: {state}"
         )
     model = _save(built, out, questions, checkpoints, log)
+    if run.eval.best is not None:
+        _answer_best(built, out / BEST, questions)
     log.emit(
         "end",
         outcome="finished",
@@ -240,8 +252,20 @@ def _save_best(built: Built, directory: Path, finish: Callable[[Path], None]) ->
             dtype=built.saved_dtype,
             state_dict=state if ranks.size > 1 else None,
         ) as partial_directory:
+            run = built.run
+            seal_best(partial_directory, inputs.stops, run.contract, run.trust_remote_code)
             finish(partial_directory)
     ranks.barrier()
+
+
+def _answer_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
+    """The best model's answers to the golden prompts, into its contract: once, when the best is known."""
+    run, device = built.run, built.job.ranks.device
+    if built.job.ranks.is_writer and best.is_dir() and run.contract.prompts:
+        device = room_for(built.scorer.model, device)
+        use = device, run.trust_remote_code
+        answer_best(best, questions, built.inputs.stops, run.contract, use)
+    built.job.ranks.barrier()
 
 
 def _questions(built: Built) -> list[Question]:

@@ -5,7 +5,8 @@ that stands alone is the TOML file they are set on top of or, for the commands t
 (then only a word that ends in .toml is a file). All are the same thing to ``taut.config``.
 
 A TautError is one line on stderr and its exit code (2: the user can put it right; 1: a check failed); under torchrun
-the rank that fails first prints it for all. Any other exception is a mistake of ours and keeps its traceback.
+the rank that fails first prints it for all. An interrupt is one line too, with what is left of the work. Any
+other exception is a mistake of ours and keeps its traceback.
 
 Imports nothing heavy until a command runs. May be imported by ``__main__`` only.
 """
@@ -121,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _is_told_here():
             sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if _is_told_here():
+            sys.stderr.write(": ".join(["taut: interrupted", *map(str, interrupt.args)]) + "\n")
         return INTERRUPTED
 
 

@@ -121,7 +121,7 @@ def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) 
     _require_same_prompts(origin.questions, Renderer(tokenizer))
     device = room_for(trained.model, origin.device)
     reloaded = load_anew(str(directory), device, origin.trust_remote_code)
-    goldens, note = _goldens(origin, reloaded, tokenizer)
+    goldens, note = _goldens(origin.questions, origin.stops, origin.config, reloaded, tokenizer)
     checks = compare_saved(trained, reloaded)
     del reloaded  # before another model is loaded
     if origin.adapted is not None:
@@ -132,21 +132,52 @@ def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) 
         report(check)
     require_sound(checks)
     facts = facts_of(directory, tokenizer, origin.trust_remote_code)
-    contract = describe(facts, tokenizer, origin, goldens, checks, note)
+    contract = describe(facts, tokenizer, origin.stops, origin.config, goldens, checks, note)
     write_contract(directory, contract)
     return contract
 
 
+def seal_best(
+    directory: Path, stops: StopSet, config: ContractConfig, trust_remote_code: bool
+) -> None:
+    """Write the contract of a model that is saved while another goes on training: its files, and no answers yet."""
+    tokenizer = load_tokenizer(str(directory), trust_remote_code)
+    later = "saved while training; its golden prompts are answered when the run ends"
+    note = later if config.prompts else "contract.prompts=0"
+    facts = facts_of(directory, tokenizer, trust_remote_code)
+    write_contract(directory, describe(facts, tokenizer, stops, config, note=note))
+
+
+def answer_best(
+    directory: Path,
+    questions: Sequence[Question],
+    stops: StopSet,
+    config: ContractConfig,
+    use: tuple[torch.device, bool],
+) -> None:
+    """Complete that contract when the run has ended. ``use``: the device, and whether the model's own code may run."""
+    tokenizer = load_tokenizer(str(directory), use[1])
+    _require_same_prompts(questions, Renderer(tokenizer))
+    reloaded = load_anew(str(directory), *use)
+    goldens, note = _goldens(questions, stops, config, reloaded, tokenizer)
+    facts = facts_of(directory, tokenizer, use[1])
+    write_contract(directory, describe(facts, tokenizer, stops, config, goldens, note=note))
+
+
 def _goldens(
-    origin: Origin, reloaded: Scorer, tokenizer: PreTrainedTokenizerBase
+    questions: Sequence[Question],
+    stops: StopSet,
+    config: ContractConfig,
+    reloaded: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[Golden], str | None]:
     """The golden prompts with their answers, or why there are none."""
-    if not origin.config.prompts:
+    if not config.prompts:
         return [], "contract.prompts=0"
     stateful = anatomy.stateful_layers(reloaded.model)
     if stateful:
         return [], f"the local engine does not keep the state of {stateful[0]}"
-    goldens = answer(origin.questions, reloaded, tokenizer, origin.stops.ids, origin.config.tokens)
+    goldens = answer(questions, reloaded, tokenizer, stops.ids, config.tokens)
     return goldens, None if goldens else "no row has a prompt that can be asked"
 
 
@@ -165,11 +196,10 @@ def read_contract(directory: Path) -> Contract:
     file = directory / FILE
     try:
         text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{directory} has no {FILE}; {_remedy(directory)}") from None
     except OSError as error:
-        raise ModelError(
-            f"{file} cannot be read ({error.strerror}); expected a model directory written by taut; "
-            "train it, or merge or convert it, with taut"
-        ) from error
+        raise ModelError(f"{file} cannot be read ({error.strerror}); make it readable") from error
     try:
         found = json.loads(text).get("format")
         if found != FORMAT:
@@ -187,6 +217,19 @@ def read_contract(directory: Path) -> Contract:
         ) from error
 
 
+def _remedy(directory: Path) -> str:
+    if not directory.exists():
+        return "there is no such directory; check the path"
+    if (directory / "model" / FILE).is_file():
+        return f"expected a model directory; did you mean {directory / 'model'}?"
+    if (directory / "adapter_config.json").is_file():
+        return "it is an adapter, of which there is none; merge it (taut merge BASE ADAPTER out=DIR) and verify that"
+    return (
+        "expected a model directory that taut wrote (taut sft, taut merge): only for one of those is it known what "
+        "the model should answer"
+    )
+
+
 def write_contract(directory: Path, contract: Contract) -> None:
     """Write the file into a model directory."""
     text = pydantic.TypeAdapter(Contract).dump_json(contract, indent=1).decode()
@@ -197,13 +240,14 @@ def write_contract(directory: Path, contract: Contract) -> None:
 def describe(
     facts: Facts,
     tokenizer: PreTrainedTokenizerBase,
-    origin: Origin,
-    goldens: Sequence[Golden],
-    checks: Sequence[Comparison],
-    note: str | None,
+    stops: StopSet,
+    config: ContractConfig,
+    goldens: Sequence[Golden] = (),
+    checks: Sequence[Comparison] = (),
+    note: str | None = None,
 ) -> Contract:
     """The contract of a directory of which ``facts`` were read. ``tokenizer`` is the one loaded from it."""
-    reasons = origin.stops.reasons
+    reasons = stops.reasons
     names = tokenizer.convert_ids_to_tokens(list(reasons))
     return Contract(
         versions={name: version(name) for name in VERSIONS},
@@ -213,7 +257,7 @@ def describe(
             for index, token in zip(reasons, names, strict=True)
         ],
         goldens=list(goldens),
-        tokens=origin.config.tokens,
+        tokens=config.tokens,
         note=note,
         checks=list(checks),
     )

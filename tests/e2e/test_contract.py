@@ -174,13 +174,21 @@ def test_a_near_tie_is_told_and_is_no_failure(copied: Path) -> None:
 
 def test_a_directory_without_a_contract_is_refused(copied: Path) -> None:
     (copied / "contract.json").unlink()
-    with pytest.raises(taut.ModelError, match=r"contract\.json cannot be read") as caught:
+    with pytest.raises(taut.ModelError, match=r"has no contract\.json") as caught:
         verify(Verify(model=str(copied), device="cpu"))
     assert caught.value.exit_code == 2
     for text, reason in (("[]", "is not a contract"), ('{"format": 9}', "has format 9")):
         (copied / "contract.json").write_text(text)
         with pytest.raises(taut.ModelError, match=reason):
             read_contract(copied)
+
+
+def test_what_has_no_contract_is_told_apart(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(taut.ModelError, match=r"did you mean .*/model\?"):
+        read_contract(finished.parent)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(taut.ModelError, match="taut merge BASE ADAPTER"):
+        read_contract(tmp_path)
 
 
 def test_no_golden_prompts_where_none_are_wanted(model: Path, train: Path, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tests.chats import (
 )
 
 import taut
+from taut.cli import main
+from taut.contract import read_contract
 
 Go = Callable[..., taut.Result]
 
@@ -115,8 +117,10 @@ def test_the_best_model_is_kept_and_loads(go: Go, held_out: Path) -> None:
     upto = go("upto", **{**keys, "steps": best, "eval__best": None})
     assert largest_difference(weights(result.out / "best"), weights(upto.model)) == 0.0
     assert largest_difference(weights(result.out / "best"), weights(result.model)) > 0.0
-    names = {path.name for path in result.model.iterdir()} - {"contract.json"}
+    names = {path.name for path in result.model.iterdir()}
     assert {path.name for path in (result.out / "best").iterdir()} == {*names, "best.json"}
+    assert main(["verify", str(result.out / "best")]) == 0
+    assert read_contract(result.out / "best").goldens
 
 
 def test_a_resumed_run_goes_on_from_the_best_it_left(go: Go, held_out: Path) -> None:

@@ -89,6 +89,21 @@ def test_answers_are_judged_as_they_are(
     assert report.stopped.mean == 1.0
 
 
+def test_an_interrupt_says_whether_anything_is_kept(
+    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(name: str, index: int) -> str:
+        if name.endswith("3"):
+            raise KeyboardInterrupt
+        return "x"
+
+    speak(monkeypatch, FakeEngine(say))
+    with pytest.raises(KeyboardInterrupt, match="are not kept; with out=DIR they are"):
+        evaluate(model, questions)
+    with pytest.raises(KeyboardInterrupt, match="are written; the same command with resume=true"):
+        evaluate(model, questions, out=str(tmp_path / "out"))
+
+
 def test_what_was_interrupted_is_finished_and_is_the_same(
     model: Path, questions: Path, tmp_path: Path
 ) -> None:

@@ -98,12 +98,22 @@ def test_only_the_first_rank_prints_a_mistake(
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [((), "taut: interrupted\n"), (("3 are written",), "taut: interrupted: 3 are written\n")],
+)
+def test_an_interrupt_is_exit_code_130_and_one_line(
+    left: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def interrupt(_: run.Run) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*left)
 
     monkeypatch.setattr(api, "sft", interrupt)
     assert main(["sft", *MINIMAL]) == 130
+    assert capsys.readouterr().err == told
 
 
 def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from taut.rollout.open import ModelUse, open_renderer
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
+LOST = "were finished and are not kept; with out=DIR they are, and resume=true goes on from them"
 
 
 @configclass
@@ -98,8 +99,6 @@ def run(config: Evaluate) -> int:
     """Evaluate, and print the table; raises CheckFailed where too much of it is errors."""
     console = Console(highlight=False, soft_wrap=True)
     result = evaluate(config, console)
-    for name, value, reason in result.generated.decisions:
-        console.print(f"{name}: {value} ({reason})", markup=False)
     show_report(console, result.report, result.answers, config.samples)
     if config.out is not None:
         console.print(f"written: {config.out}", markup=False)
@@ -108,12 +107,13 @@ def run(config: Evaluate) -> int:
 
 
 def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
-    """Generate, judge and write. ``console``: where progress is shown, if a terminal."""
+    """Generate, judge and write. ``console``: as for ``generate.generate``."""
     rewards = load_rewards(config.rewards, [STOPPED])
     with _directory(config) as directory:
         rows = _load_rows(config, rewards)
         require_scorable(rows, rewards, config.max_errors)
-        generated = generate.generate(_generation(config, directory), console)
+        afterwards = generate.FINISH if config.out else LOST
+        generated = generate.generate(_generation(config, directory), console, afterwards)
         answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), rewards)
         report = build_report(answers, [reward.name for reward in rewards])
         _write(directory, config, report, answers)

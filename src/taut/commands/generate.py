@@ -37,6 +37,7 @@ from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
 from taut.types import Completion, FloatArray, Prompt
 
 ERRORS_SHOWN = 3
+FINISH = "are written; the same command with resume=true finishes the rest"
 DECIMALS = 7
 """Of a log-prob in the file."""
 
@@ -97,8 +98,11 @@ def run(config: Generate) -> int:
     return 1 if result.errors else 0
 
 
-def generate(config: Generate, console: Console | None = None) -> Generated:
-    """Write the completions that are not in ``config.out`` yet. ``console``: where progress is shown, if a terminal."""
+def generate(
+    config: Generate, console: Console | None = None, afterwards: str = FINISH
+) -> Generated:
+    """Write the completions that are not in ``config.out`` yet. ``console``: where it is shown what was decided and, on
+    a terminal, progress. ``afterwards``: what is said of the finished ones where not all could be finished."""
     out = Path(config.out).expanduser()
     _require_free(out, config)
     rendering = open_renderer(config)
@@ -118,28 +122,36 @@ def generate(config: Generate, console: Console | None = None) -> Generated:
     prompts = [Prompt(row.id, row.ids_T) for row in missing]
     with open_engine(config, rendering) as opened:
         require_usable(prompts, opened.context)
+        if console is not None:
+            _show_decisions(opened, console)
         _begin(out, identity, kept)
         with out.open("a", encoding="utf-8") as file, _progress(console) as progress:
             tally = _Tally(file, {row.id: row for row in rows}, done, config.prompt_ids, progress)
             progress.update(progress.task_ids[0], total=len(missing) * len(samples))
             if prompts:
-                _run(opened.engine, prompts, config.sampling, tally)
+                _run(opened.engine, prompts, config.sampling, tally, afterwards)
     return _result(out, rows, kept, tally, opened)
 
 
-def _run(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tally: _Tally) -> None:
+def _run(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tally: _Tally, afterwards: str
+) -> None:
     try:
         engine.generate(prompts, sampling, tally)
     except EngineError as error:
-        done = sum(tally.finished.values())
-        raise EngineError(
-            f"{error}; {done:,} completions are written; the same command with resume=true finishes the rest"
-        ) from error
+        raise EngineError(f"{error}; {tally.counted} {afterwards}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{tally.counted} {afterwards}") from None
+
+
+def _show_decisions(opened: Opened, console: Console) -> None:
+    for name, value, reason in opened.decisions:
+        console.print(f"{name}: {value} ({reason})", markup=False)
 
 
 def summary(result: Generated) -> str:
     """The result in a few lines."""
-    lines = [f"{name}: {value} ({reason})" for name, value, reason in result.decisions]
+    lines = []
     total = sum(result.finished.values())
     parts = [f"{total:,} completions of {result.num_prompts:,} prompts"]
     if result.num_kept:
@@ -189,6 +201,10 @@ class _Tally:
         self.num_tokens += int(completion.ids_N.size)
         if completion.finish_reason == "error":
             self.errors.append(f"{completion.prompt_id}: {completion.error}")
+
+    @property
+    def counted(self) -> str:
+        return f"{sum(self.finished.values()):,} completions"
 
     def _line(self, completion: Completion) -> dict[str, Any]:
         row = self.rows[completion.prompt_id]

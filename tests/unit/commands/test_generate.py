@@ -106,7 +106,8 @@ def test_an_interrupted_run_is_finished_and_nothing_is_done_twice(
     model: Path, tmp_path: Path, engine: Open
 ) -> None:
     engine(Dies(say))
-    with pytest.raises(KeyboardInterrupt):
+    told = "3 completions are written; the same command with resume=true finishes the rest"
+    with pytest.raises(KeyboardInterrupt, match=told):
         generate(config(model, tmp_path))
     assert len(lines(tmp_path)) == 3
     with (tmp_path / "o.jsonl").open("a") as file:
