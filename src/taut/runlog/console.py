@@ -41,6 +41,7 @@ class ConsoleReport:
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._steps: list[Event] = []
         self._evals: list[Event] = []
+        self._best: Event | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shows = {
@@ -120,11 +121,12 @@ class ConsoleReport:
 
     def _show_eval(self, event: Event) -> None:
         self._evals.append(event)
-        self._say(f"eval  after step {event['step']}: {fields_text(event)}")
+        self._say(f"eval  after step {event['step']}: {eval_text(event)}")
         for sample in event.get("samples", ()):
             self._say(f"      {sample_text(sample)}")
 
     def _show_best(self, event: Event) -> None:
+        self._best = event
         found = f"{event['name']} {number(event['value'])} after step {event['step']}"
         self._say(f"best  {found}: {event.get('path', '')}")
 
@@ -144,8 +146,15 @@ class ConsoleReport:
     def _show_end(self, event: Event) -> None:
         self.close()
         rows = summary(self._steps, self._evals) if self._steps else []
+        if event.get("stop"):
+            rows.append(("stops", stops_text(event["stop"])))
         if event.get("model"):
             rows.append(("model", event["model"]))
+        if self._best is not None:
+            step, value = self._best["step"], number(self._best["value"])
+            rows.append(
+                ("best", f"{self._best['path']}: {self._best['name']} {value} after step {step}")
+            )
         if rows:
             self._say_rows(rows)
         rest = fields_text({key: event[key] for key in event if key not in SUMMARISED})
@@ -156,8 +165,8 @@ class ConsoleReport:
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """What the summary needs of each step."""
 
-SUMMARISED = ("loss", "eval_loss", "model")
-"""Fields of the end that the summary shows."""
+SUMMARISED = ("loss", "eval_loss", "model", "reason")
+"""Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
 
 WIDTH = 60
 """Characters shown of an answer and of what was expected."""
@@ -222,6 +231,29 @@ def measured(event: Event) -> list[str]:
     """The metrics of an evaluation that the summary follows."""
     has_interval = [key for key in event if f"{key}_low" in event]
     return [key for key in ("loss", *has_interval, "stopped") if key in event]
+
+
+def eval_text(event: Event) -> str:
+    """The metrics of an evaluation, each with its interval if it has one."""
+    fields = {
+        key: f"{number(value)} [{number(event[f'{key}_low'])}, {number(event[f'{key}_high'])}]"
+        if f"{key}_low" in event
+        else value
+        for key, value in event.items()
+        if not is_bound(key, event)
+    }
+    return fields_text(fields)
+
+
+def is_bound(key: str, event: Event) -> bool:
+    """Whether a field is one end of another's interval."""
+    return any(key.endswith(end) and key.removesuffix(end) in event for end in ("_low", "_high"))
+
+
+def stops_text(stop: Event) -> str:
+    """The end of a run on whether its model stops; the warning that follows says more."""
+    found = f"{stop['ended']} of {stop['asked']} answers ended by themselves"
+    return found if stop["cause"] is None else f"{found}, expected {stop['wanted']:.0%}"
 
 
 def fields_text(event: Event) -> str:

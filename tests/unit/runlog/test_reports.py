@@ -275,15 +275,18 @@ def test_an_evaluation_by_generation_shows_its_numbers_and_some_answers() -> Non
     }
     loss = {"kind": "eval", "time": 0, "step": 2, "loss": 1.5}
     again = {**ANSWERS, "step": 4, "exact_match": 0.625}
-    text = told(START, step(1), step(2), ANSWERS, loss, best, again, {"kind": "end", "time": 0})
+    stop = {"asked": 4, "ended": 3, "wanted": 0.9, "cause": "why"}
+    end = {"kind": "end", "time": 0, "model": "o/model", "stop": stop}
+    text = told(START, step(1), step(2), ANSWERS, loss, best, again, end)
     for line in (
-        "eval  after step 2: exact_match 0.5  exact_match_low 0.25  exact_match_high 0.75  stopped 0.875  "
-        "num_prompts 8",
+        "eval  after step 2: exact_match 0.5 [0.25, 0.75]  stopped 0.875  num_prompts 8",
         "      'It is the Elbe' (cut)  for 'the Elbe | Elbe'  (q.jsonl:1)",
         "best  exact_match 0.5 after step 2: o/best",
         "held-out exact_match  0.5000 -> 0.6250",
         "held-out stopped      0.8750 -> 0.8750",
         "held-out loss         1.5000",
+        "stops                 3 of 4 answers ended by themselves, expected 90%",
+        "best                  o/best: exact_match 0.5 after step 2",
     ):
         assert line in text.splitlines(), text
 
