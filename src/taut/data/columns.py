@@ -164,9 +164,10 @@ def _recognise(
     fitting = mapped or fitting
     if not fitting:
         *most, last = (" and ".join(required[name]) for name in required)
+        example = ", ".join(f'{name} = "..."' for name in required["alpaca"])
         raise DataError(
             f"{place}: the row is {shown(named)}; expected {', '.join(most)}, or {last}; "
-            f"name your columns in {columns.prefix}columns"
+            f"name your columns, as in {columns.prefix}columns='{{{example}}}'"
         )
     if len(fitting) > 1:
         raise DataError(

@@ -76,8 +76,7 @@ def open_source(source: Source) -> Opened:
     if path.is_dir() or _is_hub_name(source.path):
         return _open_hugging_face(source, path)
     raise DataError(
-        f"data: no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data "
-        "set directory, "
+        f"found no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data set directory, "
         "or the owner/name of a Hugging Face data set; check the path"
     )
 

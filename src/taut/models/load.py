@@ -264,11 +264,12 @@ def _require_model_directory(path: str) -> None:
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
             raise ModelError(
-                f"model={path} is an adapter; expected a model; set model to its base model and "
-                f"adapter={path} (lora.adapter to train it)"
+                f"model={path} is an adapter; expected a model; make one of it (taut merge BASE {path} out=DIR), or "
+                f"set model to its base and adapter={path} (lora.adapter to train it)"
             )
+        near = f"; did you mean {directory / 'model'}?" if (directory / "model").is_dir() else ""
         raise ModelError(
-            f"model={path} has no config.json; expected a model directory in Hugging Face format"
+            f"model={path} has no config.json; expected a model directory in Hugging Face format{near}"
         )
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))
