@@ -247,3 +247,13 @@ def test_two_ranks_measure_what_one_does(
         assert {**mine, "time": 0} == {**theirs, "time": 0}
     assert [e["step"] for e in events(one.out, "best")] == [e["step"] for e in events(out, "best")]
     assert largest_difference(weights(one.out / "best"), weights(out / "best")) < 1e-6
+
+
+def test_sources_may_use_the_same_ids(model: Path, train: Path, tmp_path: Path) -> None:
+    files = [
+        write_rows(tmp_path / name, [{**row, "id": n} for n, row in enumerate(chats(2, seed))])
+        for seed, name in enumerate(("a.jsonl", "b.jsonl"))
+    ]
+    asked = {"eval__answers__data": list(map(str, files)), "eval__answers__rewards": "contains"}
+    result = sft(model, train, tmp_path / "out", steps=1, **asked)
+    assert "contains" in result.metrics

@@ -256,4 +256,6 @@ def _load_rows(
                 needs_reference=needs_reference,
                 limit=limit,
             )
+    if len({row.id for row in rows}) < len(rows):  # unique in each source only
+        rows = [replace(row, id=row.place) for row in rows]
     return rows
