@@ -90,7 +90,13 @@ def test_stops_are_written_everywhere(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(eos="<|endoftext|>")
     end, old = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>"))
     model = tiny_model("qwen2", vocab_size=len(tokenizer), eos_token_id=old)
-    saved(model, tmp_path / "model", tokenizer=tokenizer, template="{{ messages }}", stop_ids=[end, old])
+    saved(
+        model,
+        tmp_path / "model",
+        tokenizer=tokenizer,
+        template="{{ messages }}",
+        stop_ids=[end, old],
+    )
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     generation = GenerationConfig.from_pretrained(tmp_path / "model")
     read = AutoTokenizer.from_pretrained(tmp_path / "model")
