@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,15 @@ from typing import Any
 from taut import __version__, parallel
 from taut.checkpoint import Checkpoints, require_resumable
 from taut.config import to_dict
-from taut.contract import Origin, answer_best, seal, seal_best
-from taut.data.dataset import input_paths, read_rows
+from taut.data.dataset import input_paths
+from taut.deliver import answer_for_best, choose_goldens, save_best, save_model
 from taut.errors import CheckFailed, ConfigError, TautError
 from taut.evals.best import BEST, Best, read_best
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
 from taut.evals.stopping import StopCheck, Stops, prepare
-from taut.golden import Question, choose_questions
 from taut.loop import train
 from taut.models.load import context_length
-from taut.models.lora import is_adapted, save_adapter
-from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.outdir import claim, require_usable
-from taut.reloaded import Comparison, Trained, load_adapted, room_for, samples_to_compare, score
 from taut.rewards import files_of
 from taut.rollout.local import LocalEngine
 from taut.run import Built, Run, build
@@ -37,6 +33,8 @@ from taut.runlog import RunLog
 
 CHECKPOINTS = "checkpoints"
 """The folder in ``out`` that holds training state."""
+MODEL = "model"
+"""The folder in ``out`` that holds the trained model."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _run(
         ranks=job.ranks,
         emit=log.emit,
     )
-    questions = _questions(built)
+    questions = choose_goldens(built)
     began = time.perf_counter()
     _emit_start(built, log)
     if run.resume:
@@ -133,15 +131,15 @@ def _run(
         log.emit("resume", from_step=step)
     job.after_step = [evaluations, checkpoints]
     report = train(job)
-    metrics, stops = evaluations.at_end(), stop_check()
+    metrics, stops = _asked_at_end(built, checkpoints, evaluations, stop_check)
     if run.stop.required and stops is not None and not stops.is_enough:
         state = checkpoints.save(job.num_steps)
         raise CheckFailed(
             f"{stops}; stop.required=true, so no model is written; training state: {state}"
         )
-    model = _save(built, out, questions, checkpoints, log)
+    model = save_model(built, out / MODEL, questions, checkpoints)
     if run.eval.best is not None:
-        _answer_best(built, out / BEST, questions)
+        answer_for_best(built, out / BEST, questions)
     log.emit(
         "end",
         outcome="finished",
@@ -155,6 +153,19 @@ def _run(
     )
     loss = report.loss if report else math.nan
     return Result(out, model, job.num_steps, loss, metrics.get("loss"), metrics, stops)
+
+
+def _asked_at_end(
+    built: Built, checkpoints: Checkpoints, evaluations: Evaluations, stop_check: StopCheck
+) -> tuple[dict[str, float], Stops | None]:
+    """The last measurements. Where they fail, the training state is kept."""
+    try:
+        return evaluations.at_end(), stop_check()
+    except TautError as error:
+        if built.job.ranks.size > 1:  # the others may not have failed, and would not save
+            raise
+        state = checkpoints.save(built.job.num_steps)
+        raise type(error)(f"{error}; training state: {state}") from error
 
 
 def _emit_start(built: Built, log: RunLog) -> None:
@@ -233,131 +244,9 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
         return Evaluations(found, job.num_steps, None)
     measured = require_best(run.eval.best, found).measured
     value = read_best(out / BEST, run.eval.best, measured) if run.resume else None
-    save = partial(_save_best, built)
+    save = partial(save_best, built)
     best = Best(run.eval.best, measured, out / BEST, save, job, value)
     return Evaluations(found, job.num_steps, best)
-
-
-def _save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> None:
-    """Write the model as it is now, merged; it takes its place once ``finish`` has completed it."""
-    inputs, ranks = built.inputs, built.job.ranks
-    state = parallel.whole_state_dict(built.scorer.model, ranks)
-    if ranks.is_writer:
-        with saving(
-            built.scorer.model,
-            inputs.tokenizer,
-            directory,
-            stop_ids=inputs.stops.ids,
-            template=inputs.renderer.template.template,
-            dtype=built.saved_dtype,
-            state_dict=state if ranks.size > 1 else None,
-        ) as partial_directory:
-            run = built.run
-            seal_best(partial_directory, inputs.stops, run.contract, run.trust_remote_code)
-            finish(partial_directory)
-    ranks.barrier()
-
-
-def _answer_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
-    """The best model's answers to the golden prompts, into its contract: once, when the best is known."""
-    run, device = built.run, built.job.ranks.device
-    if built.job.ranks.is_writer and best.is_dir() and run.contract.prompts:
-        device = room_for(built.scorer.model, device)
-        use = device, run.trust_remote_code
-        answer_best(best, questions, built.inputs.stops, run.contract, use)
-    built.job.ranks.barrier()
-
-
-def _questions(built: Built) -> list[Question]:
-    """The golden prompts, chosen before training: a row that is gone is told now. For the writer only."""
-    run = built.run
-    if not run.contract.prompts or not built.job.ranks.is_writer:
-        return []
-    rows = read_rows(run.data, "eval" if run.data.eval else "train")
-    return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
-
-
-def _save(
-    built: Built, out: Path, questions: Sequence[Question], checkpoints: Checkpoints, log: RunLog
-) -> Path:
-    """Write ``adapter/``, with adapters, and ``model/`` (merged), which takes its place once it is proven.
-
-    Where that cannot be done or proven, the training state is kept and the run fails, on all ranks.
-    """
-    ranks, inputs = built.job.ranks, built.inputs
-    data = inputs.train if inputs.eval is None else inputs.eval
-    samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
-    logps = score(built.scorer, samples)
-    state = parallel.whole_state_dict(built.scorer.model, ranks)
-    failure = ""
-    if ranks.is_writer:
-        sharded = state if ranks.size > 1 else None
-        trained = Trained(built.scorer.model, sharded, samples, logps, built.saved_dtype)
-        try:
-            _write(built, out, trained, questions, log)
-        except TautError as error:
-            failure = str(error)
-    failure = ranks.gather(failure)[0]
-    if failure:
-        raise CheckFailed(f"{failure}; training state: {checkpoints.save(built.job.num_steps)}")
-    return out / "model"
-
-
-def _write(
-    built: Built, out: Path, trained: Trained, questions: Sequence[Question], log: RunLog
-) -> None:
-    """What the writer does for all."""
-    run, inputs, device = built.run, built.inputs, built.job.ranks.device
-    adapted = None
-    if is_adapted(trained.model):
-        save_adapter(trained.model, out / "adapter", trained.state)
-        make_readable(out / "adapter")
-        tokenizer = serving_tokenizer(
-            inputs.tokenizer, inputs.stops.ids, inputs.renderer.template.template
-        )
-        tokenizer.save_pretrained(out / "adapter")
-        adapted = partial(
-            load_adapted,
-            run.model,
-            out / "adapter",
-            inputs.new_ids,
-            device,
-            run.trust_remote_code,
-        )
-    origin = Origin(
-        trained=trained,
-        questions=questions,
-        stops=inputs.stops,
-        config=run.contract,
-        device=device,
-        trust_remote_code=run.trust_remote_code,
-        adapted=adapted,
-    )
-    with saving(
-        trained.model,
-        inputs.tokenizer,
-        out / "model",
-        stop_ids=inputs.stops.ids,
-        template=inputs.renderer.template.template,
-        dtype=trained.dtype,
-        state_dict=trained.state,
-    ) as directory:
-        began = time.perf_counter()
-        contract = seal(directory, origin, partial(_emit_comparison, log))
-        seconds = time.perf_counter() - began
-        log.emit(
-            "check",
-            name="contract",
-            outcome="passed" if contract.goldens else "skipped",
-            value=len(contract.goldens),
-            detail=contract.note
-            or f"golden prompts answered; {seconds:.1f} s with what is compared",
-        )
-
-
-def _emit_comparison(log: RunLog, found: Comparison) -> None:
-    outcome = "passed" if found.is_sound else "failed"
-    log.emit("check", name=found.name, outcome=outcome, value=found.value, detail=found.detail)
 
 
 def _resolved(built: Built) -> dict[str, Any]:

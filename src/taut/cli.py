@@ -25,6 +25,9 @@ from taut import __version__
 from taut.errors import ConfigError, TautError
 
 INTERRUPTED = 130
+SPIN = "10000"
+"""How long threads spin before they sleep: on a quiet machine as quick as their default, on a busy one much quicker."""
+one."""
 
 
 class Command(NamedTuple):
@@ -116,6 +119,8 @@ class Words(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
     try:
         return _dispatch(words)
     except TautError as error:

@@ -176,8 +176,8 @@ def _part(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query, key, value, 0.0, False, scale=call.scale)
         return out, lse
-    scores = query @ key.transpose(-1, -2) * call.scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return torch.softmax(scores, -1).to(value.dtype) @ value, torch.logsumexp(scores, -1)

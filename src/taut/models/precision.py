@@ -13,11 +13,13 @@ Nothing here changes a parameter. Anyone above ``types`` may import it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.errors import ConfigError, ModelError
@@ -103,3 +105,27 @@ def backward_context(dtype: torch.dtype) -> AbstractContextManager[Any]:
     if dtype == torch.float64:
         return Wide()  # type: ignore[no-untyped-call]  # torch: no types
     return nullcontext()
+
+
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Inside autocast and without gradient: a frozen weight is cast once and not at every call.
+
+    Autocast keeps the cast only of parameters that require a gradient, so they all say so meanwhile. Sharded weights
+    come anew at every call and are left alone.
+    """
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+        and parameter.is_floating_point()
+        and not hasattr(parameter, "full_tensor")
+    ]
+    assert not torch.is_grad_enabled(), "the graph would hold what is frozen"
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

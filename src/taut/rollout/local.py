@@ -34,6 +34,8 @@ from taut.config import configclass
 from taut.data.pack import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.models import anatomy
+from taut.models.precision import cast_once
+from taut.models.products import OneDnn
 from taut.models.score import Scorer
 from taut.parallel import Ranks
 from taut.rollout.engine import OnDone, Sampling, require_usable, room, stream_seed
@@ -183,7 +185,7 @@ class LocalEngine:
         was_training = self.scorer.training
         self.scorer.eval()
         try:
-            with torch.no_grad(), self._compute():
+            with torch.no_grad(), cast_once(self.scorer), self._compute(), OneDnn():
                 yield
         finally:
             self.scorer.train(was_training)

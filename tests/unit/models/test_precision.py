@@ -9,6 +9,7 @@ import torch
 from tests.models import tiny_model
 from tests.samples import sample
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
@@ -18,6 +19,7 @@ from taut.models.precision import (
     ChosenDtype,
     Wide,
     backward_context,
+    cast_once,
     compute_context,
     resolve_dtype,
 )
@@ -99,3 +101,34 @@ def test_the_default_dtype_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="dtype=half is not known; expected one of float64"):
         resolve_dtype("half", CPU)
+
+
+def test_a_frozen_weight_is_cast_once() -> None:
+    """Autocast keeps the cast of what requires a gradient; frozen base weights are cast at every call without help."""
+
+    class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        num_elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if (
+                func._schema.name == "aten::_to_copy"
+                and (kwargs or {}).get("dtype") is torch.bfloat16
+            ):
+                self.num_elements += args[0].numel() * (args[0].ndim == 2)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    x = torch.ones(3, 1, 8)  # of another rank than a weight
+    with (
+        torch.no_grad(),
+        cast_once(model),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        Casts() as casts,
+    ):
+        first, second = model(x), model(x)
+    assert torch.equal(first, second)
+    assert casts.num_elements == 2 * 64
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+    with pytest.raises(AssertionError, match="graph"), cast_once(model):
+        pass
