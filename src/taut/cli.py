@@ -27,7 +27,6 @@ from taut.errors import ConfigError, TautError
 INTERRUPTED = 130
 SPIN = "10000"
 """How long threads spin before they sleep: on a quiet machine as quick as their default, on a busy one much quicker."""
-one."""
 
 
 class Command(NamedTuple):
