@@ -110,8 +110,9 @@ def _require_present(device: torch.device) -> None:
 
 
 def stop(ranks: Ranks) -> None:
-    """Leave the process group."""
+    """Leave the process group, all ranks together."""
     if ranks.size > 1 and dist.is_initialized():
+        ranks.barrier()
         dist.destroy_process_group()
 
 
