@@ -45,7 +45,11 @@ def test_lines_are_the_same_whatever_runs_beside_them_and_when(
     words = [str(model), f"prompts={prompts}", f"out={out}", "--device", "cpu", "dtype=float64"]
     words += ["sampling.n=3", "sampling.max_new_tokens=6", "--prompt-ids"]
     assert main(["generate", *words]) == 0
-    assert "15 completions of 5 prompts" in " ".join(capsys.readouterr().out.split())
+    said = capsys.readouterr().out
+    assert "15 completions of 5 prompts" in " ".join(said.split())
+    told = [line for line in said.splitlines() if line.startswith("generating: ")]
+    assert 2 <= len(told) <= 10  # no terminal, so lines
+    assert told[-1] == "generating: 15 of 15"
     found = lines(out)
     assert len(found) == 15
     for line in found:

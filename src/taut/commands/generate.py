@@ -38,6 +38,8 @@ from taut.types import Completion, FloatArray, Prompt
 
 ERRORS_SHOWN = 3
 FINISH = "are written; the same command with resume=true finishes the rest"
+PARTS = 10
+"""How many lines tell of progress where there is no terminal."""
 DECIMALS = 7
 """Of a log-prob in the file."""
 
@@ -101,8 +103,8 @@ def run(config: Generate) -> int:
 def generate(
     config: Generate, console: Console | None = None, afterwards: str = FINISH
 ) -> Generated:
-    """Write the completions that are not in ``config.out`` yet. ``console``: where it is shown what was decided and, on
-    a terminal, progress. ``afterwards``: what is said of the finished ones where not all could be finished."""
+    """Write the completions that are not in ``config.out`` yet. ``console``: where it is shown what was decided, and
+    progress. ``afterwards``: what is said of the finished ones where not all could be finished."""
     out = Path(config.out).expanduser()
     _require_free(out, config)
     rendering = open_renderer(config)
@@ -126,7 +128,9 @@ def generate(
             _show_decisions(opened, console)
         _begin(out, identity, kept)
         with out.open("a", encoding="utf-8") as file, _progress(console) as progress:
-            tally = _Tally(file, {row.id: row for row in rows}, done, config.prompt_ids, progress)
+            tally = _Tally(
+                file, {row.id: row for row in rows}, done, config.prompt_ids, progress, console
+            )
             progress.update(progress.task_ids[0], total=len(missing) * len(samples))
             if prompts:
                 _run(opened.engine, prompts, config.sampling, tally, afterwards)
@@ -182,16 +186,19 @@ class _Tally:
         done: set[Key],
         has_prompt_ids: bool,
         progress: Progress,
+        console: Console | None,
     ) -> None:
         self.file, self.rows, self.done = file, rows, done
         self.has_prompt_ids, self.progress = has_prompt_ids, progress
+        self.console = console if progress.disable else None
+        self.num_shown = 0
         self.finished: Counter[str] = Counter()
         self.num_tokens = 0
         self.errors: list[str] = []
         self.began = time.perf_counter()
 
     def __call__(self, completion: Completion) -> None:
-        self.progress.advance(self.progress.task_ids[0])
+        self._show_progress()
         if (completion.prompt_id, completion.index) in self.done:
             return
         line = self._line(completion)
@@ -201,6 +208,17 @@ class _Tally:
         self.num_tokens += int(completion.ids_N.size)
         if completion.finish_reason == "error":
             self.errors.append(f"{completion.prompt_id}: {completion.error}")
+
+    def _show_progress(self) -> None:
+        """The bar; without a terminal, a line for each tenth."""
+        self.progress.advance(self.progress.task_ids[0])
+        (task,) = self.progress.tasks
+        share = int(task.completed * PARTS // (task.total or 1))
+        if self.console is not None and share > self.num_shown:
+            self.num_shown = share
+            self.console.print(
+                f"generating: {int(task.completed):,} of {int(task.total or 0):,}", markup=False
+            )
 
     @property
     def counted(self) -> str:
@@ -340,7 +358,7 @@ def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, A
 
 @contextmanager
 def _progress(console: Console | None) -> Iterator[Progress]:
-    """A bar on a terminal, else nothing."""
+    """A bar on a terminal."""
     columns = (
         TextColumn("generating"),
         BarColumn(),
