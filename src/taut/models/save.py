@@ -41,35 +41,6 @@ _PADS = (
 _PROBE = "Stop, then: say it again (12 x 3.5 = 42)!\n\n  naïve 東京 def f(x):\treturn x\n"
 
 
-def save_model(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    *,
-    stop_ids: Sequence[int],
-    template: str | None,
-    dtype: torch.dtype,
-    state_dict: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write model, tokenizer and template to ``directory``, which is replaced if it exists.
-
-    ``stop_ids``: the whole stop set, the turn end first. ``template``: the chat template in use, None for
-    plain text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one
-    started from). ``state_dict``: the full weights under ``model``'s names, where ``model`` holds
-    shards.
-    """
-    with saving(
-        model,
-        tokenizer,
-        directory,
-        stop_ids=stop_ids,
-        template=template,
-        dtype=dtype,
-        state_dict=state_dict,
-    ):
-        pass
-
-
 @contextmanager
 def saving(
     model: nn.Module,
@@ -81,9 +52,13 @@ def saving(
     dtype: torch.dtype,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Path]:
-    """``save_model``, with the complete directory in hand before it takes its place.
+    """Write model, tokenizer and template; the complete directory is in hand before it takes the place of
+    ``directory``. What the block writes there belongs to the model; where the block raises, nothing is replaced.
 
-    What the block writes there belongs to the model; where the block raises, nothing is replaced.
+    ``stop_ids``: the whole stop set, the turn end first. ``template``: the chat template in use, None for
+    plain text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one
+    started from). ``state_dict``: the full weights under ``model``'s names, where ``model`` holds
+    shards.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")

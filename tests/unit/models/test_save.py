@@ -17,7 +17,7 @@ from taut.attention.select import PREFIX
 from taut.errors import OutputError
 from taut.models import save
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.save import save_model
+from taut.models.save import saving
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
 
 ROWS = 512
@@ -30,7 +30,8 @@ def saved(
     tokenizer = options.pop("tokenizer", None) or tiny_tokenizer()
     options.setdefault("stop_ids", [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     options.setdefault("template", tokenizer.chat_template)
-    save_model(model, tokenizer, directory, dtype=dtype, **options)
+    with saving(model, tokenizer, directory, dtype=dtype, **options):
+        pass
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", attn_implementation="eager", experts_implementation="eager"
     )
