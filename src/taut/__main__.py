@@ -1,7 +1,15 @@
 """``python -m taut`` and ``torchrun ... -m taut``: the command line."""
 
+import os
 import sys
 
 from taut.cli import main
 
-sys.exit(main())
+code = main()
+if "RANK" in os.environ and code == 0:
+    # Threads of the process group may outlive it; now and then they abort a rank in its last moments, all work done,
+    # and torchrun then ends the others.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+sys.exit(code)
