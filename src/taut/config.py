@@ -7,13 +7,12 @@ the field's, and keys set twice. Values are checked, never rewritten: what is in
 The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); what is not TOML, or is of no kind the field takes,
 is taken as the text it is (``out=1`` is a directory called 1). ``none`` unsets a field that may be unset.
 
-Imports nothing of ours but errors. Anyone may import it.
+Imports nothing of ours but errors and ``explain.py``. Anyone may import it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import tomllib
@@ -29,26 +28,14 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from taut.errors import ConfigError
+from taut.explain import KeyPath, explain, key_text, shown
 
 T = TypeVar("T")
 
-KeyPath = tuple[str | int, ...]
-
-ERRORS_SHOWN = 3
-"""How many mistakes one message names."""
-
-EXPECTED = {
-    "bool_type": "true or false",
-    "dict_type": "a table",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "list_type": "a list",
-    "string_type": "a string",
-    "tuple_type": "a list",
-}
-"""pydantic's error types in our words."""
+DEEPEST = 32
+"""Keys and lists may be nested so deep."""
+WIDEST = 2**63
+"""TOML's integers are smaller in size."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -156,14 +143,15 @@ def _build(
 ) -> T:
     """``places``: where the assignments come from, and where the tree does."""
     _require_disjoint(cls, [assignment.path for assignment in assignments], places[0])
-    for assignment in assignments:
-        _assign(tree, assignment, places[0])
+    tree = _plain(tree, (), places[1])
+    for path, value in assignments:
+        _assign(tree, Assignment(path, _plain(value, path, places[0])), places[0])
     assigned = {assignment.path for assignment in assignments}
     try:
-        text = json.dumps(tree, default=_plain)
-        return pydantic.TypeAdapter(cls).validate_json(text, strict=True)
+        return pydantic.TypeAdapter(cls).validate_json(json.dumps(tree), strict=True)
     except pydantic.ValidationError as error:
-        raise ConfigError(_explain(cls, error, tree, assigned, places)) from error
+        keys = [key for key, _ in _leaves(cls, "")]
+        raise ConfigError(explain(error, tree, assigned, places, keys)) from error
 
 
 def _place(path: Path | None) -> str:
@@ -174,12 +162,22 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; expected a TOML file; give its path"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    try:
+        return tomllib.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path} is not UTF-8 at line {line}; expected UTF-8; convert it"
+        ) from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not only TOMLDecodeError: of a huge integer, too
         raise ConfigError(f"{path} is not TOML: {error}; expected key = value lines") from error
 
 
@@ -187,7 +185,9 @@ def _parse_override(cls: type[Any], text: str) -> Assignment:
     key, equals, raw = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
-        raise ConfigError(f"found {text!r} on the command line; expected key=value, as in seed=1")
+        raise ConfigError(
+            f"found '{key_text([text])}' on the command line; expected key=value, as in seed=1"
+        )
     return Assignment(path, _parse_value(_annotation(cls, path), raw))
 
 
@@ -197,7 +197,7 @@ def _parse_value(annotation: Any, raw: str) -> Any:
         return None
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return raw
     if set(parsed) != {"value"}:
         return raw
@@ -211,32 +211,61 @@ def _accepts(annotation: Any, value: Any) -> bool:
     if annotation is None:
         return False
     try:
-        text = json.dumps(value, default=_plain)
+        text = json.dumps(_plain(value, (), ""))
         pydantic.TypeAdapter(annotation).validate_json(text, strict=True)
-    except pydantic.ValidationError:
+    except (pydantic.ValidationError, ConfigError):
         return False
     return True
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no word for and a configuration may hold."""
+def _plain(value: Any, path: KeyPath, place: str) -> Any:
+    """A value in JSON's words. Raises ConfigError, with the key, for what a configuration cannot hold."""
+    if len(path) > DEEPEST:
+        raise ConfigError(
+            f"found '{key_text(path)}' {place}, nested deeper than {DEEPEST}; "
+            "expected a key that 'taut COMMAND --help' lists"
+        )
     if _is_table(type(value)):
         return to_dict(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            _require_text(key, (*path, str(key)), place)
+        return {key: _plain(item, (*path, key), place) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*path, index), place) for index, item in enumerate(value)]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        value = os.fspath(value)
     if isinstance(value, date | time | datetime):
         return str(value)
+    if isinstance(value, str):
+        return _require_text(value, path, place)
+    if isinstance(value, int) and not -WIDEST <= value < WIDEST:
+        raise ConfigError(
+            f"found an integer of {value.bit_length()} bits for '{key_text(path)}' {place}; expected at most 64"
+        )
+    if value is None or isinstance(value, int | float):
+        return value
     raise ConfigError(
-        f"found a value of type {type(value).__name__} in the arguments; "
+        f"found a value of type {type(value).__name__} {place} for '{key_text(path)}'; "
         "expected numbers, strings, booleans, lists and mappings"
     )
+
+
+def _require_text(value: Any, path: KeyPath, place: str) -> str:
+    """A string that can be written as UTF-8."""
+    is_text = isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    if not is_text:
+        raise ConfigError(
+            f"found '{key_text(path)}' {place}, which is not Unicode; expected Unicode text"
+        )
+    return str(value)
 
 
 def _flatten(
     cls: type[Any], mapping: Mapping[str, Any], prefix: tuple[str, ...]
 ) -> Iterator[Assignment]:
     for key, value in mapping.items():
-        path = (*prefix, *key.split("."))
+        path = (*prefix, *str(key).split("."))
         if _is_table(type(value)):
             value = to_dict(value)
         if isinstance(value, Mapping) and _is_table(_annotation(cls, path)):
@@ -250,7 +279,7 @@ def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: s
     seen: set[tuple[str, ...]] = set()
     for path in paths:
         if path in seen:
-            raise ConfigError(f"key '{'.'.join(path)}' is set twice {place}; expected once")
+            raise ConfigError(f"key '{key_text(path)}' is set twice {place}; expected once")
         seen.add(path)
         annotation = _annotation(cls, path)
         if _is_table(annotation):
@@ -262,7 +291,7 @@ def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: s
         for length in range(1, len(path)):
             if path[:length] in seen:
                 raise ConfigError(
-                    f"'{'.'.join(path[:length])}' and '{'.'.join(path)}' are both set {place}; expected one of them"
+                    f"'{key_text(path[:length])}' and '{key_text(path)}' are both set {place}; expected one of them"
                 )
 
 
@@ -272,8 +301,8 @@ def _assign(tree: dict[str, Any], assignment: Assignment, place: str) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise ConfigError(
-                f"'{'.'.join(assignment.path)}' {place} sets a key of '{'.'.join(parents[:depth])}', "
-                f"which has the value {tree!r}; expected one of them"
+                f"'{key_text(assignment.path)}' {place} sets a key of '{key_text(parents[:depth])}', "
+                f"which has the value {shown(tree)}; expected one of them"
             )
     tree[last] = assignment.value
 
@@ -323,76 +352,3 @@ def _default(info: FieldInfo) -> str:
     if value is None:
         return "none"
     return value if isinstance(value, str) and value else json.dumps(value, default=to_dict)
-
-
-def _explain(
-    cls: type[Any],
-    error: pydantic.ValidationError,
-    tree: Mapping[str, Any],
-    assigned: set[tuple[str, ...]],
-    places: tuple[str, str],
-) -> str:
-    """pydantic's errors in one line: unknown keys, values of another kind, missing keys."""
-    found: dict[KeyPath, list[Any]] = {}
-    for detail in error.errors(include_url=False):
-        found.setdefault(_path_of(detail, tree), []).append(detail)
-    deepest = {
-        path: details
-        for path, details in found.items()
-        if not any(other[: len(path)] == path for other in found if len(other) > len(path))
-        or details[0]["type"] == "value_error"
-    }
-    keys = [key for key, _ in _leaves(cls, "")]
-    lines = []
-    for path, details in deepest.items():
-        is_assigned = any(path[: len(given)] == given for given in assigned)
-        lines.append(_explain_one(path, details, places[0 if is_assigned else 1], keys))
-    lines.sort(key=lambda line: ("unknown" not in line, "is missing" in line))
-    more = len(lines) - ERRORS_SHOWN
-    return "; also: ".join(lines[:ERRORS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _path_of(detail: Any, tree: Any) -> KeyPath:
-    """Where an error is in ``tree``: pydantic's location without the names of union branches."""
-    path: list[str | int] = []
-    for part in detail["loc"]:
-        is_index = isinstance(tree, list | tuple) and isinstance(part, int)
-        if is_index or (isinstance(tree, Mapping) and part in tree):
-            path.append(part)
-            tree = tree[part]
-    if detail["type"] == "missing":
-        path.append(detail["loc"][-1])
-    return tuple(path)
-
-
-def _first_key(key: str, keys: Sequence[str]) -> str:
-    """``key``, or the first key of the table it names."""
-    return next((known for known in keys if known.startswith(f"{key}.")), key)
-
-
-def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]) -> str:
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    kinds = {detail["type"] for detail in details}
-    if "value_error" in kinds:
-        return str(details[0]["ctx"]["error"])
-    if "missing" in kinds:
-        wanted = _first_key(key, keys)
-        return f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"
-    if "unexpected_keyword_argument" in kinds:
-        return f"unknown key '{key}' {place}; {_suggest(key, keys)}"
-    kinds_wanted = [
-        EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
-        for detail in details
-    ]
-    expected = " or ".join(dict.fromkeys(kinds_wanted))
-    given = json.dumps(details[0]["input"], ensure_ascii=False)
-    return f"found {key}={given} {place}; expected {expected}; correct the value"
-
-
-def _suggest(key: str, keys: Sequence[str]) -> str:
-    last = key.rpartition(".")[2]
-    same = [known for known in keys if known.rpartition(".")[2] == last]
-    close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean '{close[0]}'?"
-    return "'taut COMMAND --help' lists every key"
