@@ -1,0 +1,89 @@
+"""A run that was killed (SIGKILL) and resumed leaves what the uninterrupted one leaves, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.chats import column, events
+from tests.kills import Operation, kill, point, resume, shuffled_mixture, whole
+from tests.left import Left, left, require_equal
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"dtype": "float32", "eval.every": 2, "eval.best": "loss"},
+    "lora": {"dtype": "bfloat16", "lora.rank": 4, "lora.dropout": 0.2, "noise.neftune_alpha": 5.0},
+}
+
+
+class Whole(NamedTuple):
+    """An uninterrupted run."""
+
+    keys: dict[str, Any]
+    operations: list[Operation]
+    left: Left
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Whole]:
+    """Each kind of run, uninterrupted."""
+    place = tmp_path_factory.mktemp("whole")
+    common, made = shuffled_mixture(place, model), {}
+    for kind, given in KINDS.items():
+        keys, out = {**common, **given}, place / kind
+        made[kind] = Whole(keys, whole(out, keys), left(out))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation", "share"),
+    [
+        ("full", "checkpoint", 0.3),
+        ("full", "checkpoint", 0.6),
+        ("full", "export", 0.2),
+        ("full", "update", 0.6),
+        ("lora", "checkpoint", 0.5),
+        ("lora", "export", 0.4),
+        ("lora", "export", 1.0),
+        ("lora", "backward", 0.7),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(
+    kind: str, operation: str, share: float, wholes: dict[str, Whole], tmp_path: Path
+) -> None:
+    run, out = wholes[kind], tmp_path / "out"
+    kill(out, run.keys, point(run.operations, operation, share))
+    resume(out, run.keys, is_fresh=share == 1.0)
+    require_equal(out, run.left)
+
+
+def test_killed_twice(wholes: dict[str, Whole], tmp_path: Path) -> None:
+    run, out = wholes["full"], tmp_path / "out"
+    kill(out, run.keys, point(run.operations, "checkpoint", 0.7))
+    kill(out, run.keys, point(run.operations, "export", 0.6))
+    resume(out, run.keys)
+    require_equal(out, run.left)
+    assert [event["from_step"] for event in events(out, "resume")] == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("operation", "share"), [("cache", 0.5), ("record", 0.0), ("record", 0.2), ("checkpoint", 0.1)]
+)
+def test_killed_before_the_first_complete_checkpoint_starts_at_step_one(
+    operation: str, share: float, wholes: dict[str, Whole], tmp_path: Path
+) -> None:
+    run, out = wholes["full"], tmp_path / "out"
+    kill(out, run.keys, point(run.operations, operation, share))
+    resume(out, run.keys)
+    require_equal(out, run.left)
+    assert column(out, "step") == list(range(1, 8))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.7])
+def test_killed_while_the_best_is_written(
+    share: float, wholes: dict[str, Whole], tmp_path: Path
+) -> None:
+    run, out = wholes["full"], tmp_path / "out"
+    kill(out, run.keys, point(run.operations, "best", share))
+    resume(out, run.keys)
+    require_equal(out, run.left)
