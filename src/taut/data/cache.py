@@ -55,10 +55,21 @@ class Entry:
 
 def default_directory() -> Path:
     """$TAUT_CACHE, else the user's cache directory."""
-    if chosen := os.environ.get("TAUT_CACHE"):
+    return directory_of(None)
+
+
+def directory_of(configured: str | None) -> Path:
+    """``configured``, else the default."""
+    chosen = configured or os.environ.get("TAUT_CACHE")
+    if not chosen:
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "taut"
+    try:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "taut"
+    except RuntimeError as error:
+        raise OutputError(
+            f"the cache {chosen} is no path: {error}; set data.cache or TAUT_CACHE"
+        ) from None
 
 
 def load(directory: Path, key: str) -> tuple[Entry | None, str]:
@@ -108,9 +119,10 @@ def _beside(directory: Path, key: str) -> Iterator[Path]:
             if load(directory, key)[0] is None:  # else another process was faster, and as good
                 (directory / key).rename(retired)
                 fresh.rename(directory / key)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = getattr(error, "strerror", None) or error
         raise OutputError(
-            f"the cache {directory} cannot be written: {error.strerror or error}; expected a "
+            f"the cache {directory} cannot be written: {reason}; expected a "
             "directory with space; "
             "set data.cache or TAUT_CACHE"
         ) from None

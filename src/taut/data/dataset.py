@@ -2,8 +2,8 @@
 
 ``load_dataset`` gives a Dataset: a sequence of samples built on demand from memory-mapped arrays,
 with lengths, target counts and weights as arrays for the planner. A second load of the same content
-with the same tokenizer, template and options reads the cache and tokenises nothing. Errors come
-before anything is written.
+with the same tokenizer, template and options reads the cache and tokenises nothing. A source with
+an error leaves nothing in the cache; good ones before it in a list stay there, whole.
 
 Does not shuffle, choose fractions, pack or plan. Under torchrun let one rank load first. Imported
 by ``taut.run``, methods, checks and evals.
@@ -30,15 +30,15 @@ from taut.data.columns import Columns, Format, read_row
 from taut.data.formats import Document, Row
 from taut.data.length import Incident, Limits, TooLong, fit
 from taut.data.render import Renderer, Targets
-from taut.data.sources import Opened, Source, open_source
+from taut.data.sources import Opened, Source, Stamp, changes, open_source
 from taut.errors import ConfigError, DataError
 from taut.types import FloatArray, IntArray, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 1
-"""Raise it whenever the same row could give other ids or targets: it is part of every cache key."""
+CACHE_VERSION = 2
+"""Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BATCH_ROWS = 256
 BLOCK = 4096
 """Samples looked at together."""
@@ -110,6 +110,10 @@ class Part:
     weight: float
     key: str
     entry: cache.Entry
+    source: str
+    """As configured."""
+    stamps: tuple[Stamp, ...]
+    """Its files, as they were read."""
 
     def sample(self, index: int) -> Sample:
         arrays = self.entry.arrays
@@ -178,6 +182,12 @@ class Dataset(Sequence[Sample]):
         """How many samples have one of ``ids`` among their targets."""
         return sum(part.num_with_target(ids) for part in self.parts)
 
+    def changed_sources(self) -> list[str]:
+        """The paths of the sources whose files are no longer what was read, or gone. A look at each file's size,
+        time and inode; nothing is read. Of a Hugging Face data set these are its Arrow files."""
+        changed = (part.source for part in self.parts if changes(part.stamps))
+        return list(dict.fromkeys(changed))
+
     def _locate(self, index: int) -> tuple[Part, int]:
         index = int(index) + len(self) if index < 0 else int(index)
         if not 0 <= index < len(self):
@@ -209,11 +219,10 @@ def build_renderer(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Re
         return Renderer(tokenizer, None, config.targets)
     try:
         template = Path(config.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"data.template: cannot read {config.template}: {reason}; expected a file with a chat "
-            "template"
+            f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
+            "expected a file with a chat template"
         ) from None
     return Renderer(tokenizer, template, config.targets)
 
@@ -227,9 +236,7 @@ def load_dataset(
 ) -> Dataset:
     """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them."""
     named = sources(config, split)
-    directory = cache_dir or (
-        Path(config.cache).expanduser() if config.cache else cache.default_directory()
-    )
+    directory = cache_dir or cache.directory_of(config.cache)
     limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
     opened = [open_source(source) for source, _ in named]
     identity = renderer.identity()
@@ -249,7 +256,7 @@ def load_dataset(
         times_seen[source.path] += 1
         times = times_seen[source.path]
         label = source.path if times == 1 else f"{source.path}({times})"
-        parts.append(Part(label, source.weight, key, entry))
+        parts.append(Part(label, source.weight, key, entry, found.path, found.stamps))
         _require_weight_counts(parts[-1], split)
     return Dataset(parts, decisions, is_cached)
 

@@ -17,8 +17,10 @@ import difflib
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
+from taut.data.strict_json import read_json
 from taut.errors import DataError
 
 Message: TypeAlias = dict[str, Any]
@@ -117,6 +119,7 @@ def read_tools(value: object, place: str) -> tuple[Tool, ...]:
         raise DataError(
             f"{place}: tools is {shown(items)}; expected a list of function descriptions"
         )
+    require_json(items, f"{place}: tools")
     return tuple(_read_function(item, f"{place}: tools[{i}]") for i, item in enumerate(items))
 
 
@@ -125,11 +128,27 @@ def parse_if_text(value: object, where: str) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return read_json(value)
+    except ValueError as error:
         raise DataError(
             f"{where} is text but not JSON ({error}); expected a list or its JSON"
         ) from None
+
+
+def require_json(value: object, where: str) -> None:
+    """That templates can write it as JSON: Arrow also has NaN, bytes and times."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON ({error}); expected what JSON can hold") from None
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names in an error message: a few, on one line."""
+    return ", ".join(
+        name if isinstance(name, str) and name.isprintable() and len(name) <= 40 else shown(name)
+        for name in islice(names, 9)
+    )
 
 
 def shown(value: object) -> str:
@@ -258,6 +277,7 @@ def read_call(item: object, where: str) -> Tool:
     arguments = parse_if_text(arguments, f"{where}.arguments")
     if not isinstance(arguments, dict):
         raise DataError(f"{where}.arguments is {shown(arguments)}; expected an object or its JSON")
+    require_json(call, where)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, NamedTuple
@@ -55,6 +55,16 @@ class BatchConfig:
             )
 
 
+class Cursor(NamedTuple):
+    """How far a run has come: after ``step``, so many samples had been seen."""
+
+    step: int = 0
+    samples: int = 0
+
+
+START = Cursor()
+
+
 @dataclass(frozen=True)
 class Order:
     """Which samples each step has. Epochs follow each other without a gap, so a step may span two."""
@@ -66,6 +76,8 @@ class Order:
     is_shuffled: bool = True
     groups: IntArray | None = None
     """Per sample the group it is kept with; None: every sample moves alone."""
+    origin: Cursor = START
+    """From where steps are full ones. Not the start where a run ended on a small step and then was made longer."""
 
     @cached_property
     def epoch_size(self) -> int:
@@ -74,11 +86,21 @@ class Order:
 
     def num_steps(self, epochs: float) -> int:
         """Steps in so many epochs; the last may be smaller."""
-        return -(-self._num_samples(epochs) // self.samples_per_step)
+        left = self._num_samples(epochs) - self.origin.samples
+        return self.origin.step + max(0, -(-left // self.samples_per_step))
+
+    def cursor(self, step: int, epochs: float | None = None) -> Cursor:
+        """How far a run is after a step."""
+        samples = self._begin(step + 1)
+        return Cursor(step, samples if epochs is None else min(samples, self._num_samples(epochs)))
+
+    def going_on_from(self, cursor: Cursor, epochs: float | None) -> Order:
+        """The order of a run that has come this far: no sample is left out, or seen twice."""
+        return self if self.cursor(cursor.step, epochs) == cursor else replace(self, origin=cursor)
 
     def step(self, step: int, epochs: float | None = None) -> list[int]:
         """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they go round and round."""
-        start = (step - 1) * self.samples_per_step
+        start = self._begin(step)
         stop = start + self.samples_per_step
         if epochs is not None:
             stop = min(stop, self._num_samples(epochs))
@@ -119,6 +141,9 @@ class Order:
         documents = np.split(chosen, np.flatnonzero(np.diff(self.groups[chosen])) + 1)
         begun = epoch * self.epoch_size % self.samples_per_step
         return np.concatenate(_settle(documents, self.samples_per_step, begun))
+
+    def _begin(self, step: int) -> int:
+        return self.origin.samples + (step - 1 - self.origin.step) * self.samples_per_step
 
     def _num_samples(self, epochs: float) -> int:
         return max(1, round(epochs * self.epoch_size))

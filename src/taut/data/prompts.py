@@ -14,6 +14,7 @@ import it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from taut.data.columns import Columns, read_prompt
-from taut.data.formats import Conversation, Document, Message, did_you_mean, shown
+from taut.data.formats import Conversation, Document, Message, did_you_mean, listed, shown
 from taut.data.render import Renderer
 from taut.data.sources import Source, open_source
 from taut.data.template import Ids, Text, checked
@@ -147,7 +148,7 @@ def _references(
     elif column not in given:
         raise DataError(
             f"{row.place}: the row has no column {column!r}; expected the reference in it; its columns are "
-            f"{', '.join(given)}{did_you_mean(column, given)}"
+            f"{listed(given)}{did_you_mean(column, given)}"
         )
     else:
         found, is_needed = _texts(row.columns[column]), True
@@ -163,13 +164,14 @@ def _references(
     if is_needed:
         raise DataError(
             f"{row.place}: the row has no reference; expected one of {', '.join(REFERENCES)}, or an assistant message "
-            f"at the end; its columns are {', '.join(given)}; name the one with the answer: reference=COLUMN"
+            f"at the end; its columns are {listed(given)}; name the one with the answer: reference=COLUMN"
         )
     return (), None
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
-    """A text, a number or a list of them as texts; None for what is neither, or blank.
+    """A text, a number or a list of them as texts; None for what is neither, blank, or no finite number (as Arrow
+    files have NaN for what is missing).
 
     Messages, as a ``completion`` may be, are what the last of them says.
     """
@@ -177,6 +179,8 @@ def _texts(value: Any) -> tuple[str, ...] | None:
         value = value[-1].get("content") if value[-1].get("role") == "assistant" else None
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, str | int | float) for item in items):
+        return None
+    if any(isinstance(item, float) and not math.isfinite(item) for item in items):
         return None
     texts = tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
     return texts if all(_is_text(text) for text in texts) else None

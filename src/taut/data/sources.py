@@ -3,12 +3,12 @@ directory or name.
 
 A source yields ``(number, record)``: the physical line for JSONL, the record's number from 1 for
 all else. Blank lines of a JSONL file are passed over. What cannot be read is a DataError that names
-file and line, and column for broken JSON. Arrow (parquet, Hugging Face) writes a null for each key
-that another row has; nulls inside objects are taken as absent there.
+file and line, and column for broken JSON.
 
-The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. Owns
-``datasets`` and ``pyarrow``, imported when needed. Does not know what columns mean
-(``columns.py``). Imported by ``dataset.py``.
+The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. With it goes a
+stamp of each file: one that is another at the end of reading is a DataError, since the digest would
+name other content than was read. Does not know Arrow (``arrow.py``) nor what columns mean
+(``columns.py``). Imported by ``dataset.py`` and ``prompts.py``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
 from taut.config import configclass
+from taut.data.arrow import Records, load_table, read_parquet, read_table
 from taut.data.columns import Format
-from taut.data.formats import shown
+from taut.data.formats import listed, shown
+from taut.data.strict_json import read_json, read_json_list
 from taut.errors import DataError
 
-Records: TypeAlias = Iterator[tuple[int, Any]]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -54,6 +56,34 @@ class Source:
     """As data.columns, for this source."""
 
 
+class Stamp(NamedTuple):
+    """What a file was when its digest was taken."""
+
+    path: Path
+    size: int
+    modified_ns: int
+    inode: int
+
+    def change(self) -> str | None:
+        """What is another now; None: nothing."""
+        try:
+            now = _stamp(self.path, self.path.stat())
+        except OSError as error:
+            return f"{self.path} is gone ({error.strerror})"
+        if now.size != self.size:
+            return f"{self.path} had {self.size:,} bytes and has {now.size:,}"
+        return None if now == self else f"{self.path} was written again"
+
+
+def changes(stamps: Iterable[Stamp]) -> list[str]:
+    """What files are no longer; a look at each, nothing is read."""
+    return [change for stamp in stamps if (change := stamp.change()) is not None]
+
+
+def _stamp(path: Path, found: os.stat_result) -> Stamp:
+    return Stamp(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
 @dataclass(frozen=True)
 class Opened:
     """A source that exists, with the digest of its content."""
@@ -61,19 +91,45 @@ class Opened:
     path: str
     """As the user wrote it; sample ids begin with it."""
     digest: str
+    stamps: tuple[Stamp, ...]
+    """Of each file that the digest covers."""
     _records: Any = field(repr=False)
 
     def records(self) -> Records:
-        """Read it from the start."""
-        yield from self._records()
+        """Read it from the start. Read to its end, it is what the digest says, or a DataError."""
+        try:
+            yield from self._records()
+        except (DataError, OSError) as error:
+            self._require_unchanged()  # it may have been cut under us
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{self.path}: cannot be read: {error.strerror or error}; expected a readable file"
+            ) from None
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        if found := changes(self.stamps):
+            raise DataError(
+                f"{self.path}: the data changed while they were read: {found[0]}; expected them to stay as they "
+                "are; begin again when they are written"
+            )
 
 
 def open_source(source: Source) -> Opened:
     """Find a source and hash its content. Nothing is parsed yet."""
-    path = Path(source.path).expanduser()
-    if path.is_file():
+    try:
+        path = Path(source.path).expanduser()
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"data: {shown(source.path)} is no path that can be looked up ({reason}); "
+            "expected a file or directory; check the path"
+        ) from None
+    if is_file:
         return _open_file(source, path)
-    if path.is_dir() or _is_hub_name(source.path):
+    if is_directory or _is_hub_name(source.path):
         return _open_hugging_face(source, path)
     raise DataError(
         f"found no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data set directory, "
@@ -93,7 +149,7 @@ def _open_file(source: Source, path: Path) -> Opened:
         ".json": _read_json,
         ".csv": _read_csv,
         ".tsv": _read_csv,
-        ".parquet": _read_parquet,
+        ".parquet": read_parquet,
     }
     suffix = path.suffix.lower()
     if suffix not in readers:
@@ -101,23 +157,25 @@ def _open_file(source: Source, path: Path) -> Opened:
             f"data: {source.path} ends in {suffix!r}; expected one of {', '.join(SUFFIXES)}; "
             "rename it"
         )
+    digest, stamps = _digest([path])
     return Opened(
-        source.path, f"{suffix}:{_digest([path])}", lambda: readers[suffix](path, source.path)
+        source.path, f"{suffix}:{digest}", stamps, lambda: readers[suffix](path, source.path)
     )
 
 
-def _digest(paths: list[Path]) -> str:
-    """The SHA-256 of the files' own."""
-    total = hashlib.sha256()
+def _digest(paths: list[Path]) -> tuple[str, tuple[Stamp, ...]]:
+    """The SHA-256 of the files' own, and what the files were before it was taken."""
+    total, stamps = hashlib.sha256(), []
     for path in paths:
         try:
             with path.open("rb") as file:
+                stamps.append(_stamp(path.absolute(), os.fstat(file.fileno())))
                 total.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise DataError(
                 f"data: cannot read {path}: {error.strerror}; check its permissions"
             ) from None
-    return total.hexdigest()
+    return total.hexdigest(), tuple(stamps)
 
 
 def _read_jsonl(path: Path, name: str) -> Records:
@@ -129,38 +187,58 @@ def _read_jsonl(path: Path, name: str) -> Records:
 
 
 def _parse_json(raw: bytes, place: str) -> Any:
+    text = _decode(raw, place)
     try:
-        return json.loads(raw.decode())
+        return read_json(text)
+    except ValueError as error:
+        raise _broken_json(error, place) from None
+
+
+def _decode(raw: bytes, place: str) -> str:
+    try:
+        return raw.decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}: byte {error.start + 1} is not UTF-8; expected UTF-8; convert the file"
         ) from None
-    except json.JSONDecodeError as error:
-        where = (
-            f"column {error.colno}"
-            if error.lineno == 1
-            else f"line {error.lineno}, column {error.colno}"
-        )
-        raise DataError(
-            f"{place}: broken JSON at {where}: {error.msg}; expected a JSON object; correct it"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(
+
+
+def _broken_json(error: ValueError, place: str) -> DataError:
+    if not isinstance(error, json.JSONDecodeError):
+        return DataError(
             f"{place}: JSON that cannot be read ({error}); expected a plain JSON object"
-        ) from None
+        )
+    where = (
+        f"column {error.colno}"
+        if error.lineno == 1
+        else f"line {error.lineno}, column {error.colno}"
+    )
+    return DataError(
+        f"{place}: broken JSON at {where}: {error.msg}; expected a JSON object; correct it"
+    )
 
 
 def _read_json(path: Path, name: str) -> Records:
     raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if raw.lstrip()[:1] == b"[":
+        yield from _read_items(_decode(raw, name), name)
+        return
     try:
         rows = _parse_json(raw, name)
     except DataError as error:
         if "Extra data" in str(error):
             raise DataError(f"{error}; if it holds one object a line, name it .jsonl") from None
         raise
-    if not isinstance(rows, list):
-        raise DataError(f"{name}: the file holds {shown(rows)}; expected a list of objects")
-    yield from enumerate(rows, start=1)
+    raise DataError(f"{name}: the file holds {shown(rows)}; expected a list of objects")
+
+
+def _read_items(text: str, name: str) -> Records:
+    number = 0
+    try:
+        for number, row in enumerate(read_json_list(text), start=1):
+            yield number, row
+    except ValueError as error:
+        raise _broken_json(error, f"{name}:{number + 1}") from None
 
 
 def _read_csv(path: Path, name: str) -> Records:
@@ -172,9 +250,7 @@ def _read_csv(path: Path, name: str) -> Records:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             header = next(reader, [])
             if len(set(header)) < len(header):
-                raise DataError(
-                    f"{name}: a column is named twice in {', '.join(header)[:80]}; rename one"
-                )
+                raise DataError(f"{name}: a column is named twice in {listed(header)}; rename one")
             for number, cells in enumerate((cells for cells in reader if cells), start=1):
                 if len(cells) != len(header):
                     raise DataError(
@@ -191,31 +267,6 @@ def _read_csv(path: Path, name: str) -> Records:
         ) from None
 
 
-def _read_parquet(path: Path, name: str) -> Records:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
-                number += 1
-                yield number, _without_nulls(record)
-    except (pyarrow.ArrowException, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise DataError(
-            f"{name}: not a parquet file that can be read ({first}); write it anew"
-        ) from None
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
 def _is_hub_name(path: str) -> bool:
     """owner/name, unless a directory of that owner is here: then it is a path with a slip in it."""
     if path.startswith("hf://"):
@@ -226,49 +277,8 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _open_hugging_face(source: Source, path: Path) -> Opened:
-    import datasets
-
-    try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            where = str(path) if path.is_dir() else source.path.removeprefix("hf://")
-            loaded = datasets.load_dataset(
-                where, source.name, revision=source.revision, keep_in_memory=False
-            )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error  # datasets says only that something went wrong
-        first = (str(cause).splitlines() or [type(cause).__name__])[0]
-        raise DataError(
-            f"data: {source.path} cannot be loaded as a Hugging Face data set: {first}; "
-            "check the path or name, and the configuration if it has several"
-        ) from None
-    table = _choose_split(loaded, source)
+    table = load_table(source, path)
     files = [Path(entry["filename"]) for entry in table.cache_files]
-    if not files:
-        raise DataError(
-            f"data: {source.path} is held in memory by datasets; unset "
-            "HF_DATASETS_IN_MEMORY_MAX_SIZE"
-        )
-    digest = _digest(sorted(files)) + f":{source.name}:{source.split}:{len(table)}"
-    return Opened(source.path, f"hf:{digest}", lambda: _read_table(table))
-
-
-def _choose_split(loaded: Any, source: Source) -> Any:
-    if not isinstance(loaded, dict):
-        if source.split is not None:
-            raise DataError(f"data: {source.path} has no splits; expected no split; remove it")
-        return loaded
-    split = source.split or (next(iter(loaded)) if len(loaded) == 1 else None)
-    if split not in loaded:
-        found = "no split is named" if split is None else f"there is no split {split!r}"
-        raise DataError(
-            f"data: {source.path}: {found}; expected one of {', '.join(loaded)}; "
-            f'set it, as in data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
-        )
-    return loaded[split]
-
-
-def _read_table(table: Any) -> Records:
-    for number, record in enumerate(table.with_format(None), start=1):
-        yield number, _without_nulls(record)
+    digest, stamps = _digest(sorted(files))
+    digest = f"hf:{digest}:{source.name}:{source.split}:{len(table)}"
+    return Opened(source.path, digest, stamps, lambda: read_table(table, source.path))

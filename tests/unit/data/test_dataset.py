@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from tests.tokenizers import QWEN3, tiny_tokenizer
 
 from taut.data import cache
-from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.dataset import BATCH_ROWS, DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
@@ -254,6 +256,34 @@ def test_a_row_without_targets(tmp_path: Path) -> None:
         load(tmp_path / "c", train=path)
     data = load(tmp_path / "c", train=path, without_targets="drop")
     assert [incident.place for incident in data.report.dropped] == [f"{path}:2"]
+
+
+def test_data_that_change_while_they_are_tokenised_leave_no_entry(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.jsonl", [DOCUMENT] * (BATCH_ROWS + 1)))
+
+    class Meddling(Renderer):
+        def render_all(self, rows: Any) -> Any:
+            os.utime(path, ns=(0, 0))
+            return super().render_all(rows)
+
+    with pytest.raises(DataError, match=r"a\.jsonl: the data changed while they were read"):
+        load(tmp_path / "c", train=str(path), renderer=Meddling(tiny_tokenizer()))
+    assert not (tmp_path / "c").exists()
+
+
+def test_sources_that_changed_are_named(tmp_path: Path) -> None:
+    kept, lost = (write(tmp_path / f"{name}.jsonl", [CHAT]) for name in ("kept", "lost"))
+    datasets.Dataset.from_list([CHAT]).save_to_disk(tmp_path / "hf")
+    saved = str(tmp_path / "hf")
+    for is_cached in (False, True):
+        data = load(tmp_path / "c", train=[kept, lost, saved, lost])
+        assert data.report.is_cached is is_cached
+        assert data.changed_sources() == []
+    (arrow,) = Path(saved).glob("*.arrow")
+    os.utime(arrow, ns=(0, 0))
+    assert data.changed_sources() == [saved]
+    Path(lost).unlink()
+    assert data.changed_sources() == [lost, saved]
 
 
 def try_to_load(cache: Path, path: str, renderer: Renderer) -> str:

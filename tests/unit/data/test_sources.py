@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from taut.data.sources import Source, open_source
+from taut.data.sources import Source, changes, open_source
 from taut.errors import DataError
 
 ROWS = [{"text": "a"}, {"text": 'b "quoted", with\na new line'}, {"text": "ä"}]
@@ -83,6 +86,15 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 BROKEN: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": \n', r":2: broken JSON at column \d+"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: byte 11 is not UTF-8"),
+    ("a.jsonl", b'\n{"text": "a", "t\\u0065xt": "b"}', ":2: JSON that .*'text' is there twice"),
+    ("a.jsonl", b'{"text": NaN}', ":1: JSON that .*NaN is no JSON"),
+    ("a.jsonl", b'{"text": -1e999}', ":1: JSON that .*-1e999 is too large"),
+    ("a.json", b'[{"text": "a"}, {"text": 1, "text": 2}]', ":2: JSON that .*'text' is there twice"),
+    ("a.json", b'[{"text": "a"}, \n]', ":2: broken JSON at line 2, column 1"),
+    ("a.json", b'[{"text": "a"}\n {}]', ":2: broken JSON at line 2, column 2: Expecting ','"),
+    ("a.json", b'[{"text": "a"}', ":2: broken JSON at column 15"),
+    ("a.json", b'[{"text": "a"}] x', "Extra data"),
+    ("a.json", b"[" * 100_000, ":1: JSON that cannot be read"),
     ("a.jsonl", b"[" * 100_000, ":1: JSON that cannot be read"),
     ("a.jsonl", b'{"n": ' + b"9" * 10_000 + b"}", ":1: JSON that cannot be read"),
     ("a.json", b'{"text": "a"}\n{"text": "b"}', "Extra data.*name it .jsonl"),
@@ -145,3 +157,57 @@ def test_the_digest_follows_the_content(tmp_path: Path) -> None:
     again = open_source(Source(path=str(write_jsonl(tmp_path / "b.jsonl", ROWS)))).digest
     changed = open_source(Source(path=str(write_jsonl(path, ROWS[:2])))).digest
     assert first == again != changed
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, 0))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b'{"text": "c"}\n'),
+    "shorter": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "written again": overwrite,
+    "another file": lambda path: Path(shutil.copy2(path, path.with_suffix(".new"))).replace(path),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_changes_before_it_is_read_is_refused(tmp_path: Path, name: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    opened = open_source(Source(path=str(path)))
+    CHANGES[name](path)
+    with pytest.raises(DataError, match=r"a\.jsonl: the data changed while they were read: .*;"):
+        list(opened.records())
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        path.write_text("text\na\nb\n")
+    else:
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    opened = open_source(Source(path=str(path)))
+    records = opened.records()
+    assert next(records)[0] == 1
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(DataError, match=r"changed while they were read: .* was written again"):
+        list(records)
+    again = open_source(Source(path=str(path)))
+    assert changes(again.stamps) == []
+    assert next(again.records())[0] == 1
+
+
+def test_text_in_arrow_that_is_not_utf8_is_named_by_its_row(tmp_path: Path) -> None:
+    bad = pa.array([b"good", b"\xff"], pa.binary()).view(pa.string())
+    pyarrow.parquet.write_table(pa.Table.from_arrays([bad], names=["text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet:2: the row cannot be read \('utf-8' codec"):
+        records(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b.jsonl", "~no-such-user/a.jsonl"])
+def test_what_cannot_be_a_path_is_refused(path: str) -> None:
+    with pytest.raises(DataError, match="check the path"):
+        open_source(Source(path=path))

@@ -1,0 +1,141 @@
+"""Rows of Arrow data: parquet files, and Hugging Face data sets by directory or name.
+
+Arrow writes a null for each key that another row has; nulls inside objects are taken as absent. A row that Python
+cannot hold (text that is not UTF-8, a year beyond 9999) is a DataError that names it.
+
+Owns ``datasets`` and ``pyarrow``, imported when needed. Imported by ``sources.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from taut.data.formats import shown
+from taut.errors import DataError
+
+if TYPE_CHECKING:
+    from taut.data.sources import Source
+
+Records: TypeAlias = Iterator[tuple[int, Any]]
+BATCH = 1024
+"""Rows of an Arrow file read at a time."""
+ARROW_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
+"""What values that Python cannot hold raise: text that is not UTF-8, a year beyond 9999."""
+LOAD_FAILURES = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)
+"""What ``datasets`` raises on a directory it cannot make sense of."""
+
+
+def read_parquet(path: Path, name: str) -> Records:
+    """The rows of a parquet file."""
+    return _read_arrow(_parquet_batches(path, name), name, "parquet")
+
+
+def _parquet_batches(path: Path, name: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    counts = Counter(file.schema_arrow.names)
+    column, times = counts.most_common(1)[0] if counts else ("", 1)
+    if times > 1:
+        raise DataError(f"{name}: a column is named twice: {shown(column)}; rename one")
+    yield from file.iter_batches(batch_size=BATCH)
+
+
+def load_table(source: Source, path: Path) -> Any:
+    """A split of a Hugging Face data set, by directory or name; its rows are in Arrow files."""
+    import datasets
+
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            where = str(path) if path.is_dir() else source.path.removeprefix("hf://")
+            loaded = datasets.load_dataset(
+                where, source.name, revision=source.revision, keep_in_memory=False
+            )
+    except (*LOAD_FAILURES, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error  # datasets says only that something went wrong
+        raise DataError(
+            f"data: {source.path} cannot be loaded as a Hugging Face data set: {_first_line(cause)}; "
+            "check the path or name, and the configuration if it has several"
+        ) from None
+    table = _choose_split(loaded, source)
+    if not table.cache_files:
+        raise DataError(
+            f"data: {source.path} is held in memory by datasets; unset "
+            "HF_DATASETS_IN_MEMORY_MAX_SIZE"
+        )
+    return table
+
+
+def read_table(table: Any, name: str) -> Records:
+    """Its rows as they are in the files: pictures and sound are not decoded."""
+    return _read_arrow(table.with_format("arrow").iter(BATCH), name, "Hugging Face")
+
+
+def _choose_split(loaded: Any, source: Source) -> Any:
+    if not isinstance(loaded, dict):
+        if source.split is not None:
+            raise DataError(f"data: {source.path} has no splits; expected no split; remove it")
+        return loaded
+    split = source.split or (next(iter(loaded)) if len(loaded) == 1 else None)
+    if split not in loaded:
+        found = "no split is named" if split is None else f"there is no split {split!r}"
+        raise DataError(
+            f"data: {source.path}: {found}; expected one of {', '.join(loaded)}; "
+            f'set it, as in data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
+        )
+    return loaded[split]
+
+
+def _read_arrow(batches: Iterable[Any], name: str, kind: str) -> Records:
+    """The rows of Arrow's batches or tables."""
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches:
+            for row in _rows_of(batch, name, number):
+                number += 1
+                yield number, _without_nulls(row)
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, *ARROW_FAILURES) as error:
+        raise DataError(
+            f"{name}: not a {kind} file that can be read after row {number} ({_first_line(error)}); write it anew"
+        ) from None
+
+
+def _rows_of(batch: Any, name: str, number: int) -> Iterable[Any]:
+    """``number``: how many rows came before."""
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except ARROW_FAILURES:
+        return _rows_alone(batch, name, number)
+    return rows
+
+
+def _rows_alone(batch: Any, name: str, number: int) -> Iterator[Any]:
+    """The rows one by one, to name the one that Python cannot hold."""
+    for index in range(batch.num_rows):
+        try:
+            yield from batch.slice(index, 1).to_pylist()
+        except ARROW_FAILURES as error:
+            raise DataError(
+                f"{name}:{number + index + 1}: the row cannot be read ({_first_line(error)}); correct it"
+            ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
