@@ -58,11 +58,20 @@ def left(out: Path) -> Left:
             if path.suffix == ".safetensors":
                 tensors |= {f"{name}: {key}": value for key, value in load_file(path).items()}
             else:
-                files[name] = path.read_bytes()
+                files[name] = _in_order(path)
     for path in sorted((out / "checkpoints").glob("step-*")):
         tensors |= {f"{path.name}: {key}": item for key, item in read_checkpoint(path).items()}
     steps = [{key: event[key] for key in TOLD} for event in events if event["kind"] == "step"]
     return Left(steps, measured, tensors, files)
+
+
+def _in_order(path: Path) -> bytes:
+    """A file's content. peft lists the names in a set, in any order."""
+    if path.name != "adapter_config.json":
+        return path.read_bytes()
+    found = json.loads(path.read_text())
+    ordered = {k: sorted(value) if isinstance(value, list) else value for k, value in found.items()}
+    return json.dumps(ordered).encode()
 
 
 def require_equal(out: Path, whole: Left) -> None:

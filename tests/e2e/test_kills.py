@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.chats import column, events
-from tests.kills import Operation, kill, point, resume, shuffled_mixture, whole
+from tests.kills import kill, resume, shuffled_mixture, whole
 from tests.left import Left, left, require_equal
+from tests.points import Operation, point
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32", "eval.every": 2, "eval.best": "loss"},
