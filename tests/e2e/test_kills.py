@@ -64,7 +64,7 @@ def test_killed_twice(wholes: dict[str, Whole], tmp_path: Path) -> None:
     kill(out, run.keys, point(run.operations, "export", 0.6))
     resume(out, run.keys)
     require_equal(out, run.left)
-    assert [event["from_step"] for event in events(out, "resume")] == [3, 6]
+    assert [event["from_step"] for event in events(out, "resume")][-2:] == [3, 6]
 
 
 @pytest.mark.parametrize(

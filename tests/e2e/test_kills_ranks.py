@@ -50,7 +50,7 @@ def test_resumed_on_another_number_of_ranks(
     kill(out, wholes.keys, at, num_ranks=before)
     resume(out, wholes.keys, num_ranks=after)
     assert [event["num_ranks"] for event in events(out, "start")] == [before, after]
-    assert [event["from_step"] for event in events(out, "resume")] == [3]
+    assert events(out, "resume")[-1]["from_step"] == 3
     for num_ranks in (before, after):
         uninterrupted = wholes.out[num_ranks]
         assert column(out, "sample_ids") == column(uninterrupted, "sample_ids")

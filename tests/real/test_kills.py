@@ -1,4 +1,4 @@
-"""A run killed at two hundred random points, at some of them twice: resumed, it is the uninterrupted one bit for bit."""
+"""A run killed at two hundred random points, at some of them twice: resumed, it is the uninterrupted one to the bit."""
 
 from __future__ import annotations
 
