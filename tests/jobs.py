@@ -11,9 +11,10 @@ from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
 from taut.config import from_mapping
+from taut.data.plan import Cursor
 from taut.losses import Loss
 from taut.losses.sft import CrossEntropy
-from taut.run import Built, Run, build
+from taut.run import Built, Run, build, build_method, load_inputs
 from taut.types import Tree
 
 
@@ -27,6 +28,9 @@ class Fixed:
     def prepare(self, step: int) -> list[Tree]:
         return list(self.trees)
 
+    def cursor(self, step: int) -> Cursor:
+        return Cursor(step, step * len(self.trees))
+
 
 def make(
     place: Path, architecture: str = "qwen2", **keys: Any
@@ -37,7 +41,9 @@ def make(
     train = write_rows(place / "train.jsonl", chats(10))
     fixed = {"model": str(model), "data.train": str(train), "out": str(place / "out"), "steps": 20}
     run = from_mapping(Run, {**QUIET, **fixed, **dotted})
-    built = build(run, parallel.start("cpu"))
+    ranks = parallel.start("cpu")
+    inputs = load_inputs(run, ranks)
+    built = build(run, inputs, build_method(run, inputs.train), ranks)
     events: list[dict[str, Any]] = []
     built.job.emit = lambda kind, **fields: events.append({"kind": kind, **fields})
     return built, events

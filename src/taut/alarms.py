@@ -6,6 +6,8 @@
   that is not zero; a tensor outside the graph stops the run, one that is always zero is reported.
 - ``Spikes``: a gradient norm far above the recent median is reported.
 
+What they remember goes into checkpoints, so that a resumed run reports what an uninterrupted one would.
+
 Called by the loop through its ``Alarm`` protocol.
 """
 
@@ -15,6 +17,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +120,12 @@ class Untouched:
                 tensors=some[:20],
             )
 
+    def remember(self) -> dict[str, Any]:
+        return {"steps": self.steps, "silent": sorted(self.silent)}
+
+    def recall(self, remembered: dict[str, Any]) -> None:
+        self.steps, self.silent = remembered["steps"], set(remembered["silent"])
+
 
 @dataclass
 class Spikes:
@@ -137,6 +146,12 @@ class Spikes:
                     sample_ids=report.sample_ids,
                 )
         self.recent.append(report.grad_norm)
+
+    def remember(self) -> list[float]:
+        return list(self.recent)
+
+    def recall(self, remembered: list[float]) -> None:
+        self.recent = deque(remembered, maxlen=self.recent.maxlen)
 
 
 def ids_to_compare(sizes: Sequence[tuple[str, int]], most_tokens: int) -> list[str]:

@@ -1,158 +1,361 @@
-"""Checkpoints: weights, optimizer and step, written beside and renamed, read back sharded or not.
+"""Checkpoints: when training state is saved, that it is complete, which are kept, and which one a run goes on from.
 
-    out/checkpoints/step-000200/   torch.distributed.checkpoint files and meta.json
+    out/checkpoints/step-000200/   the tensors (taut/sharded.py) and meta.json
+    out/checkpoints/latest         "step-000200": only ever the name of a complete one
 
-The data cursor is the step itself, since the plan is a pure function of seed and step. ``meta.json`` holds the identity
-of the run (configuration and data fingerprint); a run whose identity differs is refused with the keys that changed.
+Saving copies the tensors into buffers allocated at the start and hands these to a thread: training waits for the copy
+only. The thread writes beside, forces every file to the disk, notes its SHA-256 in ``meta.json``, renames, and names
+it in ``latest``. One is written at a time. A failure is raised at the next save or at the end, on all ranks.
+
+``meta.json`` also has what is no tensor: the step, the data cursor, every generator's state, the identity of the run
+(taut/identity.py) and what the parts named in ``memories`` remember. It holds its own digest.
+
+May import sharded, randomness, durable, outdir, parallel. api and lifecycle import it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from taut import durable, randomness, sharded
 from taut.config import configclass
-from taut.errors import ConfigError, OutputError
+from taut.errors import OutputError
+from taut.outdir import LATEST, MARK, META, complete, step_of
 from taut.parallel import Ranks
+
+SPARE = 64 * 2**20
+"""Bytes that have to be left over beside a checkpoint."""
 
 
 @configclass
 class CheckpointConfig:
-    """When training state is saved."""
+    """When training state is saved: when a run is interrupted, whatever stands here, and"""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0: none but the final model."""
+    every: Annotated[int, Field(ge=0)] = 500
+    """Steps between checkpoints, beside one after the last step; 0: none of these."""
     keep: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints to keep."""
+    keep_best: bool = False
+    """Also save, and keep, a checkpoint where eval.best finds the best model so far."""
+    background: bool = True
+    """Train on while a checkpoint is written. Takes memory for a second copy of what is saved."""
+    skip_damaged: bool = False
+    """On resume: where the newest checkpoint is damaged, go on from the one before."""
 
 
-@dataclass(frozen=True)
+class Memory(Protocol):
+    """Something that must remember across a resume, the same on all ranks."""
+
+    def remember(self) -> Any:
+        """Its state, as JSON-able values."""
+
+    def recall(self, remembered: Any) -> None:
+        """Take the state back."""
+
+
+class Saved(NamedTuple):
+    """A checkpoint that can be gone on from."""
+
+    path: Path
+    meta: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.meta["step"])
+
+
+class Written(NamedTuple):
+    """What the thread has to tell."""
+
+    step: int
+    path: Path
+    seconds: float
+    missing: list[str]
+    """Checkpoints this run wrote that somebody has removed."""
+
+
+@dataclass
 class Checkpoints:
-    """The checkpoints of one run; callable after each step."""
+    """The checkpoints of one run; callable after each step, on all ranks."""
 
     folder: Path
     config: CheckpointConfig
     scorer: nn.Module
     optimizer: torch.optim.Optimizer
-    identity: Mapping[str, Any]
+    num_steps: int
     ranks: Ranks
-    emit: Any
+    emit: Callable[..., None]
+    notes: Callable[[int], Mapping[str, Any]]
+    """What goes into meta.json of a step: cursor and identity."""
+    memories: Mapping[str, Memory] = field(default_factory=dict)
+    best_step: Callable[[], int | None] = lambda: None
+    saved_step: int | None = None
+    """The step of the newest checkpoint, complete or under way."""
+    _side: Ranks = field(init=False)
+    _thread: ThreadPoolExecutor = field(init=False)
+    _room: Future[sharded.State] | None = field(init=False, default=None)
+    _pending: Future[Written] | None = field(init=False, default=None)
+    _written: set[str] = field(init=False, default_factory=set)
+    _blocked: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._side = self.ranks.apart()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def prepare(self) -> None:
+        """Before training: clear what a killed run left, see that there is room, allocate the buffers."""
+        is_due = 0 < self.config.every <= self.num_steps or self.config.keep_best
+        if self.ranks.is_writer and self.folder.is_dir():
+            durable.clear_leftovers(self.folder)
+        if not is_due:
+            return
+        state = sharded.training_state(self.scorer, self.optimizer)
+        self._require_room(int(self.ranks.sum([sharded.num_bytes(state)])[0]))
+        if self.config.background:
+            self._room = self._thread.submit(sharded.allocate, state)
 
     def __call__(self, step: int) -> None:
         """Save if a checkpoint is due after ``step``."""
-        if self.config.every and step % self.config.every == 0:
+        if self._pending is not None and self._pending.done() and not self._pending.exception():
+            self.settle()
+        every = self.config.every
+        is_due = bool(every) and (step % every == 0 or step == self.num_steps)
+        if is_due or (self.config.keep_best and self.best_step() == step):
             self.save(step)
 
-    def save(self, step: int) -> Path:
-        """Write the checkpoint of a finished step; it appears under its name only when complete."""
+    def save(
+        self,
+        step: int,
+        *,
+        wait: bool = False,
+        is_measured: bool = True,
+        random: randomness.State | None = None,
+    ) -> Path:
+        """Save the state after ``step`` unless that has been done.
+
+        ``wait``: until it is complete. ``is_measured``: whether what follows the step (evaluations) is over.
+        ``random``: where the generators stood after the step, if they have moved since.
+        """
+        self.settle()
         final = self.folder / f"step-{step:06d}"
-        beside = self.folder / f".step-{step:06d}.partial"
-        try:
-            if self.ranks.is_writer:
-                shutil.rmtree(beside, ignore_errors=True)
-                beside.mkdir(parents=True)
-            self.ranks.barrier()
-            with _quiet():
-                save_sharded(self._state(), checkpoint_id=beside)
-            if self.ranks.is_writer:
-                meta = {"step": step, "identity": self.identity}
-                (beside / "meta.json").write_text(json.dumps(meta, indent=1))
-                shutil.rmtree(final, ignore_errors=True)
-                beside.rename(final)
-                self._forget()
-        except OSError as error:
-            raise OutputError(
-                f"the checkpoint {final} cannot be written: {error}; free the place and resume"
-            ) from error
-        self.ranks.barrier()
-        self.emit("checkpoint", step=step, path=str(final))
+        if self.saved_step == step:
+            return final
+        began = time.perf_counter()
+        state = sharded.training_state(self.scorer, self.optimizer)
+        if self._room is not None:
+            room = self._room.result()
+            sharded.stage(state, room)
+            state = room
+        meta = {
+            "step": step,
+            "is_measured": is_measured,
+            "random": self.ranks.gather(random or randomness.capture(self.ranks.device)),
+            "memories": {name: memory.remember() for name, memory in self.memories.items()},
+            **self.notes(step),
+        }
+        self.saved_step = step
+        self._pending = self._thread.submit(self._write, step, state, meta)
+        self._blocked = time.perf_counter() - began
+        if wait or self._room is None:
+            self.settle()
         return final
 
-    def resume(self) -> int:
-        """Load the newest complete checkpoint; its step. 0 where there is none."""
-        found = complete(self.folder)
-        if not found:
-            return 0
-        state = self._state()
-        with _quiet():
-            load_sharded(state, checkpoint_id=found[-1])
-        set_state_dict(
-            self.scorer,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and tell of it. Raises OutputError where it failed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            done = pending.result()
+        except OSError as error:
+            self.saved_step = None
+            kept = [path.name for path in complete(self.folder)]
+            raise OutputError(
+                f"a checkpoint cannot be written in {self.folder}: {error.strerror or error}; complete there: "
+                f"{', '.join(kept) or 'none'}; free the place, then resume=true goes on from the newest"
+            ) from error
+        self.emit(
+            "checkpoint",
+            step=done.step,
+            path=str(done.path),
+            seconds=done.seconds,
+            seconds_blocked=self._blocked,
         )
-        return int(_meta(found[-1])["step"])
+        for name in done.missing:
+            detail = f"{self.folder / name} is gone: something else than this run removed it"
+            self.emit("warning", name="checkpoint", step=done.step, detail=detail)
 
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.scorer, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+    def close(self) -> None:
+        """Finish what is being written, and end the thread."""
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()
 
-    def _forget(self) -> None:
-        for old in complete(self.folder)[: -self.config.keep]:
-            shutil.rmtree(old)
+    def resume(self, saved: Saved) -> None:
+        """Put everything back to where it was when ``saved`` was taken."""
+        sharded.read(sharded.training_state(self.scorer, self.optimizer), saved.path, self.ranks)
+        for name, memory in self.memories.items():
+            if name in saved.meta["memories"]:
+                memory.recall(saved.meta["memories"][name])
+        states = saved.meta["random"]
+        randomness.restore(states[self.ranks.rank % len(states)], self.ranks.device)
+        self.saved_step = saved.step
 
+    def _write(self, step: int, state: sharded.State, meta: dict[str, Any]) -> Written:
+        """In the thread, on all ranks."""
+        began, side = time.perf_counter(), self._side
+        final = self.folder / f"step-{step:06d}"
+        partial = self.folder / f".{final.name}.partial"
+        _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
+        sharded.write(state, partial, side)
+        files = _together(side, lambda: _digests(partial, side))
+        missing: list[list[str]] = _together(
+            side, lambda: self._complete(partial, final, meta, files) if side.is_writer else []
+        )
+        return Written(step, final, time.perf_counter() - began, missing[0])
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = [path.parent for path in folder.glob("step-*/meta.json")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    def _make_place(self, partial: Path, num_bytes: int) -> None:
+        total = int(self._side.sum([num_bytes])[0])
+        if not self._side.is_writer:
+            return
+        if not (self.folder.parent / MARK).is_file():
+            raise OSError(f"{self.folder.parent} was removed or emptied while the run was writing")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < total + SPARE:
+            raise OSError(f"{_gb(total + SPARE)} are needed and {_gb(free)} are free")
 
+    def _complete(
+        self,
+        partial: Path,
+        final: Path,
+        meta: dict[str, Any],
+        files: list[dict[str, str]],
+    ) -> list[str]:
+        """Give a written checkpoint its name, then let go of old ones. Those that are gone already."""
+        body = {**meta, "files": {name: digest for some in files for name, digest in some.items()}}
+        durable.write_text(partial / META, json.dumps({"sha256": _digest_of(body), **body}))
+        durable.replace_directory(partial, final)
+        durable.write_text(self.folder / LATEST, f"{final.name}\n")
+        found = [path.name for path in complete(self.folder)]
+        missing = sorted(self._written - set(found))
+        self._written = {*found[-self.config.keep :]}
+        best = self.best_step()
+        for path in complete(self.folder)[: -self.config.keep]:
+            if not (self.config.keep_best and step_of(path) == best):
+                durable.remove_directory(path)
+        return missing
 
-def require_resumable(folder: Path, identity: Mapping[str, Any], num_steps: int) -> None:
-    """Raise ConfigError where the newest checkpoint belongs to another run, or lies beyond this one's end."""
-    for newest in complete(folder)[-1:]:
-        meta = _meta(newest)
-        changed = difference(meta["identity"], json.loads(json.dumps(identity)))
-        if changed:
-            raise ConfigError(
-                f"resume=true: {newest} belongs to another run: {'; '.join(changed[:5])}; "
-                "resume with what it was started with, or start anew in another out"
+    def _require_room(self, num_bytes: int) -> None:
+        """Raise OutputError where the disk cannot hold what will be kept and the one being written."""
+        if not self.ranks.is_writer:
+            return
+        every, keep = self.config.every, self.config.keep + self.config.keep_best
+        most = min(keep + 1, -(-self.num_steps // every) if every else keep + 1)
+        place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
+        free = shutil.disk_usage(place).free + held
+        if free < most * num_bytes + SPARE:
+            raise OutputError(
+                f"checkpoint.keep={self.config.keep} takes up to {_gb(most * num_bytes + SPARE)} in {self.folder} and "
+                f"{_gb(free)} are free; expected room for them; free some, or set checkpoint.keep or checkpoint.every=0"
             )
-        if meta["step"] > num_steps:
-            raise ConfigError(
-                f"resume=true: {newest} is beyond the end of this run, step {num_steps}; "
-                f"expected steps={meta['step']} or more; raise steps or epochs"
+
+
+def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | None, list[str]]:
+    """The newest complete checkpoint, its files checked, and what is wrong with newer ones.
+
+    None where there is none. Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or all are.
+    """
+    damaged: list[str] = []
+    for path in reversed(complete(folder)):
+        saved, trouble = _read(path, ranks)
+        if saved is not None:
+            return saved, damaged
+        damaged.append(trouble)
+        if not skip_damaged:
+            raise OutputError(
+                f"resume=true: {trouble}; expected the files as they were written; set checkpoint.skip_damaged=true to "
+                "go on from the one before, or bring the files back"
             )
+    if damaged:
+        raise OutputError(
+            f"resume=true: no checkpoint is left to go on from: {'; '.join(damaged)}; bring the files back, or begin "
+            "anew with overwrite=true"
+        )
+    return None, []
 
 
-def _meta(checkpoint: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())
-    return meta
+def set_aside(folder: Path, after_step: int) -> None:
+    """Take the names of checkpoints after a step away: they are damaged, and the run will come to these steps again."""
+    for path in complete(folder):
+        if step_of(path) > after_step:
+            path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remark that one process saves and loads by itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
+    """A checkpoint whose every file is as it was written; or what is not."""
+    trouble = ""
+    meta: dict[str, Any] = {}
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+        wanted = meta.pop("sha256")
+        if wanted != _digest_of(meta):
+            trouble = f"{path / META} is damaged"
+        mine = sorted(meta["files"].items())[ranks.rank :: ranks.size]
+        trouble = trouble or _first_damaged(path, mine)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        trouble = f"{path / META} cannot be read ({error})"
+    found = [text for text in ranks.gather(trouble) if text]
+    return (None, found[0]) if found else (Saved(path, meta), "")
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Readable differences between two nested mappings."""
-    return [
-        f"{key}: {was!r} then, {now!r} now" for key, was, now in _leaves(old, new, "") if was != now
-    ]
+def _first_damaged(path: Path, files: list[tuple[str, str]]) -> str:
+    for name, digest in files:
+        if not (path / name).is_file():
+            return f"{path / name} is missing"
+        if durable.digest(path / name) != digest:
+            return f"{path / name} is damaged: its SHA-256 is not the one noted when it was written"
+    return ""
 
 
-def _leaves(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return [(prefix, old, new)]
-    found = []
-    for key in sorted({*old, *new}):
-        found += _leaves(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
+def _digests(directory: Path, ranks: Ranks) -> dict[str, str]:
+    """This rank's share of a checkpoint's files, with their SHA-256."""
+    names = sorted(path.name for path in directory.iterdir())
+    return {name: durable.digest(directory / name) for name in names[ranks.rank :: ranks.size]}
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _together(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
+    """What every rank's ``act`` gave; OSError on all ranks where one raised it."""
+    mine: tuple[Any, str | None]
+    try:
+        mine = act(), None
+    except OSError as error:
+        mine = None, error.strerror or str(error)
+    outcomes = ranks.gather(mine)
+    for _, trouble in outcomes:
+        if trouble is not None:
+            raise OSError(trouble)
+    return [given for given, _ in outcomes]
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -190,10 +190,17 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     else:
         cls = config_class(command)
         result = call(load(cls, *sort_words(words, switches(cls), command.alone)))
-        warning = getattr(result, "warning", None)
-        if warning and os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"taut: warning: {warning}\n")
+        if os.environ.get("RANK", "0") == "0":
+            _tell(getattr(result, "notice", None), getattr(result, "warning", None))
     return result if isinstance(result, int) else 0
+
+
+def _tell(notice: str | None, warning: str | None) -> None:
+    """What a result has to say when all is done."""
+    if notice:
+        _print(notice)
+    if warning:
+        sys.stderr.write(f"taut: warning: {warning}\n")
 
 
 def _help(name: str, command: Command) -> str:

@@ -8,16 +8,17 @@ May import run and what is below it. ``api`` imports it.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from taut import parallel
+from taut import durable, parallel
 from taut.checkpoint import Checkpoints
 from taut.contract import Origin, answer_best, seal, seal_best
 from taut.data.dataset import read_rows
-from taut.errors import CheckFailed, TautError
+from taut.errors import CheckFailed, OutputError, TautError
 from taut.golden import Question, choose_questions
 from taut.loop import Job
 from taut.models.lora import is_adapted, save_adapter
@@ -57,7 +58,9 @@ def save_model(
             failure = str(error)
     failure = ranks.gather(failure)[0]
     if failure:
-        raise CheckFailed(f"{failure}; training state: {checkpoints.save(built.job.num_steps)}")
+        raise CheckFailed(
+            f"{failure}; training state: {checkpoints.save(built.job.done, wait=True)}"
+        )
     return directory
 
 
@@ -66,12 +69,7 @@ def _write(built: Built, model: Path, trained: Trained, questions: Sequence[Ques
     run, inputs, device = built.run, built.inputs, built.job.ranks.device
     adapter, adapted = model.with_name("adapter"), None
     if is_adapted(trained.model):
-        save_adapter(trained.model, adapter, trained.state)
-        make_readable(adapter)
-        tokenizer = serving_tokenizer(
-            inputs.tokenizer, inputs.stops.ids, inputs.renderer.template.template
-        )
-        tokenizer.save_pretrained(adapter)
+        _write_adapter(built, adapter, trained)
         adapted = partial(
             load_adapted,
             run.model,
@@ -109,6 +107,21 @@ def _write(built: Built, model: Path, trained: Trained, questions: Sequence[Ques
             detail=contract.note
             or f"golden prompts answered; {seconds:.1f} s with what is compared",
         )
+
+
+def _write_adapter(built: Built, directory: Path, trained: Trained) -> None:
+    inputs, beside = built.inputs, directory.with_name(f".{directory.name}.partial")
+    template = inputs.renderer.template.template
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        save_adapter(trained.model, beside, trained.state)
+        make_readable(beside)
+        serving_tokenizer(inputs.tokenizer, inputs.stops.ids, template).save_pretrained(beside)
+        durable.replace_directory(beside, directory)
+    except OSError as error:
+        raise OutputError(
+            f"{directory} cannot be written: {error}; expected room and permission for the adapter"
+        ) from error
 
 
 def _emit(job: Job, found: Comparison) -> None:

@@ -12,6 +12,8 @@
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
+      OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
+      Interrupted             a signal ended the run; its state is saved; exit code 75
 
 A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
 
@@ -67,3 +69,16 @@ class CheckFailed(TautError):
 
 class NonFiniteError(CheckFailed):
     """A loss, gradient or logit that is not finite."""
+
+
+class OutOfMemory(TautError):
+    """A micro-batch the device has no memory for."""
+
+
+class Interrupted(TautError):
+    """A signal that asked the run to end. Nothing is lost; the same command with resume=true goes on.
+
+    75 is the exit code that schedulers read as: try again later (EX_TEMPFAIL).
+    """
+
+    exit_code = 75

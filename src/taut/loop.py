@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from taut import losses, optim, parallel
+from taut import losses, optim, parallel, randomness
 from taut.data.pack import PackPolicy
-from taut.data.plan import Budget, assign, layouts
+from taut.data.plan import Budget, Cursor, assign, layouts
 from taut.errors import NonFiniteError
+from taut.interrupts import Interrupts
 from taut.losses import Loss
 from taut.models.noise import Noise
 from taut.parallel import Ranks
@@ -38,6 +39,9 @@ class Method(Protocol):
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1), every stream the loss needs included."""
+
+    def cursor(self, step: int) -> Cursor:
+        """How far the data are after a step: with the seed, all that a resumed run needs of them."""
 
 
 class Scored(NamedTuple):
@@ -87,40 +91,57 @@ class Job:
     noise: Noise | None
     clip_grad_norm: float | None = None
     alarms: Sequence[Alarm] = ()
-    first_step: int = 1
     after_step: Sequence[Callable[[int], None]] = ()
     """Evaluation and checkpoints: called with the step just finished."""
+    done: int = 0
+    """The step whose update the weights have."""
+    followed: int = 0
+    """The step after which ``after_step`` has been called."""
+    loss: float = float("nan")
+    """Of the step last done."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
     emit: Callable[..., None] = field(init=False)
     """Writes an event: ``emit(kind, **fields)``. Set once the output directory is claimed."""
     trained: list[nn.Parameter] = field(init=False)
+    random: randomness.State = field(init=False)
+    """Where the generators stood when the open step, or what follows the last, began."""
 
     def __post_init__(self) -> None:
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def train(job: Job) -> StepReport | None:
-    """Run every step from ``job.first_step`` to ``job.num_steps``; the last step's report."""
-    report = None
-    for step in range(job.first_step, job.num_steps + 1):
-        began = time.perf_counter()
-        report = train_step(job, step)
-        job.emit(
-            "step",
-            step=step,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            learning_rate=job.learning_rate(step),
-            num_targets=report.num_targets,
-            num_tokens=report.num_tokens,
-            num_tokens_unshared=report.num_tokens_unshared,
-            seconds=time.perf_counter() - began,
-            sample_ids=report.sample_ids,
-            **_gpu_memory(job.ranks.device),
-            **report.metrics,
-        )
-        for act in job.after_step:
-            act(step)
-    return report
+def train(job: Job) -> None:
+    """Every step that is not done, and what follows each. Raises Interrupt with the open step undone."""
+    while True:
+        job.random = randomness.capture(job.ranks.device)
+        if job.followed < job.done:
+            for act in job.after_step:
+                act(job.done)
+            job.followed = job.done
+        elif job.done < job.num_steps:
+            _take_step(job, job.done + 1)
+        else:
+            return
+
+
+def _take_step(job: Job, step: int) -> None:
+    began = time.perf_counter()
+    report = train_step(job, step)
+    job.done, job.loss = step, report.loss
+    job.emit(
+        "step",
+        step=step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        learning_rate=job.learning_rate(step),
+        num_targets=report.num_targets,
+        num_tokens=report.num_tokens,
+        num_tokens_unshared=report.num_tokens_unshared,
+        seconds=time.perf_counter() - began,
+        sample_ids=report.sample_ids,
+        **_gpu_memory(job.ranks.device),
+        **report.metrics,
+    )
 
 
 def _gpu_memory(device: torch.device) -> dict[str, int]:
@@ -140,6 +161,8 @@ def train_step(job: Job, step: int) -> StepReport:
     job.scorer.train()
     scored = []
     for packed, is_real in padded(microbatches, trees, job):
+        if job.ranks.size == 1:
+            job.interrupts.check()
         scores = backward(job, packed, scales if is_real else nothing, step)
         if is_real:
             scored.append(Scored(packed, scores))
@@ -149,6 +172,7 @@ def train_step(job: Job, step: int) -> StepReport:
     require_finite(report.grad_norm, "gradient norm", report, job)
     for alarm in job.alarms:
         alarm(report, job)
+    job.interrupts.agree(job.ranks)
     optim.set_learning_rate(job.optimizer, job.learning_rate(step))
     job.optimizer.step()
     job.optimizer.zero_grad()

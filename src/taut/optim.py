@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from taut.config import configclass
 from taut.errors import ConfigError
@@ -105,16 +105,29 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over ``parameter_groups``, fused where the device has a fused kernel."""
+    """AdamW over ``parameter_groups``, fused where the device has a fused kernel. Its state is there from the start."""
     groups = parameter_groups(model, config)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=devices <= {"cpu", "cuda"},
     )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = _before_the_first_step(parameter, is_fused=group["fused"])
+    return optimizer
+
+
+def _before_the_first_step(parameter: nn.Parameter, *, is_fused: bool) -> dict[str, Tensor]:
+    """What AdamW itself would begin with; so that there is one set of tensors to save, at every step."""
+    return {
+        "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,26 +1,47 @@
-"""The output directory of a run: refused or claimed, never half-written.
+"""The output directory of a run: what is where, who may write to it, and what state it is in.
 
-    out/resolved.json    the configuration in force, decisions included
+    out/resolved.json    the configuration in force, decisions included; its presence makes a directory a run
     out/events.jsonl     what happened
-    out/checkpoints/     training state
-    out/model/           the result, in Hugging Face format
+    out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file that names the newest
+    out/model/           the result, in Hugging Face format; out/adapter/ and out/best/ where asked for
+    out/.lock            locked by the kernel while a process writes to the run; nothing if no process has it
 
-``require_usable`` only looks, so that it can be called before anything is loaded; ``claim`` writes.
+``require_usable`` only looks, so that it can be called before anything is loaded; ``claim`` writes. A checkpoint is
+complete if it has a name of its own: it is written under another and renamed (taut/checkpoint.py).
+
+No torch here. May be imported by checkpoint and what is above it.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
+from taut import durable
 from taut.errors import OutputError
 
 MARK = "resolved.json"
 """The file by which a directory is known to be a run of taut's."""
+EVENTS = "events.jsonl"
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+"""In checkpoints/: names the newest complete one."""
+META = "meta.json"
+"""In a checkpoint: what it is of."""
+MODEL, ADAPTER, BEST = "model", "adapter", "best"
+LOCK = ".lock"
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""What the system says of a lock that another process has."""
+WRITTEN = (MARK, EVENTS, CHECKPOINTS, MODEL, ADAPTER, BEST, "tensorboard", "wandb")
+"""What a run writes, and so what ``overwrite`` removes."""
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:
@@ -33,15 +54,16 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
     if out.exists() and not out.is_dir():
         raise OutputError(f"out={out} is a file; expected a directory; name another")
     _require_writable(out)
-    if not out.is_dir() or not any(out.iterdir()):
+    if not out.is_dir() or all(map(_is_of_no_account, out.iterdir())):
         return
-    if overwrite and not (out / MARK).is_file():
+    if (overwrite or resume) and not (out / MARK).is_file():
         raise OutputError(
             f"out={out} holds files that are not a taut run (no {MARK}); "
-            "overwrite=true deletes only runs; name another directory"
+            f"{'overwrite=true deletes' if overwrite else 'resume=true goes on with'} only runs; "
+            "name another directory"
         )
     for path in inputs if overwrite else ():
-        if Path(path).expanduser().resolve().is_relative_to(out.resolve()):
+        if _would_go(Path(path).expanduser().resolve(), out.resolve()):
             raise OutputError(
                 f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
                 "name another out"
@@ -54,16 +76,112 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
 
 
 def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the directory, emptied where it is overwritten, and write the configuration into it."""
+    """Make the directory, an overwritten run's files gone, and write the configuration into it."""
     try:
-        if overwrite and out.is_dir():
-            shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
-        beside = out / f".{MARK}.partial"
-        beside.write_text(json.dumps(resolved, indent=1) + "\n", encoding="utf-8")
-        beside.replace(out / MARK)
+        durable.clear_leftovers(out)
+        for name in WRITTEN if overwrite else ():
+            _remove(out / name)
+        durable.write_text(out / MARK, json.dumps(resolved, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"out={out} cannot be written: {error.strerror}; name another") from error
+
+
+class Lock:
+    """Keeps other processes out of a run, from ``take`` until the block ends or the process does, however it ends."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.trouble: str | None = None
+        """Why other processes are not kept out, if they are not: not every file system can lock."""
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Take the lock, unless it is taken. Raises OutputError where another process has it."""
+        if self._file is not None:
+            return
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self._file = (self.out / LOCK).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"out={self.out} cannot be written: {error.strerror}; name another"
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                found = _owner(self._file)
+                self._file.close()
+                raise OutputError(
+                    f"out={self.out} is being written by {found}; expected no other run in it; wait for that one, "
+                    "stop it, or name another out"
+                ) from None
+            self.trouble = f"{self.out} cannot be locked ({error.strerror}): a second run in it would not be noticed"
+        _sign(self._file, f"process {os.getpid()} on {socket.gethostname()}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            _sign(self._file, "")
+            self._file.close()
+
+
+def owner(out: Path) -> str | None:
+    """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
+    try:
+        file = (out / LOCK).open("r+", encoding="utf-8")
+    except OSError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return _owner(file) if error.errno in HELD else None
+    return None
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = [path.parent for path in folder.glob(f"step-*/{META}")]
+    named = [path for path in found if re.fullmatch(r"step-\d{6,}", path.name)]
+    return sorted(named, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was taken, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _sign(file: IO[str], text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()
+
+
+def _owner(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip() or "another process"
+
+
+def _would_go(path: Path, out: Path) -> bool:
+    """Whether overwriting ``out`` would delete ``path`` or something in it. Files of others in ``out`` stay."""
+    return any(path == out or path.is_relative_to(out / name) for name in WRITTEN)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_of_no_account(path: Path) -> bool:
+    """What a run that was killed as it began leaves."""
+    return path.name == LOCK or durable.is_leftover(path)
 
 
 def _require_writable(out: Path) -> None:

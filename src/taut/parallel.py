@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +34,8 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    """What the collectives run on; None: the group of all."""
 
     @property
     def is_writer(self) -> bool:
@@ -52,7 +54,8 @@ class Ranks:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        operation = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(tensor, operation, group=self.group)
         result: list[float] = tensor.tolist()
         return result
 
@@ -61,13 +64,20 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
+
+    def apart(self) -> Ranks:
+        """The same ranks on the CPU, with a group of their own: for a thread beside the one that trains."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return replace(self, device=torch.device("cpu"), group=group)
 
 
 def start(device: str = "auto") -> Ranks:

@@ -24,7 +24,7 @@ from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.pack import PackPolicy
-from taut.data.plan import BatchConfig, Budget, CostModel, Order, prefix_groups
+from taut.data.plan import START, BatchConfig, Budget, CostModel, Cursor, Order, prefix_groups
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
@@ -218,9 +218,8 @@ def _taught_ends(train: Dataset, stops: StopSet) -> list[Decision]:
     return [Decision("stop.taught", f"{num_ends:,} of {num_samples:,} samples", cut)]
 
 
-def build(run: Run, ranks: Ranks) -> Built:
+def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     """Load, wrap, prove and shard the model; everything is in force or refused when this returns."""
-    inputs = load_inputs(run, ranks)
     decisions = list(inputs.decisions)
     dtype, chosen, reasons = choose(run, inputs, ranks.device)
     decisions.extend(reasons)
@@ -236,7 +235,7 @@ def build(run: Run, ranks: Ranks) -> Built:
     decisions.extend(reasons)
     scorer = Scorer(adapted)
     proof = prove(scorer, compute(), dtype.dtype, inputs.longest)
-    method, num_steps = build_method(run, inputs.train)
+    method, num_steps = plan
     noise = install_noise(adapted, run.noise, run.seed)
     alone = {} if noise is not None else _alone(method, adapted, dtype.dtype, ranks.device)
     policy, reasons = build_policy(run, proof.one_sample, has_noise=noise is not None)
@@ -307,14 +306,22 @@ def choose(
     return dtype, chosen, decisions
 
 
-def build_method(run: Run, train: Dataset) -> tuple[Sft, int]:
-    """The method with its order of samples, and the number of steps."""
+class Plan(NamedTuple):
+    """Which samples each step has, and how many steps there are."""
+
+    method: Sft
+    num_steps: int
+
+
+def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
+    """The method with its order of samples, and the number of steps. ``cursor``: how far a resumed run has come."""
     groups = prefix_groups(train, run.batch.group_min_tokens) if run.batch.group_prefixes else None
     order = Order(train.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
     epochs = None if run.steps is not None else (1.0 if run.epochs is None else run.epochs)
+    order = order.going_on_from(cursor, epochs)
     num_steps = run.steps if epochs is None else order.num_steps(epochs)
     assert num_steps is not None
-    return Sft(train, order, epochs), num_steps
+    return Plan(Sft(train, order, epochs), num_steps)
 
 
 def _alone(

@@ -58,19 +58,6 @@ def killed_copy(run: Path, to: Path) -> Path:
     return to
 
 
-def test_an_interrupt_says_how_to_go_on(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    out = go("out", checkpoint__every=2).out
-    monkeypatch.setattr("taut.api.train", interrupt)
-    with pytest.raises(KeyboardInterrupt, match="resume=true goes on from the newest checkpoint"):
-        go("out", resume=True, steps=8)
-    assert events(out, "end")[-1]["reason"] == "interrupted"
-    with pytest.raises(KeyboardInterrupt, match=r"new has no checkpoint .* overwrite=true"):
-        go("new", checkpoint__every=0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_equals_uninterrupted_bit_for_bit(kind: str, go: Go, tmp_path: Path) -> None:
     whole = go("whole", **KINDS[kind]).out

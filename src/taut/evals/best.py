@@ -2,17 +2,19 @@
 
     {"step": 40, "metric": "exact_match", "value": 0.61, "measured": "..."}
 
-``measured`` is the fingerprint of what the metric is measured on and how. A resumed run goes on from what ``best.json``
-says; where that was measured otherwise, values cannot be compared and the run is refused. Of equal values the earlier
-stays. The directory takes its place whole, so a killed run leaves the best before or the best after.
+``measured`` is the fingerprint of what the metric is measured on and how; where a resumed run measures otherwise,
+values cannot be compared and it is refused. A resumed run knows the best value up to its checkpoint; a later model
+that is in the directory is found again at its step. Of equal values the earlier stays. The directory takes its place
+whole, so a killed run leaves the best before or the best after.
 
-Does not measure and does not know models: ``save`` writes one. May import errors and loop; api imports it.
+Does not measure and does not know models: ``save`` writes one. May import errors and loop.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,6 @@ from typing import Any
 from taut.errors import ConfigError, OutputError
 from taut.loop import Job
 
-BEST = "best"
-"""The folder in ``out``."""
 FILE = "best.json"
 
 SMALLER_IS_BETTER = ("loss",)
@@ -43,6 +43,8 @@ class Best:
     job: Job
     value: float | None = None
     """The best value so far."""
+    step: int | None = None
+    """Where it was measured."""
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the model of ``step`` if it is better than all before; every rank calls this.
@@ -66,8 +68,21 @@ class Best:
             self.directory,
             lambda folder: _write(folder / FILE, note),
         )
-        self.value = value
+        self.value, self.step = value, step
         self.job.emit("best", step=step, name=self.metric, value=value, path=str(self.directory))
+
+    def remember(self) -> dict[str, Any]:
+        return {
+            "measured": self.measured,
+            "metric": self.metric,
+            "value": self.value,
+            "step": self.step,
+        }
+
+    def recall(self, remembered: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off, unless something else was measured then."""
+        if (remembered["metric"], remembered["measured"]) == (self.metric, self.measured):
+            self.value, self.step = remembered["value"], remembered["step"]
 
     def _is_better(self, value: float) -> bool:
         if self.value is None:
@@ -75,22 +90,24 @@ class Best:
         return value < self.value if self.metric in SMALLER_IS_BETTER else value > self.value
 
 
-def read_best(directory: Path, metric: str, measured: str) -> float | None:
-    """The value a run left in ``directory``; None where it left none. Raises ConfigError for one of another measure."""
+def require_same_measure(directory: Path, metric: str, measured: str) -> None:
+    """Raise ConfigError where a run left a best model by another metric, or measured otherwise, in ``directory``."""
     note = _read(directory / FILE)
-    if note is None:
-        return None
-    if note["metric"] != metric or note["measured"] != measured:
-        found = (
-            f"{note['metric']}"
-            if note["metric"] != metric
-            else f"{metric} on other data or in another way"
-        )
-        raise ConfigError(
-            f"{directory} is the best model by {found}, and eval.best={metric} cannot be compared with it; "
-            f"expected the same evaluation as before the resume; set it back, or remove {directory}"
-        )
-    return float(note["value"])
+    if note is None or (note["metric"], note["measured"]) == (metric, measured):
+        return
+    is_same = note["metric"] == metric
+    found = f"{metric} on other data or in another way" if is_same else f"{note['metric']}"
+    raise ConfigError(
+        f"{directory} is the best model by {found}, and eval.best={metric} cannot be compared with it; "
+        f"expected the same evaluation as before the resume; set it back, or remove {directory}"
+    )
+
+
+def drop_after(directory: Path, step: int) -> None:
+    """Remove a best model of a later step: for a run whose later steps will be others."""
+    note = _read(directory / FILE)
+    if note is not None and note["step"] > step:
+        shutil.rmtree(directory)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from taut.data.plan import Order
+from taut.data.plan import Cursor, Order
 from taut.losses import Loss
 from taut.losses.sft import CrossEntropy
 from taut.types import Sample, Tree
@@ -27,3 +27,7 @@ class Sft:
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1)."""
         return [Tree((self.samples[index],)) for index in self.order.step(step, self.epochs)]
+
+    def cursor(self, step: int) -> Cursor:
+        """How far the data are after a step."""
+        return self.order.cursor(step, self.epochs)

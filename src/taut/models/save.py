@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut import durable
 from taut.errors import OutputError
 from taut.models.load import quiet_library
 from taut.models.lora import plain_model
@@ -76,7 +77,7 @@ def saving(
             make_readable(partial)
             del plain  # the block may load the model again
             yield partial
-            replace_directory(partial, directory)
+            durable.replace_directory(partial, directory)
         except OSError as error:
             raise OutputError(
                 f"{directory} cannot be written: {error}; expected room and permission for the "
@@ -176,13 +177,3 @@ def make_readable(directory: Path) -> None:
     plain = next(directory.glob("*config.json"))
     for weights in directory.glob("*.safetensors"):
         shutil.copymode(plain, weights)
-
-
-def replace_directory(partial: Path, directory: Path) -> None:
-    """Put a finished directory in its place; at no moment is a half-written one there."""
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    partial.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)

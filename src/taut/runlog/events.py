@@ -8,7 +8,8 @@ Lines are strict JSON: floats that are not finite stand as the strings "nan", "i
 such strings back into floats, except within lists and mappings.
 
 A killed writer may leave half a line at the end: readers skip it, and the next writer removes it. A ``resume`` line
-with ``from_step`` k takes back what earlier lines say of steps after k.
+with ``from_step`` k takes back what earlier lines say of steps after k; with ``is_measured`` false also what was
+measured after step k, which is measured again.
 
 Imports types of the standard library, numpy and errors. Anyone above may import it.
 """
@@ -30,6 +31,7 @@ Event: TypeAlias = dict[str, Any]
 Kind = Literal["start", "check", "step", "eval", "best", "warning", "checkpoint", "resume", "end"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+MEASURED = ("eval", "best")
 SYNCED = ("checkpoint", "resume", "end")
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -71,9 +73,16 @@ def read_events(path: Path) -> list[Event]:
     for number, line in enumerate(lines[:-1], start=1):
         event = _parse(path, number, line)
         if event["kind"] == "resume":
-            events = [earlier for earlier in events if earlier.get("step", 0) <= event["from_step"]]
+            events = [earlier for earlier in events if _stands(earlier, event)]
         events.append(event)
     return events
+
+
+def _stands(earlier: Event, resume: Event) -> bool:
+    """Whether a resume leaves an earlier event in force."""
+    step, last = earlier.get("step", 0), resume["from_step"]
+    is_measured_again = not resume.get("is_measured", True) and earlier["kind"] in MEASURED
+    return bool(step < last or (step == last and not is_measured_again))
 
 
 def plain(value: Any) -> Any:

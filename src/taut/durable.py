@@ -1,0 +1,87 @@
+"""Files that are there whole or not at all, after a kill and after a power failure too.
+
+A file is written beside its place, forced to the disk (fsync) and renamed; then the directory, which holds the new
+name, is forced too. Imports nothing of ours. Anyone may import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file with this content, or as it was before."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync(path.parent)
+
+
+def replace_directory(partial: Path, directory: Path) -> None:
+    """Put a finished directory in its place; at no moment is a half-written one there.
+
+    Between the two renames there is none: ``restore`` brings the one before back.
+    """
+    sync_tree(partial)
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder; a directory that was about to be replaced is put back."""
+    for path in list(folder.iterdir()):
+        if not is_leftover(path):
+            continue
+        place = folder / path.name.removeprefix(".").removesuffix(".old")
+        if path.suffix == ".old" and not place.exists():
+            path.rename(place)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a writer that was killed left this, by its name."""
+    return path.name.startswith(".") and path.suffix in (".partial", ".old")
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a directory's entries, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sync_tree(directory: Path) -> None:
+    """Force a directory and all that is in it to the disk."""
+    for path in directory.rglob("*"):
+        sync(path)
+    sync(directory)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_directory(directory: Path) -> None:
+    """Take a directory's name away first, so that a half-removed one never looks whole."""
+    old = directory.with_name(f".{directory.name}.gone.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    directory.rename(old)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,159 @@
+"""What makes a run the one it is, and what a resume may change.
+
+A checkpoint holds the identity of its run: the configuration, hashes of model, adapter, tokenizer, template and each
+source of data, and what it runs on. On resume each difference is of one of three kinds:
+
+- it changes what is learned (a learning rate, the data, the model): refused, by key, with both values;
+- it changes numbers by rounding only (threads, ranks, the token budget): the promise of equality bit for bit becomes
+  ``TOLERANCE``, and the log says so;
+- it has no part in the steps (``FREE``), or says only how many there are (steps, epochs; a schedule follows them).
+
+May import run and what is below it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from taut import durable
+from taut.config import to_dict
+from taut.errors import ConfigError
+from taut.models.precision import resolve_dtype
+from taut.parallel import Ranks
+from taut.run import Inputs, Run
+
+FREE = (
+    "out",
+    "resume",
+    "overwrite",
+    "steps",
+    "epochs",
+    "log",
+    "checkpoint",
+    "contract",
+    "stop",
+    "eval",
+    "model",  # its files are hashed, wherever they lie
+    "data.cache",
+    "data.eval",
+    "dtype",  # what came of it is compared
+)
+"""Keys that a resume may change."""
+ROUNDING = (
+    "config.device",
+    "config.attention",
+    "config.activation_checkpointing",
+    "config.batch.tokens_per_microbatch",
+    "config.batch.share_prefixes",
+    "config.batch.min_saved_tokens",
+    "environment",
+)
+"""What a resume may change at the price of rounding."""
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+"""Largest relative difference of a step's loss from the uninterrupted run's, by compute dtype, after such a change."""
+SHOWN = 5
+"""Differences that one message names."""
+
+
+class Differences(NamedTuple):
+    """What is not as it was."""
+
+    refused: list[str]
+    rounding: list[str]
+
+
+def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
+    """The identity of a run, as JSON-able values; every rank calls it."""
+    config = to_dict(run)
+    for key in FREE:
+        table, _, name = key.rpartition(".")
+        (config[table] if table else config).pop(name)
+    adapter = [run.lora.adapter] if run.lora.adapter else []
+    return {
+        "config": config,
+        "dtype": str(resolve_dtype(run.dtype, ranks.device).dtype).removeprefix("torch."),
+        "model": _hashes(run.model, inputs.config, ranks),
+        "adapter": {name: _hashes(name, None, ranks) for name in adapter},
+        "tokenizer": _digest([inputs.renderer.identity()]),
+        "template": _digest([inputs.renderer.template.template or ""]),
+        "data": {
+            part.path: {"content": part.key, "weight": part.weight} for part in inputs.train.parts
+        },
+        "environment": environment(ranks),
+    }
+
+
+def environment(ranks: Ranks) -> dict[str, Any]:
+    """What the same numbers, to the last bit, depend on beside the run itself."""
+    is_cuda = ranks.device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "ranks": ranks.size,
+        "threads": torch.get_num_threads(),
+        "processor": torch.cuda.get_device_name(ranks.device)
+        if is_cuda
+        else torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
+    """What differs between two identities, in words."""
+    found = Differences([], [])
+    for key, was, now in _leaves(old, new, ""):
+        if was == now:
+            continue
+        text = f"{key}: {_shown(was)} then, {_shown(now)} now"
+        is_rounding = any(key == one or key.startswith(f"{one}.") for one in ROUNDING)
+        (found.rounding if is_rounding else found.refused).append(text)
+    return found
+
+
+def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> list[str]:
+    """Raise ConfigError where a run cannot go on from what is at ``where``; else what changes numbers by rounding."""
+    found = differences(old, new)
+    if found.refused:
+        more = len(found.refused) - SHOWN
+        rest = f"; and {more} more" if more > 0 else ""
+        raise ConfigError(
+            f"resume=true: {where} belongs to another run: {'; '.join(found.refused[:SHOWN])}{rest}; resume with "
+            "what it was started with, or start anew in another out"
+        )
+    return found.rounding
+
+
+def _leaves(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return [(prefix, old, new)]
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        found += _leaves(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else repr(value)
+    is_hash = isinstance(value, str) and len(value) == 64
+    return f"{value[:12]}..." if is_hash else text
+
+
+def _hashes(path: str, config: Any, ranks: Ranks) -> dict[str, str]:
+    """File name -> SHA-256 of what a model or adapter is read from; a hub name's commit. The ranks share the work."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return {"commit": str(getattr(config, "_commit_hash", None))}
+    files = sorted(f for suffix in ("safetensors", "bin") for f in directory.glob(f"*.{suffix}"))
+    files += sorted(directory.glob("*config.json"))
+    mine = files[ranks.rank :: ranks.size]
+    with ThreadPoolExecutor(4) as threads:
+        found = dict(zip([f.name for f in mine], threads.map(durable.digest, mine), strict=True))
+    return {name: digest for some in ranks.gather(found) for name, digest in some.items()}
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

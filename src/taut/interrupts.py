@@ -1,0 +1,93 @@
+"""Signals that ask a run to end: Ctrl-C (SIGINT), SIGTERM, and SIGUSR1, by which Slurm announces a pre-emption.
+
+    with Interrupts.watching() as interrupts:
+        interrupts.check()              raises Interrupt once a signal has come; between micro-batches
+        interrupts.agree(ranks)         the same, on all ranks alike; before the update
+        with interrupts.at_once(ranks): ...   a signal raises Interrupt right there
+
+The first signal is only noted, so that no update is cut in two. A second one ends the process at once, without saving;
+what comes within ``SAME_NOTICE`` of the first is the same notice, since a launcher passes on what its ranks got too.
+
+May be imported by loop and what is above it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from taut.parallel import Ranks
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_NOTICE = 1.0
+"""Seconds."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """A signal, by its name. No Exception, so that nothing on its way takes it for a mistake of its own."""
+
+
+class Interrupts:
+    """What signals have come."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._since = 0.0
+        self._is_urgent = False
+
+    @classmethod
+    @contextmanager
+    def watching(cls) -> Iterator[Interrupts]:
+        """Take the signals over; given back at the end. In a thread beside the main one Python hands out no signals."""
+        watch = cls()
+        if threading.current_thread() is not threading.main_thread():
+            yield watch
+            return
+        before = {number: signal.signal(number, watch.notice) for number in SIGNALS}
+        try:
+            yield watch
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def notice(self, number: int, _: FrameType | None) -> None:
+        """Called by Python between two of its instructions."""
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._since = signal.Signals(number).name, now
+            if self._is_urgent:
+                raise Interrupt(self.received)
+        elif now - self._since > SAME_NOTICE:
+            os._exit(128 + number)
+
+    def check(self) -> None:
+        """Raise Interrupt if a signal has come to this process."""
+        if self.received is not None:
+            raise Interrupt(self.received)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Raise Interrupt on all ranks if a signal has come to one. Every rank calls it."""
+        names = [self.received] if ranks.size == 1 else []
+        if ranks.size > 1 and ranks.max([float(self.received is not None)])[0]:
+            names = ranks.gather(self.received)
+        came = [name for name in names if name is not None]
+        if came:
+            raise Interrupt(came[0])
+
+    @contextmanager
+    def at_once(self, ranks: Ranks) -> Iterator[None]:
+        """Where nothing can be left half done. With several ranks nothing changes: they must not lose each other."""
+        if ranks.size > 1:
+            yield
+            return
+        self.check()
+        self._is_urgent = True
+        try:
+            yield
+        finally:
+            self._is_urgent = False

@@ -1,0 +1,311 @@
+"""A run from its first look at ``out`` to its last event: begun, gone on with, interrupted, finished.
+
+    look at out -> data and identity -> what is there to go on from -> build -> claim out -> train -> measure -> save
+
+Nothing is written before all that could be refused has been. A run that is gone on with takes the newest checkpoint,
+verified; one that is finished is left as it is. What stops a run half-way leaves a checkpoint of its last whole step
+where it can.
+
+May import run, deliver, identity, checkpoint and what is below them. ``api`` imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from taut import checkpoint
+from taut.alarms import Spikes, Untouched
+from taut.checkpoint import Checkpoints, Memory, Saved
+from taut.config import to_dict
+from taut.data.plan import START, Cursor
+from taut.deliver import answer_for_best, choose_goldens, save_model
+from taut.errors import CheckFailed, ConfigError, Interrupted, TautError
+from taut.evals.best import drop_after
+from taut.evals.during import Evaluations
+from taut.evals.stopping import StopCheck, Stops
+from taut.identity import TOLERANCE, identity_of, require_same
+from taut.interrupts import Interrupt, Interrupts
+from taut.loop import Job, train
+from taut.outdir import BEST, CHECKPOINTS, EVENTS, MARK, MODEL, Lock, claim
+from taut.parallel import Ranks
+from taut.run import Built, Inputs, Plan, Run, build_method
+from taut.runlog import RunLog, read_events
+
+
+class Ended(NamedTuple):
+    """What came of a run."""
+
+    steps: int
+    loss: float
+    metrics: Mapping[str, float]
+    stops: Stops | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, or goes on."""
+
+    plan: Plan
+    saved: Saved | None
+    """The checkpoint to go on from; None: step 1."""
+    identity: Mapping[str, Any]
+    rounding: list[str]
+    """What is not as it was, so that numbers are equal to rounding only."""
+    damaged: list[str]
+    """Newer checkpoints that cannot be used."""
+    finished: Mapping[str, Any] | None
+    """The last event, where the run is finished and nothing is left to do."""
+    num_steps_before: int | None = None
+    """As the run was last begun or gone on with."""
+
+
+def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
+    """What there is to go on from; refused where it does not fit. Writes nothing."""
+    mine = identity_of(run, inputs, ranks)
+    if not run.resume or not (out / MARK).is_file():
+        return Start(build_method(run, inputs.train), None, mine, [], [], None)
+    saved, damaged = checkpoint.find(
+        out / CHECKPOINTS, ranks, skip_damaged=run.checkpoint.skip_damaged
+    )
+    end = _finish(out)
+    rounding: list[str] = []
+    cursor = START
+    if saved is not None:
+        rounding = require_same(saved.meta["identity"], mine, saved.path)
+        cursor = Cursor(*saved.meta["cursor"])
+    plan = build_method(run, inputs.train, cursor)
+    if saved is not None:
+        _require_before_end(saved, plan)
+    is_over = end is not None and plan.num_steps <= end["step"]
+    if end is not None and saved is None and not is_over:
+        raise ConfigError(
+            f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
+            f"steps={end['step']}; begin a new run from {out / MODEL}, with checkpoint.every set"
+        )
+    before = json.loads((out / MARK).read_text(encoding="utf-8"))["num_steps"]
+    return Start(plan, saved, mine, rounding, damaged, end if is_over else None, before)
+
+
+def _finish(out: Path) -> Mapping[str, Any] | None:
+    """The event with which the run finished, where nothing has happened since and its model is there."""
+    path = out / EVENTS
+    last = read_events(path)[-1:] if path.is_file() and (out / MODEL).is_dir() else []
+    return next((e for e in last if e["kind"] == "end" and e["outcome"] == "finished"), None)
+
+
+def _require_before_end(saved: Saved, plan: Plan) -> None:
+    step, samples = saved.meta["cursor"]
+    if step > plan.num_steps or plan.method.cursor(step).samples < samples:
+        raise ConfigError(
+            f"resume=true: {saved.path} is beyond the end of this run, step {plan.num_steps}; "
+            f"expected steps={step} or more; raise steps or epochs"
+        )
+
+
+def execute(
+    built: Built, start: Start, lock: Lock, evaluations: Evaluations, stop_check: StopCheck
+) -> Ended:
+    """Claim the directory of ``lock``, train, measure and save."""
+    run, job, out = built.run, built.job, lock.out
+    if job.ranks.is_writer:
+        lock.take()
+        claim(out, _resolved(built, start), overwrite=run.overwrite)
+    job.ranks.barrier()
+    with (
+        RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log,
+        Interrupts.watching() as job.interrupts,
+    ):
+        job.emit = log.emit
+        checkpoints = _checkpoints(built, out, start, evaluations)
+        try:
+            _begin(built, start, lock, checkpoints)
+            return _run(built, out, checkpoints, evaluations, stop_check)
+        except Interrupt as interrupt:
+            raise _saved(built, str(interrupt), checkpoints) from None
+        except TautError as error:
+            job.emit("end", outcome="stopped", step=job.done, reason=str(error))
+            raise
+        finally:
+            checkpoints.close()
+
+
+def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
+    job, best = built.job, evaluations.best
+    memories: dict[str, Memory] = {
+        type(alarm).__name__: alarm for alarm in job.alarms if isinstance(alarm, Untouched | Spikes)
+    }
+    return Checkpoints(
+        folder=out / CHECKPOINTS,
+        config=built.run.checkpoint,
+        scorer=built.scorer,
+        optimizer=job.optimizer,
+        num_steps=job.num_steps,
+        ranks=job.ranks,
+        emit=job.emit,
+        notes=lambda step: {
+            "cursor": job.method.cursor(step),
+            "loss": job.loss,
+            "identity": start.identity,
+        },
+        memories=memories if best is None else {**memories, "best": best},
+        best_step=lambda: None if best is None else best.step,
+    )
+
+
+def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> None:
+    """Say what is in force, and put back what the checkpoint holds."""
+    job, saved, out = built.job, start.saved, lock.out
+    _emit_start(built)
+    if lock.trouble:
+        job.emit("warning", name="lock", detail=lock.trouble)
+    if not built.run.resume:
+        checkpoints.prepare()
+        return
+    from_step = 0 if saved is None else saved.step
+    if job.ranks.is_writer:
+        checkpoint.set_aside(out / CHECKPOINTS, from_step)
+        if start.num_steps_before != job.num_steps:
+            drop_after(out / BEST, from_step)
+    checkpoints.prepare()
+    is_measured = True
+    if saved is not None:
+        checkpoints.resume(saved)
+        is_measured = bool(saved.meta["is_measured"])
+        job.done, job.followed = from_step, from_step - (not is_measured)
+        job.loss = saved.meta["loss"]
+    job.emit("resume", from_step=from_step, is_measured=is_measured)
+    for text in start.damaged:
+        job.emit("warning", name="checkpoint", detail=f"{text}; going on from an earlier one")
+    if start.rounding:
+        limit = TOLERANCE[str(start.identity["dtype"])]
+        detail = (
+            f"{'; '.join(start.rounding)}: losses will be those of the uninterrupted run to {limit:g} of their value, "
+            "not bit for bit"
+        )
+        job.emit("warning", name="exactness", detail=detail, tolerance=limit)
+
+
+def _run(
+    built: Built,
+    out: Path,
+    checkpoints: Checkpoints,
+    evaluations: Evaluations,
+    stop_check: StopCheck,
+) -> Ended:
+    job, run = built.job, built.run
+    questions = choose_goldens(built)
+    began = time.perf_counter()
+
+    def measure(step: int) -> None:
+        with job.interrupts.at_once(job.ranks):
+            evaluations(step)
+
+    job.after_step = [measure, checkpoints]
+    train(job)
+    with job.interrupts.at_once(job.ranks):
+        metrics, stops = _asked_at_end(job, checkpoints, evaluations, stop_check)
+        job.interrupts.agree(job.ranks)
+        if run.stop.required and stops is not None and not stops.is_enough:
+            state = checkpoints.save(job.done, wait=True)
+            raise CheckFailed(
+                f"{stops}; stop.required=true, so no model is written; training state: {state}"
+            )
+        model = save_model(built, out / MODEL, questions, checkpoints)
+        if run.eval.best is not None:
+            answer_for_best(built, out / BEST, questions)
+    checkpoints.settle()
+    job.emit(
+        "end",
+        outcome="finished",
+        step=job.done,
+        loss=job.loss,
+        eval_loss=metrics.get("loss"),
+        metrics=metrics,
+        seconds=time.perf_counter() - began,
+        model=str(model),
+        stop=stops.as_fields() if stops is not None else None,
+    )
+    return Ended(job.done, job.loss, metrics, stops)
+
+
+def _asked_at_end(
+    job: Job, checkpoints: Checkpoints, evaluations: Evaluations, stop_check: StopCheck
+) -> tuple[dict[str, float], Stops | None]:
+    """The last measurements. Where they fail, the training state is kept."""
+    try:
+        return evaluations.at_end(), stop_check()
+    except TautError as error:
+        if job.ranks.size > 1:  # the others may not have failed, and would not save
+            raise
+        state = checkpoints.save(job.done, wait=True)
+        raise type(error)(f"{error}; training state: {state}") from error
+
+
+def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
+    """The error that ends an interrupted run, its last whole step saved."""
+    job = built.job
+    if job.done == 0:
+        reason = f"{name} before the first step was over; nothing was to be saved"
+    else:
+        state = checkpoints.save(
+            job.done, wait=True, is_measured=job.followed == job.done, random=job.random
+        )
+        reason = f"{name}: the state after step {job.done} is in {state}"
+    job.emit("end", outcome="interrupted", step=job.done, reason=reason)
+    return Interrupted(f"interrupted by {reason}; the same command with resume=true goes on")
+
+
+def _resolved(built: Built, start: Start) -> dict[str, Any]:
+    """The configuration in force, what was decided for the user, and what makes this run the one it is."""
+    return {
+        "taut": version("taut"),
+        "method": "sft",
+        "directory": str(Path.cwd()),
+        "config": to_dict(built.run),
+        "decisions": [decision._asdict() for decision in built.decisions],
+        "num_steps": built.job.num_steps,
+        "data": built.inputs.train.fingerprint,
+        "identity": start.identity,
+    }
+
+
+def _emit_start(built: Built) -> None:
+    data, job, proof = built.inputs.train.report, built.job, built.proof
+    job.emit(
+        "start",
+        version=version("taut"),
+        model=built.run.model,
+        num_steps=job.num_steps,
+        num_ranks=job.ranks.size,
+        num_samples=data.num_samples,
+        data=str(data),
+        dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
+        cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
+        decisions=built.decisions,
+        num_parameters=sum(p.numel() for p in built.scorer.parameters()),
+        num_trained=sum(parameter.numel() for parameter in job.trained),
+    )
+    for name, value, detail in (
+        ("attention", proof.num_attention_layers, "layers call the chosen attention, all of them"),
+        (
+            "neighbour",
+            proof.neighbour,
+            "largest change of a log-prob when a packed neighbour changes",
+        ),
+        ("future", proof.future, "largest change of a log-prob when a later token changes"),
+        ("head", proof.head, "largest difference of log-probs from the model's own logits"),
+    ):
+        is_excused = name == "neighbour" and proof.one_sample is not None
+        job.emit(
+            "check",
+            name=name,
+            outcome="skipped" if is_excused else "passed",
+            value=value,
+            detail=proof.one_sample if is_excused else detail,
+        )
