@@ -35,6 +35,8 @@ class Left:
     steps: list[dict[str, Any]]
     measured: list[dict[str, Any]]
     """What evaluations and the end say."""
+    checkpoints: list[str]
+    """Their names."""
     tensors: dict[str, Tensor]
     """Of the model, the adapter, the best model and every checkpoint."""
     files: dict[str, bytes]
@@ -59,10 +61,11 @@ def left(out: Path) -> Left:
                 tensors |= {f"{name}: {key}": value for key, value in load_file(path).items()}
             else:
                 files[name] = _in_order(path)
-    for path in sorted((out / "checkpoints").glob("step-*")):
+    checkpoints = sorted((out / "checkpoints").glob("step-*"))
+    for path in checkpoints:
         tensors |= {f"{path.name}: {key}": item for key, item in read_checkpoint(path).items()}
     steps = [{key: event[key] for key in TOLD} for event in events if event["kind"] == "step"]
-    return Left(steps, measured, tensors, files)
+    return Left(steps, measured, [path.name for path in checkpoints], tensors, files)
 
 
 def _in_order(path: Path) -> bytes:
@@ -84,7 +87,7 @@ def require_equal(out: Path, whole: Left) -> None:
 def differences(one: Left, other: Left) -> list[str]:
     """What is not the same, bit for bit."""
     found = []
-    for name in ("steps", "measured"):
+    for name in ("steps", "measured", "checkpoints"):
         for first, second in zip_longest(getattr(one, name), getattr(other, name)):
             if first != second:
                 found.append(f"{name}: {first} against {second}")
