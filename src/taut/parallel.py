@@ -181,4 +181,9 @@ def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | Non
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(module, options=options)
-    return state if ranks.is_writer else None
+    if not ranks.is_writer:
+        return None
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        state[name] = state[first.setdefault(id(parameter), name)]  # what is tied stays tied
+    return state
