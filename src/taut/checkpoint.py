@@ -213,6 +213,8 @@ class Checkpoints:
         states = saved.meta["random"]
         randomness.restore(states[self.ranks.rank % len(states)], self.ranks.device)
         self.saved_step = saved.step
+        if self.ranks.is_writer:
+            self._let_go()  # a killed run may not have come to it
 
     def _write(self, step: int, state: sharded.State, meta: dict[str, Any]) -> Written:
         """In the thread, on all ranks."""
@@ -254,11 +256,15 @@ class Checkpoints:
         found = [path.name for path in complete(self.folder)]
         missing = sorted(self._written - set(found))
         self._written = {*found[-self.config.keep :]}
+        self._let_go()
+        return missing
+
+    def _let_go(self) -> None:
+        """Remove all but the newest, and the one of the best model where it is kept."""
         best = self.best_step()
         for path in complete(self.folder)[: -self.config.keep]:
             if not (self.config.keep_best and step_of(path) == best):
                 durable.remove_directory(path)
-        return missing
 
     def _require_room(self, num_bytes: int) -> None:
         """Raise OutputError where the disk cannot hold what will be kept and the one being written."""

@@ -179,7 +179,8 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
         is_measured = bool(saved.meta["is_measured"])
         job.done, job.followed = from_step, from_step - (not is_measured)
         job.loss = saved.meta["loss"]
-    job.emit("resume", from_step=from_step, is_measured=is_measured)
+    is_at_end = from_step == job.num_steps  # what is measured there comes after its checkpoint
+    job.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
     for text in start.damaged:
         job.emit("warning", name="checkpoint", detail=f"{text}; going on from an earlier one")
     if start.rounding:
