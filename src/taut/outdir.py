@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
@@ -38,6 +39,8 @@ META = "meta.json"
 """In a checkpoint: what it is of."""
 MODEL, ADAPTER, BEST = "model", "adapter", "best"
 LOCK = ".lock"
+LOOK, LOOKS = 0.01, 10
+"""Seconds that looking who has the lock may take, and how often one who wants it waits so long."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """What the system says of a lock that another process has."""
 WRITTEN = (MARK, EVENTS, CHECKPOINTS, MODEL, ADAPTER, BEST, "tensorboard", "wandb")
@@ -87,6 +90,28 @@ def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
         raise OutputError(f"out={out} cannot be written: {error.strerror}; name another") from error
 
 
+def read_resolved(out: Path) -> dict[str, Any]:
+    """What ``claim`` wrote. Raises OutputError where ``out`` is no run, or where it cannot be read."""
+    path = out / MARK
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise OutputError(
+            f"{out} is not a taut run (no {MARK}); expected the out of one; 'taut runs DIR' lists those in DIR"
+        ) from None
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be read: {error.strerror}; expected what the run wrote; see to its permissions"
+        ) from error
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise OutputError(
+            f"{path} is damaged: it is no JSON object; expected what the run wrote; bring it back from a copy"
+        )
+    return found
+
+
 class Lock:
     """Keeps other processes out of a run, from ``take`` until the block ends or the process does, however it ends."""
 
@@ -108,11 +133,12 @@ class Lock:
                 f"out={self.out} cannot be written: {error.strerror}; name another"
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._file)
         except OSError as error:
             if error.errno in HELD:
                 found = _owner(self._file)
                 self._file.close()
+                self._file = None
                 raise OutputError(
                     f"out={self.out} is being written by {found}; expected no other run in it; wait for that one, "
                     "stop it, or name another out"
@@ -132,12 +158,12 @@ class Lock:
 def owner(out: Path) -> str | None:
     """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
     try:
-        file = (out / LOCK).open("r+", encoding="utf-8")
+        file = (out / LOCK).open(encoding="utf-8")
     except OSError:
         return None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:  # shared, so that those who look do not take each other for a writer
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             return _owner(file) if error.errno in HELD else None
     return None
@@ -153,6 +179,18 @@ def complete(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was taken, by its name."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file for this process alone. Somebody who only looks (``owner``) is waited for."""
+    for left in reversed(range(LOOKS)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in HELD or not left:
+                raise
+        time.sleep(LOOK)
 
 
 def _sign(file: IO[str], text: str) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -33,6 +33,8 @@ Kind = Literal["start", "check", "step", "eval", "best", "warning", "checkpoint"
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MEASURED = ("eval", "best")
 SYNCED = ("checkpoint", "resume", "end")
+BLOCK = 2**16
+"""Bytes that are read first, from the end."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -66,16 +68,48 @@ def read_events(path: Path) -> list[Event]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}; expected the events.jsonl of a run; give its path"
-        ) from error
+        raise _unreadable(path, error) from error
     events: list[Event] = []
     for number, line in enumerate(lines[:-1], start=1):
-        event = _parse(path, number, line)
+        event = _parse(f"{path}:{number}", line)
         if event["kind"] == "resume":
             events = [earlier for earlier in events if _stands(earlier, event)]
         events.append(event)
     return events
+
+
+def newest_first(path: Path) -> Iterator[Event]:
+    """The events in force, from the last one back; of a long file no more is read than is asked for."""
+    resumes: list[Event] = []
+    for number, line in enumerate(_lines_back(path), start=1):
+        event = _parse(f"{path}, line {number} from its end", line)
+        if all(_stands(event, resume) for resume in resumes):
+            yield event
+        if event["kind"] == "resume":
+            resumes.append(event)
+
+
+def _lines_back(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file, the last one first."""
+    try:
+        with path.open("rb") as file:
+            position, size = file.seek(0, os.SEEK_END), BLOCK
+            begun, is_last = b"", True
+            while position:
+                size = min(size, position)
+                position = file.seek(position - size)
+                begun, *lines = (file.read(size) + begun).split(b"\n")
+                if lines and is_last:
+                    lines, is_last = (
+                        lines[:-1],
+                        False,
+                    )  # what follows the last end of a line is torn
+                yield from reversed(lines)
+                size *= 2
+            if not is_last:
+                yield begun
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _stands(earlier: Event, resume: Event) -> bool:
@@ -101,16 +135,21 @@ def plain(value: Any) -> Any:
     return os.fspath(value)
 
 
-def _parse(path: Path, number: int, line: bytes) -> Event:
+def _parse(place: str, line: bytes) -> Event:
     try:
         event = json.loads(line)
-        kind = event["kind"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, RecursionError):
+        event = None
+    if not isinstance(event, dict) or event.get("kind") not in KINDS:
         raise DataError(
-            f"found a line that is no event at {path}:{number}; expected a JSON object with 'kind'; "
-            "remove the line if the file was edited by hand"
-        ) from error
-    assert kind in KINDS, f"{path}:{number}: unknown kind {kind!r}"
+            f"found a line that is no event at {place}; expected a JSON object with 'kind', one of "
+            f"{', '.join(KINDS)}; remove the line if the file was edited by hand"
+        )
+    steps = [event.get("step", 0), event.get("from_step", 0)]
+    if not all(isinstance(step, int) for step in steps):
+        raise DataError(f"found a step that is no integer at {place}; expected a count; correct it")
+    if event["kind"] == "resume" and "from_step" not in event:
+        raise DataError(f"found a resume without from_step at {place}; expected a step; correct it")
     return {
         key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
         for key, value in event.items()
@@ -123,6 +162,12 @@ def _drop_torn_line(path: Path) -> None:
         return
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error.strerror}; expected the events.jsonl of a run; give its path"
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:

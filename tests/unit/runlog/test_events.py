@@ -8,14 +8,18 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from taut.errors import DataError, OutputError
 from taut.runlog import EventLog, LogConfig, RunLog, read_events
-from taut.runlog.events import Event
+from taut.runlog import events as runlog_events
+from taut.runlog.events import Event, newest_first
 
 
 class Decision(NamedTuple):
@@ -120,12 +124,57 @@ def test_a_resume_takes_back_the_steps_after_it(tmp_path: Path) -> None:
     assert not [event for event in events if event["kind"] == "eval"]
 
 
-@pytest.mark.parametrize("line", ["half", "[]", "3", '{"step": 1}'])
+EVENTS = st.one_of(
+    st.builds(dict, kind=st.just("step"), step=st.integers(1, 9), text=st.text(max_size=30)),
+    st.builds(dict, kind=st.sampled_from(["eval", "end"]), step=st.integers(0, 9)),
+    st.builds(dict, kind=st.just("resume"), from_step=st.integers(0, 9), is_measured=st.booleans()),
+    st.just({"kind": "start"}),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(EVENTS, max_size=20), st.integers(1, 40), st.sampled_from(["", '{"kind": "st']))
+def test_from_the_end_back_the_same_events_are_in_force(
+    happened: list[dict[str, Any]], block: int, torn: str
+) -> None:
+    with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runlog_events, "BLOCK", block)
+        path = Path(place) / "events.jsonl"
+        write(path, happened)
+        path.write_bytes(path.read_bytes() + torn.encode())
+        assert list(newest_first(path))[::-1] == read_events(path)
+
+
+def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"damaged\n" * 10**5)
+    write(path, steps(1))
+    assert next(newest_first(path))["step"] == 1
+    with pytest.raises(DataError, match=r"no event at .*, line 2 from its end"):
+        list(newest_first(path))
+
+
+@pytest.mark.parametrize("line", ["half", "[]", "3", '{"step": 1}', '{"kind": "x"}', "[" * 10**5])
 def test_a_line_that_is_no_event_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, steps(1))
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=r"events\.jsonl:2; expected a JSON object"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"kind": "step", "step": "1"}', "found a step that is no integer"),
+        ('{"kind": "resume", "from_step": null}', "found a step that is no integer"),
+        ('{"kind": "resume"}', "found a resume without from_step"),
+    ],
+)
+def test_a_step_that_is_none_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=message):
         read_events(path)
 
 
