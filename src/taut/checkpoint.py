@@ -221,12 +221,17 @@ class Checkpoints:
         began, side = time.perf_counter(), self._side
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f".{final.name}.partial"
-        _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
-        sharded.write(state, partial, side)
-        files = _together(side, lambda: _digests(partial, side))
-        missing: list[list[str]] = _together(
-            side, lambda: self._complete(partial, final, meta, files) if side.is_writer else []
-        )
+        try:
+            _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
+            sharded.write(state, partial, side)
+            files = _together(side, lambda: _digests(partial, side))
+            missing: list[list[str]] = _together(
+                side, lambda: self._complete(partial, final, meta, files) if side.is_writer else []
+            )
+        except OSError:
+            if side.is_writer:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         return Written(step, final, time.perf_counter() - began, missing[0])
 
     def _make_place(self, partial: Path, num_bytes: int) -> None:

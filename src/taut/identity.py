@@ -14,6 +14,7 @@ May import run and what is below it.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,7 +109,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
     for key, was, now in _leaves(old, new, ""):
         if was == now:
             continue
-        text = f"{key}: {_shown(was)} then, {_shown(now)} now"
+        is_content = _is_hash(was) and _is_hash(now)
+        what = "other content, " if is_content else ""
+        text = f"{key}: {what}{_shown(was)} then, {_shown(now)} now"
         is_rounding = any(key == one or key.startswith(f"{one}.") for one in ROUNDING)
         (found.rounding if is_rounding else found.refused).append(text)
     return found
@@ -137,9 +140,13 @@ def _leaves(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
 
 
 def _shown(value: Any) -> str:
-    text = "none" if value is None else repr(value)
-    is_hash = isinstance(value, str) and len(value) == 64
-    return f"{value[:12]}..." if is_hash else text
+    if _is_hash(value):
+        return f"{value[:12]}..."
+    return "none" if value is None else repr(value)
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _hashes(path: str, config: Any, ranks: Ranks) -> dict[str, str]:

@@ -72,7 +72,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind: str, go: Go, tmp_path: P
     if "lora__rank" in KINDS[kind]:
         assert largest_difference(weights(killed / "adapter"), weights(whole / "adapter")) == 0.0
     names = sorted(path.name for path in (killed / "checkpoints").iterdir())
-    assert names == ["step-000002", "step-000004", "step-000006"]
+    assert names == ["latest", "step-000002", "step-000004", "step-000006"]
+    assert (killed / "checkpoints" / "latest").read_text() == "step-000006\n"
 
 
 def test_a_resumed_run_may_be_longer(go: Go) -> None:
@@ -86,7 +87,8 @@ def test_a_resumed_run_may_be_longer(go: Go) -> None:
 
 def test_only_the_newest_are_kept(go: Go) -> None:
     out = go("out", checkpoint__keep=2).out
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["latest", "step-000004", "step-000006"]
     assert [Path(event["path"]).name for event in events(out, "checkpoint")] == [
         "step-000002",
         "step-000004",
@@ -118,7 +120,7 @@ def test_changed_data_are_refused(model: Path, tmp_path: Path) -> None:
     keys = {"steps": 2, "checkpoint__every": 1}
     sft(model, train, tmp_path / "out", **keys)
     write_rows(train, chats(8, seed=1))
-    with pytest.raises(taut.ConfigError, match=r"belongs to another run: data: "):
+    with pytest.raises(taut.ConfigError, match=r"belongs to another run: data\..*rows\.jsonl.*: other content, \w{12}"):
         sft(model, train, tmp_path / "out", resume=True, **keys)
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from taut.errors import ConfigError, OutputError
-from taut.evals.best import Best, read_best
+from taut.evals.best import Best, drop_after, require_same_measure
 from taut.loop import Job
 from taut.parallel import Ranks
 
 
-def make(directory: Path, metric: str = "exact_match", value: float | None = None) -> Best:
+def make(directory: Path, metric: str = "exact_match") -> Best:
     """A keeper whose models are empty directories."""
 
     def save(folder: Path, finish: Callable[[Path], None]) -> None:
@@ -28,7 +28,7 @@ def make(directory: Path, metric: str = "exact_match", value: float | None = Non
     told: list[dict[str, Any]] = []
     ranks = Ranks(0, 1, torch.device("cpu"))
     job = SimpleNamespace(ranks=ranks, emit=lambda kind, **fields: told.append(fields), told=told)
-    return Best(metric, "m", directory, save, cast(Job, job), value)
+    return Best(metric, "m", directory, save, cast(Job, job))
 
 
 def steps_kept(best: Best, values: list[float]) -> list[int]:
@@ -52,7 +52,7 @@ def test_the_best_is_the_first_of_the_largest_or_of_the_smallest_loss(
     assert steps_kept(best, values) == kept
     note = json.loads((tmp_path / "best" / "best.json").read_text())
     assert (note["step"], note["value"]) == (kept[-1], values[kept[-1] - 1])
-    assert read_best(tmp_path / "best", metric, "m") == values[kept[-1] - 1]
+    require_same_measure(tmp_path / "best", metric, "m")
 
 
 @pytest.mark.parametrize("metrics", [{"brief": 1.0}, {"brief_pass_2": math.nan}])
@@ -67,8 +67,26 @@ def test_an_evaluation_without_a_value_is_told_and_keeps_nothing(
 
 
 def test_a_resumed_run_keeps_what_was_better(tmp_path: Path) -> None:
-    assert read_best(tmp_path, "exact_match", "m") is None
-    assert steps_kept(make(tmp_path / "best", value=0.5), [0.4, 0.5, 0.7]) == [3]
+    first, again = make(tmp_path / "best"), make(tmp_path / "best")
+    steps_kept(first, [0.5])
+    again.recall(json.loads(json.dumps(first.remember())))
+    assert again.step == 1
+    assert steps_kept(again, [0.4, 0.5, 0.7]) == [3]
+
+
+def test_what_was_measured_otherwise_is_not_recalled(tmp_path: Path) -> None:
+    again = make(tmp_path / "best")
+    again.recall({"metric": "exact_match", "measured": "another", "value": 0.5, "step": 3})
+    assert (again.value, again.step) == (None, None)
+
+
+def test_only_a_best_of_a_later_step_is_dropped(tmp_path: Path) -> None:
+    steps_kept(make(tmp_path / "best"), [0.1, 0.5])
+    drop_after(tmp_path / "best", 2)
+    assert (tmp_path / "best").is_dir()
+    drop_after(tmp_path / "best", 1)
+    assert not (tmp_path / "best").exists()
+    drop_after(tmp_path / "best", 1)
 
 
 def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
@@ -76,9 +94,9 @@ def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"by exact_match, and eval\.best=loss cannot be compared"
     ):
-        read_best(tmp_path, "loss", "m")
+        require_same_measure(tmp_path, "loss", "m")
     with pytest.raises(ConfigError, match="by exact_match on other data or in another way"):
-        read_best(tmp_path, "exact_match", "another")
+        require_same_measure(tmp_path, "exact_match", "another")
     (tmp_path / "best.json").write_text("{")
     with pytest.raises(OutputError, match="cannot be read"):
-        read_best(tmp_path, "exact_match", "m")
+        require_same_measure(tmp_path, "exact_match", "m")
