@@ -12,6 +12,7 @@ Imports nothing of ours but errors and ``explain.py``. Anyone may import it.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import os
@@ -97,6 +98,17 @@ def replace(config: T, mapping: Mapping[str, Any]) -> T:
     return _build(cls, to_dict(config), list(_flatten(cls, mapping, ())), (place, place))
 
 
+def override(config: T, overrides: Sequence[str]) -> T:
+    """A configuration with ``a.b=value`` set on top."""
+    cls, place = type(config), "on the command line"
+    return _build(cls, to_dict(config), [_parse_override(cls, it) for it in overrides], (place,) * 2)
+
+
+def restore(cls: type[T], saved: Mapping[str, Any], place: str) -> T:
+    """The configuration that ``to_dict`` gave, from where it was kept: ``place`` is for mistakes in it."""
+    return _build(cls, dict(saved), [], (place, place))
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as JSON-able values."""
     plain = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
@@ -174,11 +186,29 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not UTF-8 at line {line}; expected UTF-8; convert it"
         ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not only TOMLDecodeError: of a huge integer, too
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}; expected key = value lines") from error
+    except (ValueError, RecursionError) as error:
+        line = _line_not_held(raw.decode("utf-8"))
+        raise ConfigError(
+            f"{path} cannot be read at line {line}: {error}; expected key = value lines"
+        ) from error
+
+
+def _line_not_held(text: str) -> int:
+    """Which line has what Python cannot hold, such as an integer of 5,000 digits: tomllib does not say."""
+    lines = text.split("\n")
+
+    def is_in_first(count: int) -> bool:
+        try:
+            tomllib.loads("\n".join(lines[:count]))
+        except tomllib.TOMLDecodeError:  # cut in the middle of a value
+            return False
+        except (ValueError, RecursionError):
+            return True
+        return False
+
+    return bisect.bisect_left(range(len(lines)), True, key=is_in_first)
 
 
 def _parse_override(cls: type[Any], text: str) -> Assignment:

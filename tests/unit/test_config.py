@@ -249,3 +249,30 @@ def test_a_class_made_from_another_keeps_its_keys_checks_and_documentation() -> 
     assert from_mapping(Larger, {"seed": 2}).samples_per_step == 64
     with pytest.raises(ConfigError, match="expected luck"):
         from_mapping(Larger, {"samples_per_step": 13})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rate = " + "9" * 5000, "run.toml cannot be read at line 3: Exceeds the limit"),
+        ("freeze = " + "[" * 3000, "run.toml cannot be read at line 3: maximum recursion depth"),
+        ("steps = 0x" + "f" * 5000, "an integer of 20000 bits for 'steps' at run.toml; expected"),
+        ("steps = 9223372036854775808", "an integer of 64 bits for 'steps' at run.toml; expected"),
+        (f"freeze = {'[' * 40}{']' * 40}", "'freeze[0][0]"),
+        (f"kind = '{'x' * 500}'", "..."),
+        ("kind = 'a\u2028b'", r'found kind="a\u2028b" at run.toml'),
+        ('"ki\\nd" = 1', r"unknown key 'ki\nd' at run.toml"),
+    ],
+)
+def test_what_no_configuration_can_hold_is_named(tmp_path: Path, line: str, message: str) -> None:
+    refusal = refused(path=toml(tmp_path, f'out = "x"\n# two\n{line}\n'))
+    assert message in refusal
+    assert len(refusal) < 400
+    assert refusal.isprintable()
+
+
+def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b'out = "x"\nkind = "\xff"\n')
+    assert "run.toml is not UTF-8 at line 2" in refused(path=tmp_path / "run.toml")
+    assert "found 'kind' on the command line, which is not Unicode" in refused("kind=\udcff")
+    assert "nested deeper" in refused(".".join("a" * 3000) + "=1")

@@ -112,9 +112,15 @@ def _read_arrow(batches: Iterable[Any], name: str, kind: str) -> Records:
 def _rows_of(batch: Any, name: str, number: int) -> Iterable[Any]:
     """``number``: how many rows came before."""
     try:
-        rows: list[Any] = batch.to_pylist()
+        return _plain(batch)
     except ARROW_FAILURES:
         return _rows_alone(batch, name, number)
+
+
+def _plain(batch: Any) -> list[Any]:
+    """Validated first: Arrow trusts the offsets in a file, and a damaged one would read beyond its memory."""
+    batch.validate(full=True)
+    rows: list[Any] = batch.to_pylist()
     return rows
 
 
@@ -122,7 +128,7 @@ def _rows_alone(batch: Any, name: str, number: int) -> Iterator[Any]:
     """The rows one by one, to name the one that Python cannot hold."""
     for index in range(batch.num_rows):
         try:
-            yield from batch.slice(index, 1).to_pylist()
+            yield from _plain(batch.slice(index, 1))
         except ARROW_FAILURES as error:
             raise DataError(
                 f"{name}:{number + index + 1}: the row cannot be read ({_first_line(error)}); correct it"

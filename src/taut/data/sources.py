@@ -97,6 +97,7 @@ class Opened:
 
     def records(self) -> Records:
         """Read it from the start. Read to its end, it is what the digest says, or a DataError."""
+        self._require_unchanged()
         try:
             yield from self._records()
         except (DataError, OSError) as error:

@@ -203,7 +203,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, suffix:
 def test_text_in_arrow_that_is_not_utf8_is_named_by_its_row(tmp_path: Path) -> None:
     bad = pa.array([b"good", b"\xff"], pa.binary()).view(pa.string())
     pyarrow.parquet.write_table(pa.Table.from_arrays([bad], names=["text"]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet:2: the row cannot be read \('utf-8' codec"):
+    with pytest.raises(DataError, match=r"a\.parquet:2: the row cannot be read \(.*UTF8"):
         records(tmp_path / "a.parquet")
 
 
