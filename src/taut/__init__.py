@@ -4,11 +4,13 @@
 
     taut.sft("run.toml", steps=10)
     taut.sft(model="DIR", data={"train": "a.jsonl"}, out="runs/a", **{"optim.learning_rate": 1e-4})
+    taut.resume("runs/a", steps=20)
     taut.generate(model="runs/a/model", prompts="b.jsonl", out="c.jsonl", **{"sampling.n": 4})
 
-Each function takes its command's keys (``taut COMMAND --help``), nested (``data={"train": ...}``) or dotted
-(``**{"data.train": ...}``), and a TOML file or a configuration to set them on. The names below are the public surface.
-Importing taut loads neither torch nor transformers: what needs them is imported when it is first asked for.
+Each function but ``resume`` and ``runs`` takes its command's keys (``taut COMMAND --help``), nested
+(``data={"train": ...}``) or dotted (``**{"data.train": ...}``), and a TOML file or a configuration to set them on. The
+names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is imported
+when it is first asked for.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from taut.commands.export import Export
     from taut.commands.generate import Generate, Generated
     from taut.commands.merge import Merge, Merged
+    from taut.commands.runs import RunState
     from taut.commands.verify import Finding, Verify
     from taut.run import Run
 
@@ -59,6 +62,8 @@ __all__ = [
     "export",
     "generate",
     "merge",
+    "resume",
+    "runs",
     "sft",
     "show",
     "verify",
@@ -71,6 +76,20 @@ def sft(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
     from taut.run import Run
 
     return api.sft(_configure(Run, run, keys))
+
+
+def resume(out: str | PathLike[str], **keys: Any) -> Result:
+    """Go on with the run in ``out``, with its own configuration and ``keys`` set on top."""
+    from taut import resumed
+
+    return resumed.resume(out, keys)
+
+
+def runs(*directories: str | PathLike[str]) -> list[RunState]:
+    """The runs in some directories, newest first; without one in ``runs``, or else the current directory."""
+    from taut.commands import runs as command
+
+    return command.runs(directories)
 
 
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:

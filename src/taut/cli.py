@@ -1,7 +1,7 @@
 """The command line: words -> a configuration -> a call of the library. No behaviour of its own.
 
 Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a key that is true or false. A word
-that stands alone is the TOML file they are set on top of or, for the commands that use a finished model, the model
+that stands alone is the TOML file they are set on top of or, for the commands that use a model or a run, that one
 (then only a word that ends in .toml is a file). All are the same thing to ``taut.config``.
 
 A TautError is one line on stderr and its exit code (2: the user can put it right; 1: a check failed); under torchrun
@@ -14,6 +14,7 @@ Imports nothing heavy until a command runs. May be imported by ``__main__`` only
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ class Command(NamedTuple):
     """The configclass; without one, the words are handed on as ``key=value``."""
     alone: tuple[str, ...] = ()
     """The keys that words standing alone set, in order."""
+    many: str | None = None
+    """The key of the list that words standing alone are put in."""
 
 
 COMMANDS = {
@@ -55,6 +58,19 @@ COMMANDS = {
         "print the resolved configuration, and which tokens are targets",
         "taut.api:show",
         "taut.run:Run",
+    ),
+    "resume": Command(
+        "OUT [key=value ...]",
+        "go on with a run, from its directory alone",
+        "taut.resumed:run",
+        alone=("out",),
+    ),
+    "runs": Command(
+        "[DIR ...]",
+        "the runs there are: state, step, loss, checkpoint",
+        "taut.commands.runs:run",
+        "taut.commands.runs:Runs",
+        many="directories",
     ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
@@ -181,7 +197,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
 
     call = _named(command.call)
     if command.config is None:
-        path, overrides = sort_words(words, set())
+        path, overrides = sort_words(words, set(), command.alone)
         if path is not None:
             raise ConfigError(
                 f"found {str(path)!r}; taut {name} takes key=value only, as in steps=10"
@@ -189,9 +205,9 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         result = call(overrides)
     else:
         cls = config_class(command)
-        result = call(load(cls, *sort_words(words, switches(cls), command.alone)))
-        if os.environ.get("RANK", "0") == "0":
-            _tell(getattr(result, "notice", None), getattr(result, "warning", None))
+        result = call(load(cls, *sort_words(words, switches(cls), command.alone, command.many)))
+    if os.environ.get("RANK", "0") == "0":
+        _tell(getattr(result, "notice", None), getattr(result, "warning", None))
     return result if isinstance(result, int) else 0
 
 
@@ -231,16 +247,23 @@ def switches(cls: type[Any]) -> set[str]:
     return {row.key for row in describe(cls) if row.type == "true | false"}
 
 
-def sort_words(words: Sequence[str], switches: set[str], alone: Sequence[str] = ()) -> Words:
-    """The TOML file, and every setting as ``key=value``; ``alone``: the keys that words standing alone set."""
+def sort_words(
+    words: Sequence[str], switches: set[str], alone: Sequence[str] = (), many: str | None = None
+) -> Words:
+    """The TOML file, and every setting as ``key=value``.
+
+    ``alone``: the keys that words standing alone set, one each; ``many``: the key they are all put in, as a list.
+    """
     path: Path | None = None
-    overrides = []
+    overrides, together = [], []
     keys, rest = iter(alone), iter(words)
     for word in rest:
         if word.startswith("--"):
             overrides.append(_from_flag(word[2:], rest, switches))
         elif "=" in word:
             overrides.append(word)
+        elif many:
+            together.append(word)
         elif alone and not word.endswith(".toml"):
             key = next(keys, None)
             if key is None:
@@ -255,6 +278,8 @@ def sort_words(words: Sequence[str], switches: set[str], alone: Sequence[str] = 
             raise ConfigError(
                 f"found {word!r} beside {str(path)!r}; expected one TOML file, and settings as key=value"
             )
+    if together:
+        overrides.append(f"{many}={json.dumps(together, ensure_ascii=False)}")
     return Words(path, overrides)
 
 

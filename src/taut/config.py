@@ -101,7 +101,9 @@ def replace(config: T, mapping: Mapping[str, Any]) -> T:
 def override(config: T, overrides: Sequence[str]) -> T:
     """A configuration with ``a.b=value`` set on top."""
     cls, place = type(config), "on the command line"
-    return _build(cls, to_dict(config), [_parse_override(cls, it) for it in overrides], (place,) * 2)
+    return _build(
+        cls, to_dict(config), [_parse_override(cls, it) for it in overrides], (place,) * 2
+    )
 
 
 def restore(cls: type[T], saved: Mapping[str, Any], place: str) -> T:

@@ -103,7 +103,8 @@ class Run:
     freeze: list[str] = field(default_factory=list)
     """Parameters not to train: globs over names, or /regular expressions/."""
     resume: bool = False
-    """Go on from the newest checkpoint in out."""
+    """Go on from the newest checkpoint in out; from step 1 where there is none, not at all where the run
+    is finished."""
     overwrite: bool = False
     """Replace the run that is in out."""
     batch: BatchConfig = BatchConfig()
