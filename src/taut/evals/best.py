@@ -56,7 +56,9 @@ class Best:
             detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
             self.job.emit("warning", step=step, name="best", detail=detail)
             return
-        if not self._is_better(value):
+        if not (
+            step == self.step or self._is_better(value)
+        ):  # a resumed run may measure a step again
             return
         note = {
             "step": step,

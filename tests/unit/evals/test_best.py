@@ -71,7 +71,11 @@ def test_a_resumed_run_keeps_what_was_better(tmp_path: Path) -> None:
     steps_kept(first, [0.5])
     again.recall(json.loads(json.dumps(first.remember())))
     assert again.step == 1
-    assert steps_kept(again, [0.4, 0.5, 0.7]) == [3]
+    again.consider(1, {"exact_match": 0.5})
+    assert len(cast(Any, again.job).told) == 1, "measured again where it was the best: told again"
+    for step, value in ((2, 0.4), (3, 0.5), (4, 0.7)):
+        again.consider(step, {"exact_match": value})
+    assert [fields["step"] for fields in cast(Any, again.job).told] == [1, 4]
 
 
 def test_what_was_measured_otherwise_is_not_recalled(tmp_path: Path) -> None:

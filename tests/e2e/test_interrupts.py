@@ -1,0 +1,230 @@
+"""Signals: the open step is abandoned and the state saved; the run that goes on is the one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chats import (
+    QUIET,
+    chats,
+    column,
+    events,
+    largest_difference,
+    sft,
+    weights,
+    words_of,
+    write_rows,
+)
+
+import taut
+from taut.errors import Interrupted
+
+Go = Callable[..., taut.Result]
+FIXED: dict[str, Any] = {
+    "steps": 6,
+    "optim__schedule": "cosine",
+    "batch__tokens_per_microbatch": 90,
+    "checkpoint__every": 0,
+    "eval__every": 2,
+    "eval__best": "loss",
+}
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("eval") / "held_out.jsonl", chats(5, seed=3))
+
+
+@pytest.fixture
+def go(model: Path, train: Path, held_out: Path, tmp_path: Path) -> Go:
+    fixed = {**FIXED, "data__eval": str(held_out)}
+    return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, signal.Signals], None]:
+    """``at("taut.loop.backward", 7, SIGTERM)``: the signal comes in the middle of the seventh call."""
+
+    def plant(target: str, number: int, which: signal.Signals) -> None:
+        module, _, name = target.rpartition(".")
+        real, calls = getattr(sys.modules[module], name), []
+
+        def with_signal(*given: Any, **named: Any) -> Any:
+            calls.append(name)
+            if len(calls) == number:
+                os.kill(os.getpid(), which)
+            return real(*given, **named)
+
+        monkeypatch.setattr(target, with_signal)
+
+    return plant
+
+
+def require_equal(resumed: Path, whole: Path) -> None:
+    """Bit for bit, each step and each evaluation once."""
+    for name in ("step", "loss", "grad_norm", "sample_ids", "learning_rate"):
+        assert column(resumed, name) == column(whole, name)
+    for kind in ("eval", "best"):
+        found = [
+            [{**e, "time": 0, "path": ""} for e in events(out, kind)] for out in (resumed, whole)
+        ]
+        assert found[0] == found[1]
+    for folder in ("model", "best"):
+        assert largest_difference(weights(resumed / folder), weights(whole / folder)) == 0.0
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_open_step_is_abandoned_and_taken_again(
+    which: signal.Signals, go: Go, at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = go("whole").out, tmp_path / "out"
+    first, *_ = events(whole, "step")
+    assert len(first["sample_ids"]) == 6
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with monkeypatch.context():
+        at("taut.loop.backward", 11, which)
+        with pytest.raises(Interrupted, match=rf"by {which.name}: the state after step \d is in"):
+            go("out")
+    monkeypatch.undo()
+    assert {number: signal.getsignal(number) for number in before} == before
+    done = events(out, "end")[-1]
+    assert (done["outcome"], Interrupted.exit_code) == ("interrupted", 75)
+    assert column(out, "step") == list(range(1, done["step"] + 1))
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == [
+        f"step-{done['step']:06d}"
+    ]
+    assert not (out / "model").exists()
+    go("out", resume=True)
+    require_equal(out, whole)
+
+
+@pytest.mark.parametrize(
+    ("target", "number", "step"),
+    [
+        ("taut.evals.heldout.microbatches_of", 2, 4),  # the evaluation after step 4
+        ("taut.evals.best._write", 2, 4),  # while out/best is written
+        ("taut.evals.heldout.microbatches_of", 3, 6),  # the one at the end
+        ("taut.deliver.score", 1, 6),  # the final export
+        ("taut.contract.answer", 1, 6),
+    ],
+)
+def test_what_follows_a_step_is_ended_at_once_and_done_again(
+    target: str,
+    number: int,
+    step: int,
+    go: Go,
+    at: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    whole, out = go("whole").out, tmp_path / "out"
+    at(target, number, signal.SIGTERM)
+    with pytest.raises(Interrupted, match=f"the state after step {step} is in"):
+        go("out")
+    monkeypatch.undo()
+    assert not list(out.glob(".*.partial"))
+    result = go("out", resume=True)
+    assert result.loss == column(whole, "loss")[-1]
+    require_equal(out, whole)
+
+
+def test_before_the_first_step_there_is_nothing_to_save(go: Go, at: Any, tmp_path: Path) -> None:
+    at("taut.loop.backward", 1, signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGTERM before the first step was over; nothing was"):
+        go("out")
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert go("out", resume=True).steps == 6
+
+
+def test_signals_of_one_notice_count_once(
+    go: Go, at: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As under torchrun, which passes on the signal that its ranks got as well."""
+    at("taut.loop.backward", 11, signal.SIGINT)
+    at("taut.loop.backward", 11, signal.SIGTERM)
+    with pytest.raises(Interrupted, match="the state after step"):
+        go("out")
+    monkeypatch.undo()
+    assert go("out", resume=True).steps == 6
+
+
+PROGRAM = """\
+import os, signal, sys, time
+from taut import cli, loop
+real, calls = loop.backward, []
+def backward(*given):
+    calls.append(1)
+    if len(calls) == 11:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if os.environ.get("TWICE"):
+            time.sleep(1.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+    return real(*given)
+loop.backward = backward
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("times", ["once", "twice"])
+def test_exit_codes(times: str, model: Path, train: Path, tmp_path: Path) -> None:
+    keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 6}
+    keys |= {"batch.tokens_per_microbatch": 90}
+    environment = {**os.environ, **({"TWICE": "1"} if times == "twice" else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "sft", *words_of(keys)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=120,
+    )
+    saved = list((tmp_path / "out").glob("checkpoints/step-*"))
+    if times == "twice":
+        assert (done.returncode, done.stderr, saved) == (128 + signal.SIGTERM, "", [])
+        return
+    assert done.returncode == 75
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("taut: error: interrupted by SIGTERM: the state after step ")
+    assert "the same command with resume=true goes on" in done.stderr
+    assert len(saved) == 1
+
+
+def test_a_signal_to_one_rank_ends_all_and_loses_nothing(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    keys = {**QUIET, "model": model, "data.train": train, "steps": 6, "checkpoint.every": 0}
+    program = PROGRAM.replace("len(calls) == 11", 'len(calls) == 4 and os.environ["RANK"] == "1"')
+    (tmp_path / "program.py").write_text(program)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, tmp_path / "program.py", "sft", *words_of({**keys, "out": out})],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("interrupted by SIGTERM: the state after step 3 is in") == 1
+    assert column(out, "step") == [1, 2, 3]
+    whole = sft(model, train, tmp_path / "whole", steps=6)
+    resumed = sft(model, train, out, steps=6, resume=True, checkpoint__every=0)
+    assert column(out, "loss") == pytest.approx(column(whole.out, "loss"), rel=1e-9)
+    assert largest_difference(weights(resumed.model), weights(whole.model)) < 1e-9
+
+
+def test_another_thread_gets_no_signals_and_still_trains(go: Go) -> None:
+    import threading
+
+    results: list[taut.Result] = []
+    thread = threading.Thread(target=lambda: results.append(go("out", steps=2)))
+    thread.start()
+    thread.join()
+    assert results[0].steps == 2
