@@ -76,9 +76,9 @@ def _environment(out: Path) -> dict[str, str]:
 
 def _fork(
     keys: Mapping[str, Any], at: Point | None, *, num_ranks: int = 1, is_power_lost: bool = False
-) -> int:
-    """How a forked run ends: 0, 1 for an error, -9 for one that was killed. Of several ranks, how the first to fail
-    ends; as torchrun does, the others are asked to end then (SIGTERM), and later made to.
+) -> list[int]:
+    """How each rank of a forked run ends: 0, 1 for an error, -9 for one that was killed. When one has failed the others
+    are asked to end (SIGTERM), as torchrun does, and later made to.
     """
     worlds = _worlds(num_ranks)
     started = [
@@ -90,22 +90,21 @@ def _fork(
     ]
     for process in started:
         process.start()
-    code = _first_failure(started)
+    has_ended = _wait(started)
     _end(started)
-    assert code is not None, f"no end in {LIMIT:.0f} s: {log_of(Path(keys['out']))}"
-    return code
+    assert has_ended, f"no end in {LIMIT:.0f} s: {log_of(Path(keys['out']))}"
+    return [int(process.exitcode or 0) for process in started]
 
 
-def _first_failure(started: Sequence[ForkServerProcess]) -> int | None:
-    """Wait until one has failed or all have ended. None: neither came about."""
+def _wait(started: Sequence[ForkServerProcess]) -> bool:
+    """Until one has failed or all have ended. False: neither came about."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         alive = [process.sentinel for process in started if process.is_alive()]
-        code = next((process.exitcode for process in started if process.exitcode), 0)
-        if code or not alive:
-            return code
+        if not alive or any(process.exitcode for process in started):
+            return True
         wait(alive, timeout=1.0)
-    return None
+    return False
 
 
 def _worlds(num_ranks: int) -> list[dict[str, str]]:
@@ -142,8 +141,8 @@ def log_of(out: Path) -> str:
 def whole(out: Path, keys: Mapping[str, Any], *, num_ranks: int = 1) -> list[Operation]:
     """An uninterrupted run, and what it did (its first rank, of several)."""
     keys = {**keys, "out": str(out)}
-    code = _fork(keys, NOWHERE, num_ranks=num_ranks)
-    assert code == 0, f"the uninterrupted run failed: {log_of(out)}"
+    codes = _fork(keys, NOWHERE, num_ranks=num_ranks)
+    assert not any(codes), f"the uninterrupted run failed: {log_of(out)}"
     return [Operation(*item) for item in json.loads(_operations_of(out).read_text())]
 
 
@@ -157,14 +156,14 @@ def kill(
 ) -> None:
     """A run, begun or resumed, that kills itself at a point."""
     keys = {**keys, "out": str(out), "resume": True}
-    code = _fork(keys, at, num_ranks=num_ranks, is_power_lost=is_power_lost)
-    assert code == -signal.SIGKILL, f"not killed at {at} but ended with {code}: {log_of(out)}"
+    codes = _fork(keys, at, num_ranks=num_ranks, is_power_lost=is_power_lost)
+    assert codes[at.rank] == -signal.SIGKILL, f"not killed at {at}: {codes}: {log_of(out)}"
     require_latest_is_complete(out)
 
 
 def kill_if_reached(out: Path, keys: Mapping[str, Any], at: Point) -> bool:
     """A resumed run, which may have less to do than one from the start: whether it came to the point."""
-    code = _fork({**keys, "out": str(out), "resume": True}, at)
+    (code,) = _fork({**keys, "out": str(out), "resume": True}, at)
     assert code in (0, -signal.SIGKILL), f"ended with {code} on its way to {at}: {log_of(out)}"
     require_latest_is_complete(out)
     return code != 0
@@ -176,8 +175,8 @@ def resume(
     """The same command line as ``kill``, to its end."""
     keys = {**keys, "out": str(out), "resume": True}
     if not is_fresh:
-        code = _fork(keys, None, num_ranks=num_ranks)
-        assert code == 0, f"the resumed run failed: {log_of(out)}"
+        codes = _fork(keys, None, num_ranks=num_ranks)
+        assert not any(codes), f"the resumed run failed: {log_of(out)}"
         return
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(keys)],

@@ -47,11 +47,12 @@ class Point(NamedTuple):
 NOWHERE = Point("", 0)
 
 
-def point(operations: Sequence[Operation], kind: str, share: float) -> Point:
-    """The point that lies ``share`` (0 to 1) of the way through what a run did of a kind."""
-    total = sum(operation.kind == kind for operation in operations)
-    assert total, f"the run does nothing of the kind {kind}"
-    return Point(kind, 1 + round(share * (total - 1)))
+def point(operations: Sequence[Operation], kind: str, share: float, within: str = "") -> Point:
+    """``share`` (0 to 1) of the way through what a run did of a kind, on files with ``within`` in their path."""
+    mine = (operation.what for operation in operations if operation.kind == kind)
+    numbers = [number for number, what in enumerate(mine, start=1) if within in what]
+    assert numbers, f"the run does nothing of the kind {kind} {within}"
+    return Point(kind, numbers[round(share * (len(numbers) - 1))])
 
 
 def cache_of(out: Path) -> Path:

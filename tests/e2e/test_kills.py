@@ -37,46 +37,49 @@ def wholes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, W
 
 
 @pytest.mark.parametrize(
-    ("kind", "operation", "share"),
+    ("kind", "operation", "within", "share"),
     [
-        ("full", "checkpoint", 0.3),
-        ("full", "checkpoint", 0.6),
-        ("full", "export", 0.2),
-        ("full", "update", 0.6),
-        ("lora", "checkpoint", 0.5),
-        ("lora", "export", 0.4),
-        ("lora", "export", 1.0),
-        ("lora", "backward", 0.7),
+        ("full", "checkpoint", "step-000003", 0.5),
+        ("full", "checkpoint", "step-000006", 0.8),
+        ("full", "export", "", 0.4),
+        ("full", "update", "", 0.6),
+        ("lora", "checkpoint", "step-000006", 0.3),
+        ("lora", "checkpoint", "latest", 0.7),
+        ("lora", "export", "adapter", 0.5),
+        ("lora", "backward", "", 0.7),
     ],
 )
 def test_killed_and_resumed_equals_uninterrupted(
-    kind: str, operation: str, share: float, wholes: dict[str, Whole], tmp_path: Path
+    kind: str, operation: str, within: str, share: float, wholes: dict[str, Whole], tmp_path: Path
 ) -> None:
     run, out = wholes[kind], tmp_path / "out"
-    kill(out, run.keys, point(run.operations, operation, share))
-    resume(out, run.keys, is_fresh=share == 1.0)
+    kill(out, run.keys, point(run.operations, operation, share, within))
+    resume(out, run.keys, is_fresh=within == "adapter")
     require_equal(out, run.left)
 
 
 def test_killed_twice(wholes: dict[str, Whole], tmp_path: Path) -> None:
+    """In the second checkpoint, and in the final export of what was resumed."""
     run, out = wholes["full"], tmp_path / "out"
-    kill(out, run.keys, point(run.operations, "checkpoint", 0.7))
+    kill(out, run.keys, point(run.operations, "checkpoint", 0.5, "step-000006"))
     kill(out, run.keys, point(run.operations, "export", 0.6))
     resume(out, run.keys)
     require_equal(out, run.left)
-    assert [event["from_step"] for event in events(out, "resume")][-2:] == [3, 6]
+    assert [event["from_step"] for event in events(out, "resume")] == [0, 3, 7]
 
 
 @pytest.mark.parametrize(
-    ("operation", "share"), [("cache", 0.5), ("record", 0.0), ("record", 0.2), ("checkpoint", 0.1)]
+    ("operation", "within", "share"),
+    [("cache", "", 0.5), ("record", "resolved", 0.5), ("checkpoint", "step-000003", 0.1)],
 )
 def test_killed_before_the_first_complete_checkpoint_starts_at_step_one(
-    operation: str, share: float, wholes: dict[str, Whole], tmp_path: Path
+    operation: str, within: str, share: float, wholes: dict[str, Whole], tmp_path: Path
 ) -> None:
     run, out = wholes["full"], tmp_path / "out"
-    kill(out, run.keys, point(run.operations, operation, share))
+    kill(out, run.keys, point(run.operations, operation, share, within))
     resume(out, run.keys)
     require_equal(out, run.left)
+    assert events(out, "resume")[-1]["from_step"] == 0
     assert column(out, "step") == list(range(1, 8))
 
 

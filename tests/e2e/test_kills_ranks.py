@@ -46,7 +46,7 @@ def test_resumed_on_another_number_of_ranks(
     before: int, after: int, wholes: Wholes, tmp_path: Path
 ) -> None:
     out, limit = tmp_path / "out", TOLERANCE[wholes.keys["dtype"]]
-    at = point(wholes.operations[before], "checkpoint", 0.6)
+    at = point(wholes.operations[before], "checkpoint", 0.5, "step-000006")
     kill(out, wholes.keys, at, num_ranks=before)
     resume(out, wholes.keys, num_ranks=after)
     assert [event["num_ranks"] for event in events(out, "start")] == [before, after]
@@ -66,7 +66,7 @@ def test_resumed_on_another_number_of_ranks(
 def test_ranks_killed_and_resumed_equal_uninterrupted_ranks(wholes: Wholes, tmp_path: Path) -> None:
     """The writer dies inside a checkpoint, then the other rank in a step."""
     out, operations = tmp_path / "out", wholes.operations[2]
-    kill(out, wholes.keys, point(operations, "checkpoint", 0.6), num_ranks=2)
+    kill(out, wholes.keys, point(operations, "checkpoint", 0.5, "step-000006"), num_ranks=2)
     kill(out, wholes.keys, Point("update", 2, rank=1), num_ranks=2)
     resume(out, wholes.keys, num_ranks=2)
     require_equal(out, wholes.left[2])
