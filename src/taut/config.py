@@ -111,6 +111,19 @@ def restore(cls: type[T], saved: Mapping[str, Any], place: str) -> T:
     return _build(cls, dict(saved), [], (place, place))
 
 
+def user_path(text: str, key: str) -> Path:
+    """The path that a key names, ``~`` expanded, whether or not anything is there."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, or the home of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{key}={shown(text)} cannot be looked up: {reason}; expected a path; correct it"
+        ) from error
+    return path
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as JSON-able values."""
     plain = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")

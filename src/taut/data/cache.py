@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from taut.config import user_path
 from taut.data.length import Incident
 from taut.errors import OutputError
 
@@ -64,12 +65,7 @@ def directory_of(configured: str | None) -> Path:
     if not chosen:
         base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "taut"
-    try:
-        return Path(chosen).expanduser()
-    except RuntimeError as error:
-        raise OutputError(
-            f"the cache {chosen} is no path: {error}; set data.cache or TAUT_CACHE"
-        ) from None
+    return user_path(chosen, "data.cache" if configured else "TAUT_CACHE")
 
 
 def load(directory: Path, key: str) -> tuple[Entry | None, str]:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import configclass, user_path
 from taut.data import cache
 from taut.data.columns import Columns, Format, read_row
 from taut.data.formats import Document, Row
@@ -217,9 +217,10 @@ def build_renderer(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Re
     """The renderer a data config asks for."""
     if config.template is None:
         return Renderer(tokenizer, None, config.targets)
+    path = user_path(config.template, "data.template")
     try:
-        template = Path(config.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError, RuntimeError) as error:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
             "expected a file with a chat template"

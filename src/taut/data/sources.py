@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import configclass, user_path
 from taut.data.arrow import Records, load_table, read_parquet, read_table
 from taut.data.columns import Format
 from taut.data.formats import listed, shown
@@ -119,18 +119,10 @@ class Opened:
 
 def open_source(source: Source) -> Opened:
     """Find a source and hash its content. Nothing is parsed yet."""
-    try:
-        path = Path(source.path).expanduser()
-        is_file, is_directory = path.is_file(), path.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"data: {shown(source.path)} is no path that can be looked up ({reason}); "
-            "expected a file or directory; check the path"
-        ) from None
-    if is_file:
+    path = user_path(source.path, "data")
+    if path.is_file():
         return _open_file(source, path)
-    if is_directory or _is_hub_name(source.path):
+    if path.is_dir() or _is_hub_name(source.path):
         return _open_hugging_face(source, path)
     raise DataError(
         f"found no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data set directory, "

@@ -34,6 +34,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from taut.config import user_path
 from taut.errors import ModelError
 from taut.models import anatomy
 
@@ -249,6 +250,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 def _require_model_directory(path: str) -> None:
     """Say what is wrong with a path before the library guesses."""
+    user_path(path, "model")
     directory = Path(path)
     if not directory.exists():
         if _HUB_NAME.fullmatch(path):
