@@ -62,7 +62,7 @@ def _go_on(named: str, set_on_top: Callable[[Any], Any]) -> Result:
     begun = _read(out)
     is_here = begun.directory.samefile(Path.cwd())
     fixed = {
-        "out": named if is_here else str(out.absolute()),
+        "out": named if is_here else str(out.resolve()),
         "resume": True,
         "overwrite": False,
     }
