@@ -22,6 +22,8 @@ Imports nothing of ours. Anyone may import it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TautError(ValueError):
     """Something the user can put right. ``str(error)`` is one line: found, expected, remedy."""
@@ -73,6 +75,18 @@ class NonFiniteError(CheckFailed):
 
 class OutOfMemory(TautError):
     """A micro-batch the device has no memory for."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        half: int | None = None,
+        reason: str = "",
+        sample_ids: Sequence[str] = (),
+    ) -> None:
+        """``half``: the next smaller token budget; None: no budget divides it. ``reason``: the message in brief."""
+        super().__init__(message)
+        self.half, self.reason, self.sample_ids = half, reason, sample_ids
 
 
 class Interrupted(TautError):

@@ -40,6 +40,7 @@ FREE = (
     "contract",
     "stop",
     "eval",
+    "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
     "model",  # its files are hashed, wherever they lie
     "data.cache",
     "data.eval",

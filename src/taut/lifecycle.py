@@ -19,23 +19,40 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taut import checkpoint
 from taut.alarms import Spikes, Untouched
 from taut.checkpoint import Checkpoints, Memory, Saved
 from taut.config import to_dict
 from taut.data.plan import START, Cursor
 from taut.deliver import answer_for_best, choose_goldens, save_model
-from taut.errors import CheckFailed, ConfigError, Interrupted, TautError
+from taut.errors import (
+    CheckFailed,
+    ConfigError,
+    Interrupted,
+    OutOfMemory,
+    OutputError,
+    TautError,
+)
 from taut.evals.best import drop_after
 from taut.evals.during import Evaluations
 from taut.evals.stopping import StopCheck, Stops
 from taut.identity import TOLERANCE, identity_of, require_same
 from taut.interrupts import Interrupt, Interrupts
-from taut.loop import Job, train
-from taut.outdir import BEST, CHECKPOINTS, EVENTS, MARK, MODEL, Lock, claim
+from taut.loop import Job, train, use_budget
+from taut.outdir import (
+    BEST,
+    CHECKPOINTS,
+    EVENTS,
+    MARK,
+    MODEL,
+    Lock,
+    claim,
+    complete,
+)
 from taut.parallel import Ranks
+from taut.runlog import RunLog, all_events, read_events
+
+from taut import checkpoint
 from taut.run import Built, Inputs, Plan, Run, build_method
-from taut.runlog import RunLog, read_events
 
 
 class Ended(NamedTuple):
@@ -128,6 +145,8 @@ def execute(
             return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _saved(built, str(interrupt), checkpoints) from None
+        except OutOfMemory as error:
+            raise _kept(built, error, checkpoints) from error
         except TautError as error:
             job.emit("end", outcome="stopped", step=job.done, reason=str(error))
             raise
@@ -179,6 +198,10 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
         is_measured = bool(saved.meta["is_measured"])
         job.done, job.followed = from_step, from_step - (not is_measured)
         job.loss = saved.meta["loss"]
+    written = all_events(out / EVENTS) if job.ranks.is_writer else []
+    cuts = [event for event in written if event["kind"] == "budget"]
+    job.fit.replay(job.ranks.gather(cuts)[0])
+    use_budget(job, from_step, is_told=True)
     is_at_end = from_step == job.num_steps  # what is measured there comes after its checkpoint
     job.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
     for text in start.damaged:
@@ -241,6 +264,8 @@ def _asked_at_end(
     """The last measurements. Where they fail, the training state is kept."""
     try:
         return evaluations.at_end(), stop_check()
+    except OutOfMemory:
+        raise
     except TautError as error:
         if job.ranks.size > 1:  # the others may not have failed, and would not save
             raise
@@ -254,12 +279,30 @@ def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
     if job.done == 0:
         reason = f"{name} before the first step was over; nothing was to be saved"
     else:
-        state = checkpoints.save(
-            job.done, wait=True, is_measured=job.followed == job.done, random=job.random
-        )
-        reason = f"{name}: the state after step {job.done} is in {state}"
+        reason = f"{name}: the state after step {job.done} is in {_save(job, checkpoints)}"
     job.emit("end", outcome="interrupted", step=job.done, reason=reason)
     return Interrupted(f"interrupted by {reason}; the same command with resume=true goes on")
+
+
+def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMemory:
+    """The error that ends a run for want of memory, its last whole step saved."""
+    job, kept = built.job, "nothing was to be saved: the first step was not over"
+    if job.ranks.size > 1:  # the others are in the middle of the step, and would not save
+        paths = complete(checkpoints.folder)
+        kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
+    elif job.done:
+        try:
+            kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
+        except OutputError as trouble:
+            kept = f"the state after step {job.done} could not be saved: {trouble}"
+    job.emit("end", outcome="stopped", step=job.done, reason=f"{error}; {kept}")
+    return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
+
+
+def _save(job: Job, checkpoints: Checkpoints) -> Path:
+    """Save the last whole step, as it was before anything that follows it."""
+    is_measured = job.followed == job.done
+    return checkpoints.save(job.done, wait=True, is_measured=is_measured, random=job.random)
 
 
 def _resolved(built: Built, start: Start) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from taut import losses, optim, parallel, randomness
 from taut.data.pack import PackPolicy
 from taut.data.plan import Budget, Cursor, assign, layouts
-from taut.errors import NonFiniteError
+from taut.errors import NonFiniteError, OutOfMemory
 from taut.interrupts import Interrupts
 from taut.losses import Loss
+from taut.memory import Fit
 from taut.models.noise import Noise
 from taut.parallel import Ranks
 from taut.types import Packed, Sample, Scores, Tree
@@ -89,6 +91,7 @@ class Job:
     compute_backward: Callable[[], AbstractContextManager[Any]]
     """The precision context of a backward."""
     noise: Noise | None
+    fit: Fit
     clip_grad_norm: float | None = None
     alarms: Sequence[Alarm] = ()
     after_step: Sequence[Callable[[int], None]] = ()
@@ -126,7 +129,7 @@ def train(job: Job) -> None:
 
 def _take_step(job: Job, step: int) -> None:
     began = time.perf_counter()
-    report = train_step(job, step)
+    report = _fitted_step(job, step)
     job.done, job.loss = step, report.loss
     job.emit(
         "step",
@@ -142,6 +145,27 @@ def _take_step(job: Job, step: int) -> None:
         **_gpu_memory(job.ranks.device),
         **report.metrics,
     )
+
+
+def _fitted_step(job: Job, step: int) -> StepReport:
+    """``train_step``, begun again with a smaller budget where memory runs out and that is asked for."""
+    while True:
+        use_budget(job, step)
+        try:
+            return train_step(job, step)
+        except OutOfMemory as error:
+            job.optimizer.zero_grad()
+            if not job.fit.halve(step, error):
+                raise
+        randomness.restore(job.random, job.ranks.device)
+
+
+def use_budget(job: Job, step: int, *, is_told: bool = False) -> None:
+    """Put the token budget of a step into force, and tell of it where that is new."""
+    for halving in job.fit.begin(step):
+        if not is_told:
+            job.emit("budget", **halving._asdict())
+    job.budget = job.budget._replace(tokens_per_microbatch=job.fit.tokens)
 
 
 def _gpu_memory(device: torch.device) -> dict[str, int]:
@@ -163,7 +187,8 @@ def train_step(job: Job, step: int) -> StepReport:
     for packed, is_real in padded(microbatches, trees, job):
         if job.ranks.size == 1:
             job.interrupts.check()
-        scores = backward(job, packed, scales if is_real else nothing, step)
+        act = partial(backward, job, packed, scales if is_real else nothing, step)
+        scores = job.fit.attempt(act, packed, trees, f"step {step}")
         if is_real:
             scored.append(Scored(packed, scores))
     report = summarise(job, step, trees, scored, scales)

@@ -32,6 +32,7 @@ from taut.evals.during import AnswersConfig
 from taut.evals.stopping import StopConfig
 from taut.golden import ContractConfig
 from taut.loop import Job
+from taut.memory import build_fit
 from taut.methods.sft import Sft
 from taut.models import anatomy
 from taut.models.load import (
@@ -244,6 +245,9 @@ def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     if run.activation_checkpointing:
         anatomy.unwrap(adapted).activation_checkpointing_enable({"use_reentrant": False})
     budget = build_budget(run, adapted, ranks, one_sample=proof.one_sample is not None)
+    fit = build_fit(
+        run.batch, ranks, one_sample=proof.one_sample, recomputes=run.activation_checkpointing
+    )
     parallel.shard(scorer, anatomy.layers(adapted), ranks)
     job = Job(
         scorer=scorer,
@@ -257,6 +261,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
         compute=compute,
         compute_backward=partial(backward_context, dtype.dtype),
         noise=noise,
+        fit=fit,
         clip_grad_norm=run.optim.clip_grad_norm,
         alarms=[
             FirstStep(alone, TOLERANCE[dtype.dtype]),

@@ -35,6 +35,9 @@ class BatchConfig:
     """Samples in an optimizer step, over all ranks and micro-batches."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
     """Most tokens computed at a time on one rank; a single longer sample gets a micro-batch of its own."""
+    halve_when_out_of_memory: bool = False
+    """Where a micro-batch does not fit into memory, begin the step again with half the tokens, for the rest of the run.
+    Changes numbers by rounding only; each time is recorded, and done again on resume. One rank only."""
     share_prefixes: bool = True
     """Compute a prefix that samples of a micro-batch have in common once. Never changes the plan or the numbers."""
     min_saved_tokens: Annotated[int, Field(ge=1)] = 16

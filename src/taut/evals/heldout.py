@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -33,7 +34,7 @@ class HeldOut:
             for start in range(0, len(self.samples), SAMPLES_AT_A_TIME):
                 stop = min(start + SAMPLES_AT_A_TIME, len(self.samples))
                 trees = [Tree((self.samples[index],)) for index in range(start, stop)]
-                for some in self._sums(trees):
+                for some in self._sums(trees, f"held-out loss after step {step}"):
                     sums = [left + right for left, right in zip(sums, some, strict=True)]
         *pairs, tokens = job.ranks.sum(sums)
         loss = sum(total / count for total, count in zip(pairs[::2], pairs[1::2], strict=True))
@@ -42,12 +43,12 @@ class HeldOut:
         )
         return loss
 
-    def _sums(self, trees: list[Tree]) -> list[list[float]]:
+    def _sums(self, trees: list[Tree], where: str) -> list[list[float]]:
         """Sum and count of each term, then tokens, of each micro-batch; all ranks run equally many forwards."""
         job = self.job
         sums = []
         for packed, is_real in padded(microbatches_of(trees, job), trees, job):
-            scores = job.scorer(packed)
+            scores = job.fit.attempt(partial(job.scorer, packed), packed, trees, where)
             if not is_real:
                 continue
             terms = job.method.loss(scores, packed.to(scores.logp_N.device)).terms

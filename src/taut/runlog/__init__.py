@@ -6,7 +6,8 @@
 
 Every sink is given the same events. Fields the console knows: ``num_steps`` and ``decisions`` of a start; the
 contract's fields of a step and ``memory_bytes``; ``name``, ``outcome``, ``value`` and ``detail`` of checks and
-warnings; ``from_step`` of a resume; ``path`` of a checkpoint; the rest is shown as it comes.
+warnings; ``from_step`` of a resume; ``tokens``, ``tokens_before`` and ``reason`` of a budget; ``path`` of a
+checkpoint; the rest is shown as it comes.
 
 No torch here. May be imported by run, loop and what is above them.
 """
@@ -20,9 +21,9 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from taut.runlog.config import LogConfig
-from taut.runlog.events import KINDS, Event, EventLog, Kind, read_events
+from taut.runlog.events import KINDS, Event, EventLog, Kind, all_events, read_events
 
-__all__ = ["Event", "EventLog", "Kind", "LogConfig", "RunLog", "Sink", "read_events"]
+__all__ = ["Event", "EventLog", "Kind", "LogConfig", "RunLog", "Sink", "all_events", "read_events"]
 
 
 class Sink(Protocol):

@@ -48,6 +48,7 @@ class ConsoleReport:
             "start": self._show_start,
             "check": self._show_check,
             "step": self._show_step,
+            "budget": self._show_budget,
             "eval": self._show_eval,
             "best": self._show_best,
             "warning": self._show_warning,
@@ -133,6 +134,10 @@ class ConsoleReport:
     def _show_warning(self, event: Event) -> None:
         at = f" at step {event['step']}" if "step" in event else ""
         self._say(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+
+    def _show_budget(self, event: Event) -> None:
+        cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"
+        self._say(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
 
     def _show_checkpoint(self, event: Event) -> None:
         self._say(f"checkpoint of step {event['step']}: {event.get('path', '')}")

@@ -28,7 +28,18 @@ import numpy as np
 from taut.errors import DataError, OutputError
 
 Event: TypeAlias = dict[str, Any]
-Kind = Literal["start", "check", "step", "eval", "best", "warning", "checkpoint", "resume", "end"]
+Kind = Literal[
+    "start",
+    "check",
+    "step",
+    "budget",
+    "eval",
+    "best",
+    "warning",
+    "checkpoint",
+    "resume",
+    "end",
+]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MEASURED = ("eval", "best")
@@ -65,17 +76,22 @@ class EventLog:
 
 def read_events(path: Path) -> list[Event]:
     """The events in force: each step once, however often the run was killed and resumed."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise _unreadable(path, error) from error
     events: list[Event] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        event = _parse(f"{path}:{number}", line)
+    for event in all_events(path):
         if event["kind"] == "resume":
             events = [earlier for earlier in events if _stands(earlier, event)]
         events.append(event)
     return events
+
+
+def all_events(path: Path) -> Iterator[Event]:
+    """Every event that was written, those taken back by a resume included."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    for number, line in enumerate(lines[:-1], start=1):
+        yield _parse(f"{path}:{number}", line)
 
 
 def newest_first(path: Path) -> Iterator[Event]:
