@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -145,6 +146,15 @@ REFUSED: list[tuple[object, str]] = [
     ({"messages": [{**ANSWER, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "not JSON"),
     ({"messages": [{**ANSWER, "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "a list of 1"),
     ({"messages": [USER], "tools": {}}, "tools is an empty object"),
+    ({"messages": [USER], "tools": [{"name": "f", "x": b"y"}]}, "tools is no JSON .*bytes"),
+    (
+        {"messages": [{**ANSWER, "tool_calls": [{"name": "f", "arguments": {"a": math.nan}}]}]},
+        r"tool_calls\[0\] is no JSON",
+    ),
+    (
+        {"messages": [{**ANSWER, "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}]},
+        "not JSON .*'a' is there twice",
+    ),
     ({"prompt": "a", "completion": ""}, "completion is empty"),
     ({"prompt": "a", "completion": [ANSWER]}, "expected two texts or two lists"),
     ({"prompt": [USER], "completion": []}, "completion is an empty list"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from tests.chats import write_rows
 from tests.tokenizers import tiny_tokenizer
@@ -144,6 +145,14 @@ def test_csv_rows_are_prompts(tmp_path: Path, renderer: Renderer) -> None:
     found = load_prompts(str(path), renderer, needs_reference=True)
     assert [row.references for row in found] == [("ran",), ("sat",)]
     assert found[1].place == f"{path}:2"
+
+
+def test_a_number_that_is_missing_in_arrow_is_no_answer(tmp_path: Path, renderer: Renderer) -> None:
+    path = tmp_path / "p.parquet"
+    columns = {"prompt": ["x", "y"], "answer": [4.0, float("nan")]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(DataError, match=r"p\.parquet:2: answer is nan; expected the right answer"):
+        load_prompts(str(path), renderer, needs_reference=True)
 
 
 @pytest.mark.parametrize(
