@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from taut import api
 from taut.api import Result
-from taut.config import override, replace, restore
+from taut.config import override, replace, restore, user_path
 from taut.errors import ConfigError, DataError, ModelError, OutputError
 from taut.outdir import MARK, read_resolved
 from taut.run import Run
@@ -58,7 +58,7 @@ def resume(out: str | os.PathLike[str], keys: Mapping[str, Any]) -> Result:
 
 
 def _go_on(named: str, set_on_top: Callable[[Any], Any]) -> Result:
-    out = Path(named).expanduser()
+    out = user_path(named, "out")
     begun = _read(out)
     is_here = begun.directory.samefile(Path.cwd())
     fixed = {
@@ -84,7 +84,7 @@ def _read(out: Path) -> Begun:
         raise ConfigError(
             f"found no 'config' and 'directory' at {place}; expected both; {_versions(resolved)}"
         )
-    if not os.access(directory, os.X_OK) or not Path(directory).is_dir():
+    if not (Path(directory).is_dir() and os.access(directory, os.X_OK)):
         raise OutputError(
             f"{place} says that the run was started in {directory}, which is not to be had; expected that directory, "
             "since relative paths are meant from it; make it, or give the command that began the run, with "

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from taut.config import configclass
+from taut.config import configclass, user_path
 from taut.errors import OutputError, TautError
 from taut.outdir import CHECKPOINTS, EVENTS, MARK, MODEL, complete, owner, read_resolved, step_of
 from taut.runlog.events import Event, newest_first, plain
@@ -186,7 +186,14 @@ def _age(then: float, now: float) -> str:
 def _places(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
     if not directories:
         return [DEFAULT if DEFAULT.is_dir() else Path()]
-    return [Path(directory).expanduser() for directory in directories]
+    places = [user_path(os.fspath(directory), "directories") for directory in directories]
+    for place in places:
+        if not (place.is_dir() and os.access(place, os.R_OK | os.X_OK)):
+            raise OutputError(
+                f"found {str(place)!r}, which is no directory that can be read; expected one to look for runs in; "
+                "name another"
+            )
+    return places
 
 
 def _find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -196,12 +203,8 @@ def _find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
             yield place
             return
         below = sorted(Path(entry) for entry in os.scandir(place) if _may_hold_runs(entry))
-    except OSError as error:
-        if depth < DEPTH:  # somebody else's, or gone by now
-            return
-        raise OutputError(
-            f"cannot look for runs in {place}: {error.strerror}; expected a directory; name another"
-        ) from error
+    except OSError:  # somebody else's, or gone by now
+        return
     for path in below if depth else ():
         yield from _find(path, depth - 1)
 

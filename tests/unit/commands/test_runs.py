@@ -154,8 +154,9 @@ def test_where_runs_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert from_above == {"a", "b", "e"}, "c is too deep, seen from there"
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert [str(one.out) for one in taut.runs()] == ["e"]
-    with pytest.raises(taut.OutputError, match="cannot look for runs in nowhere"):
-        taut.runs("nowhere")
+    for wrong in ("nowhere", "e/resolved.json", "a\0b"):
+        with pytest.raises(taut.OutputError, match="no directory that can be read"):
+            taut.runs("e", wrong)
 
 
 def test_the_table(
@@ -175,7 +176,7 @@ def test_the_table(
     assert main(["runs", "new/model"]) == 0
     assert capsys.readouterr().out == "no runs in new/model: no directory with a resolved.json\n"
     assert main(["runs", "none"]) == 2
-    assert "cannot look for runs in none" in capsys.readouterr().err
+    assert "found 'none', which is no directory that can be read" in capsys.readouterr().err
 
 
 def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
