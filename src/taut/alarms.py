@@ -5,6 +5,7 @@
 - ``Untouched``: after the first backward every trainable tensor has a gradient, and within ``PATIENCE`` steps one
   that is not zero; a tensor outside the graph stops the run, one that is always zero is reported.
 - ``Spikes``: a gradient norm far above the recent median is reported.
+- ``ChangedSources``: a data file that changes under the run is reported.
 
 What they remember goes into checkpoints, so that a resumed run reports what an uninterrupted one would.
 
@@ -14,6 +15,7 @@ Called by the loop through its ``Alarm`` protocol.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from taut.data.dataset import Dataset
 from taut.errors import CheckFailed
 from taut.loop import Job, StepReport
 
 PATIENCE = 3
 """Steps after which a trainable tensor whose gradient was always zero is reported (LoRA's A is zero at step 1)."""
+LOOK_EVERY = 60.0
+"""Seconds between two looks at the data files."""
 SPIKE = 10.0
 """A gradient norm this many times the recent median is reported."""
 
@@ -152,6 +157,31 @@ class Spikes:
 
     def recall(self, remembered: list[float]) -> None:
         self.recent = deque(remembered, maxlen=self.recent.maxlen)
+
+
+@dataclass
+class ChangedSources:
+    """Tells once if a data file is no longer what was read. The run goes on with what it read; called after steps."""
+
+    data: Sequence[Dataset]
+    job: Job
+    is_told: bool = False
+    looked: float = field(default_factory=time.monotonic)
+
+    def __call__(self, step: int) -> None:
+        if time.monotonic() - self.looked > LOOK_EVERY:
+            self.look()
+
+    def look(self) -> None:
+        self.looked = time.monotonic()
+        changed = [path for data in self.data for path in data.changed_sources()]
+        if changed and not self.is_told:
+            self.is_told = True
+            detail = (
+                f"{', '.join(dict.fromkeys(changed))}: not what was read when this run began; it goes on with what was "
+                "read, but cannot be resumed unless that is brought back"
+            )
+            self.job.emit("warning", name="data", step=self.job.done, detail=detail)
 
 
 def ids_to_compare(sizes: Sequence[tuple[str, int]], most_tokens: int) -> list[str]:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from taut import parallel
+from taut.config import user_path
 from taut.data.dataset import input_paths
 from taut.deliver import save_best
 from taut.errors import ConfigError
 from taut.evals.best import Best, require_same_measure
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
 from taut.evals.stopping import StopCheck, Stops, prepare
-from taut.lifecycle import execute, look
+from taut.lifecycle import execute, first_day, look
 from taut.models.load import context_length
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.rewards import files_of
@@ -66,13 +67,13 @@ def sft(run: Run) -> Result:
     """
     if run.out is None:
         raise ConfigError("out is not set; expected a directory; set out=DIR")
-    out = Path(run.out).expanduser()
+    out = user_path(run.out, "out")
     ranks = parallel.start(run.device)
     require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
     with Lock(out) as lock:
         if ranks.is_writer and (out / MARK).is_file():
             lock.take()
-        inputs = load_inputs(run, ranks)
+        inputs = load_inputs(run, ranks, first_day(run, out))
         start = look(run, out, inputs, ranks)
         if start.finished is None:
             built = build(run, inputs, start.plan, ranks)
@@ -88,7 +89,7 @@ def sft(run: Run) -> Result:
 def _as_finished(out: Path, end: Mapping[str, Any]) -> Result:
     """A run that is over, by its last event."""
     notice = (
-        f"{out} is finished: {end['step']} steps, the model is in {end['model']}; nothing was changed; "
+        f"{out} is finished: {end['step']} steps, the model is in {out / MODEL}; nothing was changed; "
         "raise steps or epochs to train on"
     )
     return Result(out, out / MODEL, end["step"], end["loss"], end["metrics"], None, notice)

@@ -11,15 +11,16 @@ May import run, deliver, identity, checkpoint and what is below them. ``api`` im
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taut.alarms import Spikes, Untouched
+from taut import checkpoint
+from taut.alarms import ChangedSources, Spikes, Untouched
 from taut.checkpoint import Checkpoints, Memory, Saved
 from taut.config import to_dict
 from taut.data.plan import START, Cursor
@@ -47,12 +48,11 @@ from taut.outdir import (
     Lock,
     claim,
     complete,
+    read_resolved,
 )
 from taut.parallel import Ranks
-from taut.runlog import RunLog, all_events, read_events
-
-from taut import checkpoint
 from taut.run import Built, Inputs, Plan, Run, build_method
+from taut.runlog import RunLog, all_events, read_events
 
 
 class Ended(NamedTuple):
@@ -82,6 +82,14 @@ class Start:
     """As the run was last begun or gone on with."""
 
 
+def first_day(run: Run, out: Path) -> date | None:
+    """The day on which the run that is gone on with began; None where none is."""
+    if not run.resume or not (out / MARK).is_file():
+        return None
+    day = read_resolved(out).get("day")
+    return None if day is None else date.fromisoformat(day)
+
+
 def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     """What there is to go on from; refused where it does not fit. Writes nothing."""
     mine = identity_of(run, inputs, ranks)
@@ -105,7 +113,7 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
             f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
             f"steps={end['step']}; begin a new run from {out / MODEL}, with checkpoint.every set"
         )
-    before = json.loads((out / MARK).read_text(encoding="utf-8"))["num_steps"]
+    before = read_resolved(out).get("num_steps")
     return Start(plan, saved, mine, rounding, damaged, end if is_over else None, before)
 
 
@@ -230,7 +238,9 @@ def _run(
         with job.interrupts.at_once(job.ranks):
             evaluations(step)
 
-    job.after_step = [measure, checkpoints]
+    data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
+    watch = ChangedSources(data, job)
+    job.after_step = [measure, watch, checkpoints]
     train(job)
     with job.interrupts.at_once(job.ranks):
         metrics, stops = _asked_at_end(job, checkpoints, evaluations, stop_check)
@@ -244,6 +254,7 @@ def _run(
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()
+    watch.look()
     job.emit(
         "end",
         outcome="finished",
@@ -314,6 +325,7 @@ def _resolved(built: Built, start: Start) -> dict[str, Any]:
         "config": to_dict(built.run),
         "decisions": [decision._asdict() for decision in built.decisions],
         "num_steps": built.job.num_steps,
+        "day": str(built.inputs.renderer.template.day),
         "data": built.inputs.train.fingerprint,
         "identity": start.identity,
     }

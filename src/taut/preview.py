@@ -94,7 +94,7 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     policy, obstacles = build_policy(run, one_sample, has_noise=has_noise)
     decisions = [*inputs.decisions, *choose(run, inputs, ranks.device)[2], *obstacles]
     budget = build_budget(run, skeleton, ranks, one_sample=one_sample is not None)
-    method, num_steps = build_method(run, inputs.train)
+    method, num_steps, _ = build_method(run, inputs.train)
 
     _section(console, "configuration", *_configuration(run))
     _section(console, "decisions", _decisions(decisions))

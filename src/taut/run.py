@@ -8,6 +8,7 @@ its reason.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
@@ -167,14 +168,18 @@ class Built:
     """What the final weights are saved in: the dtype of the checkpoint they came from."""
 
 
-def load_inputs(run: Run, ranks: Ranks) -> Inputs:
-    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache."""
+def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
+    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache.
+
+    ``day``: when the run began, for a template that asks for the day; None: today.
+    """
     if run.steps is not None and run.epochs is not None:
         raise ConfigError(f"steps={run.steps} and epochs={run.epochs} are both set; keep one")
     config = load_config(run.model, run.trust_remote_code)
     tokenizer = load_tokenizer(run.model, run.trust_remote_code)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
     renderer = build_renderer(run.data, tokenizer)
+    renderer.template.day = day = day or date.today()
     stops = derive_stop_set(renderer, inherited_ends(run.model, config))
     renderer = renderer.stopping_at(stops.ids)
     decisions = []
@@ -186,6 +191,9 @@ def load_inputs(run: Run, ranks: Ranks) -> Inputs:
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
     decisions.append(Decision("stop", *described(stops, renderer.template)))
+    if renderer.template.asks_for_the_day:
+        reason = "the chat template asks for the day; the one on which the run began"
+        decisions.append(Decision("day", str(day), reason))
     if not ranks.is_writer:
         ranks.barrier()
     train = load_dataset(run.data, "train", renderer, max_length)
@@ -237,9 +245,10 @@ def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     decisions.extend(reasons)
     scorer = Scorer(adapted)
     proof = prove(scorer, compute(), dtype.dtype, inputs.longest)
-    method, num_steps = plan
+    method, num_steps, cursor = plan
     noise = install_noise(adapted, run.noise, run.seed)
-    alone = {} if noise is not None else _alone(method, adapted, dtype.dtype, ranks.device)
+    is_comparable = noise is None and cursor == START
+    alone = _alone(method, adapted, dtype.dtype, ranks.device) if is_comparable else {}
     policy, reasons = build_policy(run, proof.one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -317,6 +326,8 @@ class Plan(NamedTuple):
 
     method: Sft
     num_steps: int
+    cursor: Cursor
+    """How far the run has come."""
 
 
 def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
@@ -327,7 +338,7 @@ def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
     order = order.going_on_from(cursor, epochs)
     num_steps = run.steps if epochs is None else order.num_steps(epochs)
     assert num_steps is not None
-    return Plan(Sft(train, order, epochs), num_steps)
+    return Plan(Sft(train, order, epochs), num_steps, cursor)
 
 
 def _alone(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.chats import (
     QUIET,
     chats,
     column,
+    decisions,
     events,
     largest_difference,
+    save_model,
     sft,
     weights,
     words_of,
@@ -26,6 +31,11 @@ from tests.chats import (
 )
 
 import taut
+from taut import loop
+from taut.cli import main
+from taut.identity import TOLERANCE
+from taut.models.load import load_tokenizer
+from taut.outdir import Lock
 
 Go = Callable[..., taut.Result]
 
@@ -120,7 +130,10 @@ def test_changed_data_are_refused(model: Path, tmp_path: Path) -> None:
     keys = {"steps": 2, "checkpoint__every": 1}
     sft(model, train, tmp_path / "out", **keys)
     write_rows(train, chats(8, seed=1))
-    with pytest.raises(taut.ConfigError, match=r"belongs to another run: data\..*rows\.jsonl.*: other content, \w{12}"):
+    with pytest.raises(
+        taut.ConfigError,
+        match=r"belongs to another run: data\..*rows\.jsonl.*: other content, \w{12}",
+    ):
         sft(model, train, tmp_path / "out", resume=True, **keys)
 
 
@@ -154,3 +167,189 @@ def test_killed_by_the_system_and_resumed(model: Path, train: Path, tmp_path: Pa
     assert column(out, "step") == list(range(1, 61))
     assert column(out, "loss") == column(whole.out, "loss")
     assert largest_difference(weights(resumed.model), weights(whole.model)) == 0.0
+
+
+def snapshot(out: Path) -> dict[Path, tuple[bytes, int]]:
+    return {
+        p: (p.read_bytes(), p.stat().st_mtime_ns)
+        for p in out.rglob("*")
+        if p.is_file() and p.name != ".lock"
+    }
+
+
+def test_a_finished_run_is_left_as_it_is(go: Go) -> None:
+    first = go("out")
+    before = snapshot(first.out)
+    again = go("out", resume=True)
+    assert snapshot(first.out) == before
+    assert (again.steps, again.loss, again.model) == (first.steps, first.loss, first.model)
+    assert again.metrics == first.metrics
+    assert again.notice is not None
+    assert re.search(r"is finished: 6 steps, .*; raise steps or epochs to train on", again.notice)
+    assert first.notice is None
+
+
+def test_a_finished_run_says_so_on_the_command_line(
+    model: Path, train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 2}
+    words = words_of({**keys, "resume": True})
+    assert main(["sft", *words]) == 0
+    capsys.readouterr()
+    assert main(["sft", *words]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{tmp_path / 'out'} is finished: 2 steps")
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("place", ["absent", "empty", "killed as it began"])
+def test_one_command_line_serves_every_start(place: str, go: Go, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if place != "absent":
+        out.mkdir()
+    if place == "killed as it began":
+        (out / ".lock").write_text("process 1 on a machine that is no more")
+        (out / ".resolved.json.partial").write_text("{")
+    assert go("out", resume=True).steps == 6
+    assert column(out, "step") == [1, 2, 3, 4, 5, 6]
+    assert [event["from_step"] for event in events(out, "resume")] == [0]
+
+
+def test_a_finished_run_trains_on_if_it_is_made_longer(go: Go) -> None:
+    keys = {"optim__schedule": "constant", "checkpoint__every": 4}
+    whole = go("whole", steps=9, **keys)
+    go("parts", steps=6, **keys)
+    parts = go("parts", steps=9, resume=True, **keys)
+    assert parts.steps == 9
+    assert column(parts.out, "loss") == column(whole.out, "loss")
+    assert largest_difference(weights(parts.model), weights(whole.model)) == 0.0
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_made_longer(go: Go) -> None:
+    out = go("out", checkpoint__every=0).out
+    before = snapshot(out)
+    with pytest.raises(
+        taut.ConfigError, match=r"finished after step 6 and has no checkpoint to train on"
+    ):
+        go("out", checkpoint__every=0, steps=9, resume=True)
+    assert snapshot(out) == before
+
+
+def test_more_epochs_leave_no_sample_out_and_take_none_twice(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    """23 chats, six a step: the first epoch ends on a step of five."""
+    keys = {"epochs": 1, "optim__schedule": "constant"}
+    sft(model, train, tmp_path / "out", **keys)
+    for epochs in (2, 3.5):
+        sft(model, train, tmp_path / "out", **{**keys, "epochs": epochs}, resume=True)
+    seen = [name for step in column(tmp_path / "out", "sample_ids") for name in step]
+    assert [len(ids) for ids in column(tmp_path / "out", "sample_ids")][:5] == [6, 6, 6, 5, 6]
+    for epoch in range(3):
+        assert len(set(seen[23 * epoch : 23 * (epoch + 1)])) == 23
+    assert len(seen) == round(3.5 * 23)
+    with pytest.raises(taut.ConfigError, match=r"is beyond the end of this run"):
+        sft(model, train, tmp_path / "out", **{**keys, "epochs": 3}, resume=True)
+
+
+def test_a_changed_model_is_refused_and_a_moved_one_is_not(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(model, tmp_path / "model")
+    keys = {"steps": 2, "checkpoint__every": 1}
+    sft(own, train, tmp_path / "out", **keys)
+    own.rename(tmp_path / "moved")
+    sft(tmp_path / "moved", train, tmp_path / "out", **{**keys, "steps": 3}, resume=True)
+    assert column(tmp_path / "out", "step") == [1, 2, 3]
+    other = save_model(tmp_path / "other", "qwen2", dtype=torch.float64, seed=1)
+    with pytest.raises(
+        taut.ConfigError, match=r"belongs to another run: model\.model\.safetensors: other content"
+    ):
+        sft(other, train, tmp_path / "out", **{**keys, "steps": 4}, resume=True)
+
+
+def test_a_damaged_checkpoint_is_passed_over_only_if_allowed(go: Go, tmp_path: Path) -> None:
+    whole = go("whole").out
+    killed = killed_copy(whole, tmp_path / "killed")
+    damaged = killed / "checkpoints" / "step-000004" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    before = snapshot(killed)
+    with pytest.raises(taut.OutputError, match=r"step-000004/__0_0\.distcp is damaged"):
+        go("killed", resume=True)
+    assert snapshot(killed) == before
+    go("killed", resume=True, checkpoint__skip_damaged=True)
+    (told,) = [e for e in events(killed, "warning") if e["name"] == "checkpoint"]
+    assert "step-000004/__0_0.distcp is damaged" in told["detail"]
+    assert column(killed, "loss") == column(whole, "loss")
+    assert largest_difference(weights(killed / "model"), weights(whole / "model")) == 0.0
+    assert len(list((killed / "checkpoints").glob("damaged-step-000004-*"))) == 1
+
+
+def test_another_environment_turns_equality_into_a_tolerance(
+    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = go("whole").out
+    killed_copy(whole, tmp_path / "killed")
+    killed_copy(whole, tmp_path / "same")
+    go("same", resume=True)
+    assert not events(tmp_path / "same", "warning")
+    monkeypatch.setattr("taut.identity.torch.get_num_threads", lambda: 7)
+    out = go("killed", resume=True, batch__tokens_per_microbatch=90).out
+    (told,) = events(out, "warning")
+    assert (told["name"], told["tolerance"]) == ("exactness", TOLERANCE["float64"])
+    assert re.search(r"batch\.tokens_per_microbatch: 8192 then, 90 now", told["detail"])
+    assert re.search(r"environment\.threads: \d then, 7 now", told["detail"])
+    limit = TOLERANCE["float64"]
+    assert column(out, "loss") == pytest.approx(column(whole, "loss"), rel=limit)
+
+
+def test_a_run_that_is_being_written_is_left_alone(go: Go, tmp_path: Path) -> None:
+    out = go("out").out
+    before = snapshot(out)
+    with Lock(out) as lock:
+        lock.take()
+        for keys in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(taut.OutputError, match="is being written by process"):
+                go("out", **keys)
+    assert snapshot(out) == before
+
+
+def test_data_that_change_under_the_run_are_told_and_not_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = write_rows(tmp_path / "rows.jsonl", chats(8))
+    whole = sft(model, train, tmp_path / "whole", steps=3)
+    real = loop.train_step
+
+    def changing(job: loop.Job, step: int) -> loop.StepReport:
+        if step == 2:
+            write_rows(train, chats(9, seed=4))
+        return real(job, step)
+
+    monkeypatch.setattr("taut.loop.train_step", changing)
+    monkeypatch.setattr("taut.alarms.LOOK_EVERY", -1.0)
+    result = sft(model, train, tmp_path / "out", steps=3)
+    (told,) = events(result.out, "warning")
+    assert (told["name"], told["step"]) == ("data", 2)
+    assert f"{train}: not what was read when this run began" in told["detail"]
+    assert column(result.out, "loss") == column(whole.out, "loss")
+
+
+def test_a_template_that_asks_for_the_day_is_told_the_first_one(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "dated.jinja"
+    text = load_tokenizer(str(model)).chat_template
+    template.write_text("{{ strftime_now('%A') }}\n" + text)
+    keys = {"steps": 4, "checkpoint__every": 2, "data__template": str(template)}
+    out = sft(model, train, tmp_path / "out", **keys).out
+    day, reason = decisions(out)["day"]
+    assert day == json.loads((out / "resolved.json").read_text())["day"]
+    assert "on which the run began" in reason
+    resolved = (out / "resolved.json").read_text()
+    sft(model, train, out, **{**keys, "steps": 6}, resume=True)
+    (out / "resolved.json").write_text(resolved.replace(day, "2026-01-05"))
+    with pytest.raises(
+        taut.ConfigError, match=r"belongs to another run: .*tokenizer: other content"
+    ):
+        sft(model, train, out, **{**keys, "steps": 8}, resume=True)

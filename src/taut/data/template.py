@@ -37,6 +37,14 @@ FAILURES = (
     RecursionError,
 )
 """What running a template on data it does not expect can raise."""
+SET_DAY = (
+    "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}"
+    "{%- for code, value in CODES -%}{%- set now.text = now.text.replace(code, value) -%}{%- endfor -%}"
+    "{{- now.text -}}{%- endmacro -%}"
+)
+"""A chat template's first words, which make it the day they name."""
+CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]
+"""What a format of strftime may ask for."""
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello"},
@@ -70,6 +78,20 @@ class Template:
         self.tokenizer = tokenizer
         self.key = key
         self.template = template if template is not None else tokenizer.chat_template
+        self.day: datetime.date | None = None
+        """The day that a template which asks for it is told; None: today."""
+
+    @property
+    def asks_for_the_day(self) -> bool:
+        """Whether the day can be told: one template of several, by name, is told today's."""
+        return isinstance(self.template, str) and "strftime_now" in self.template
+
+    def _dated(self) -> str:
+        """The template, its ``strftime_now`` being that of ``day``: the library lets no function be handed in."""
+        if self.day is None or not self.asks_for_the_day:
+            return str(self.template)
+        codes = [(code, self.day.strftime(code)) for code in CODES]
+        return SET_DAY.replace("CODES", repr(codes)) + str(self.template)
 
     def apply(
         self,
@@ -89,7 +111,7 @@ class Template:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
-                chat_template=self.template if isinstance(self.template, str) else None,
+                chat_template=self._dated() if isinstance(self.template, str) else None,
                 tokenize=False,
                 add_generation_prompt=is_prompt,
             )
@@ -214,7 +236,9 @@ class Template:
             template,
             *(f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")),
         ]
-        if "strftime_now" in template:
+        if self.asks_for_the_day and self.day is not None:
+            parts.append(str(self.day))
+        elif "strftime_now" in template:
             parts.append(str(datetime.date.today()))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -16,6 +16,7 @@ from taut.data.plan import (
     BatchConfig,
     Budget,
     CostModel,
+    Cursor,
     Order,
     assign,
     imbalance,
@@ -310,3 +311,19 @@ def test_an_atom_stays_in_one_layout_with_sharing_off() -> None:
     others = Tree((sample("a", [4] * 30), sample("b", [5] * 30)))
     found = [packed.sample_ids for packed in layouts((others, pair), PackPolicy(False), 40)]
     assert sorted(found) == [("a",), ("b",), ("p+", "p-")]
+
+
+def test_a_run_that_is_made_longer_goes_on_where_its_samples_ended() -> None:
+    """Ten samples, four a step: the first epoch ends on a step of two."""
+    order = Order(np.ones(10), seed=3, samples_per_step=4)
+    assert order.cursor(2, 1.0) == Cursor(2, 8)
+    assert order.cursor(3, 1.0) == Cursor(3, 10)
+    longer = order.going_on_from(Cursor(3, 10), 2.0)
+    assert longer.num_steps(2.0) == 3 + 3
+    again = [index for step in range(4, 7) for index in longer.step(step, 2.0)]
+    assert again == order.epoch(1).tolist()
+    assert longer.cursor(4, 2.0) == Cursor(4, 14)
+    resumed = order.going_on_from(Cursor(4, 14), 2.0)
+    assert [resumed.step(step, 2.0) for step in (5, 6)] == [longer.step(s, 2.0) for s in (5, 6)]
+    assert order.going_on_from(Cursor(2, 8), 2.0) is order, "whole steps need no new origin"
+    assert order.going_on_from(Cursor(3, 12), None) is order

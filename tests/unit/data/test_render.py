@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
@@ -233,3 +234,20 @@ def test_identity_follows_tokenizer_template_and_targets() -> None:
     assert renderer.identity() == identity == Renderer(tiny_tokenizer()).identity()
     assert len(others) == 4
     assert identity not in others
+
+
+@pytest.mark.parametrize("day", [datetime.date(2026, 1, 5), datetime.date(2024, 12, 31)])
+def test_a_template_is_told_the_day_it_is_given(day: datetime.date) -> None:
+    tokenizer = tiny_tokenizer()
+    formats = ["%d %b %Y", "%A %-d %B", "%Y-%m-%d", "100%%", "week %U"]
+    asked = "|".join("{{ strftime_now('" + text + "') }}" for text in formats)
+    renderer = Renderer(tokenizer, asked + "\n" + str(tokenizer.chat_template))
+    today = renderer.identity()
+    renderer.template.day = day
+    text = renderer.template.apply([{"role": "user", "content": "hi"}], (), "row").text
+    assert text.split("\n")[0] == "|".join(day.strftime(text) for text in formats)
+    assert renderer.identity() != today
+    plain = Renderer(tokenizer)
+    before = plain.identity()
+    plain.template.day = day
+    assert plain.identity() == before, "a template that does not ask is not changed by the day"
