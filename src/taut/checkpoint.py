@@ -32,7 +32,7 @@ from torch import nn
 from taut import durable, randomness, sharded
 from taut.config import configclass
 from taut.errors import OutputError
-from taut.outdir import LATEST, MARK, META, complete, step_of
+from taut.outdir import EVENTS, LATEST, MARK, META, complete, step_of
 from taut.parallel import Ranks
 
 SPARE = 64 * 2**20
@@ -256,6 +256,8 @@ class Checkpoints:
         """Give a written checkpoint its name, then let go of old ones. Those that are gone already."""
         body = {**meta, "files": {name: digest for some in files for name, digest in some.items()}}
         durable.write_text(partial / META, json.dumps({"sha256": _digest_of(body), **body}))
+        if (events := self.folder.parent / EVENTS).is_file():
+            durable.sync(events)  # the steps that will not be gone through again
         durable.replace_directory(partial, final)
         durable.write_text(self.folder / LATEST, f"{final.name}\n")
         found = [path.name for path in complete(self.folder)]

@@ -83,6 +83,15 @@ def test_killed_before_the_first_complete_checkpoint_starts_at_step_one(
     assert column(out, "step") == list(range(1, 8))
 
 
+def test_power_lost(wholes: dict[str, Whole], tmp_path: Path) -> None:
+    """Whatever was not forced to the disk is gone; the steps a checkpoint stands for are not."""
+    run, out = wholes["full"], tmp_path / "out"
+    at = point(run.operations, "checkpoint", 1.0, "latest")
+    kill(out, run.keys, at, is_power_lost=True)
+    resume(out, run.keys)
+    require_equal(out, run.left)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.7])
 def test_killed_while_the_best_is_written(
     share: float, wholes: dict[str, Whole], tmp_path: Path
