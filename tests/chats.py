@@ -28,6 +28,7 @@ QUIET: dict[str, Any] = {
     "optim.schedule": "constant",
     "batch.samples_per_step": 6,
     "stop.prompts": 0,
+    "checkpoint.every": 0,
 }
 
 

@@ -138,6 +138,11 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job)
     found += [] if answering is None else [answering.as_evaluation()]
     if run.eval.best is None:
+        if run.checkpoint.keep_best:
+            raise ConfigError(
+                "checkpoint.keep_best=true and eval.best is not set; expected the metric that says which is the best; "
+                "set eval.best"
+            )
         return Evaluations(found, job.num_steps, None)
     measured = require_best(run.eval.best, found).measured
     if run.resume:

@@ -116,14 +116,15 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Before training: clear what a killed run left, see that there is room, allocate the buffers."""
-        is_due = 0 < self.config.every <= self.num_steps or self.config.keep_best
+        every, keep_best = self.config.every, self.config.keep_best
         if self.ranks.is_writer and self.folder.is_dir():
             durable.clear_leftovers(self.folder)
-        if not is_due:
+        if not (every or keep_best):
             return
         state = sharded.training_state(self.scorer, self.optimizer)
         self._require_room(int(self.ranks.sum([sharded.num_bytes(state)])[0]))
-        if self.config.background:
+        is_under_way = keep_best or every < self.num_steps  # the last one keeps no step waiting
+        if self.config.background and is_under_way:
             self._room = self._thread.submit(sharded.allocate, state)
 
     def __call__(self, step: int) -> None:
@@ -198,9 +199,11 @@ class Checkpoints:
             self.emit("warning", name="checkpoint", step=done.step, detail=detail)
 
     def close(self) -> None:
-        """Finish what is being written, and end the thread."""
+        """Finish what is being written, and end the thread. What fails now is told: something else ended the run."""
         try:
             self.settle()
+        except OutputError as error:
+            self.emit("warning", name="checkpoint", detail=str(error))
         finally:
             self._thread.shutdown()
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from taut import durable
-from taut.config import to_dict
+from taut.config import to_dict, user_path
 from taut.errors import ConfigError
 from taut.models.precision import resolve_dtype
 from taut.parallel import Ranks
@@ -80,8 +80,8 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     return {
         "config": config,
         "dtype": str(resolve_dtype(run.dtype, ranks.device).dtype).removeprefix("torch."),
-        "model": _hashes(run.model, inputs.config, ranks),
-        "adapter": {name: _hashes(name, None, ranks) for name in adapter},
+        "model": _hashes(run.model, "model", inputs.config, ranks),
+        "adapter": {name: _hashes(name, "lora.adapter", None, ranks) for name in adapter},
         "tokenizer": _digest([inputs.renderer.identity()]),
         "template": _digest([inputs.renderer.template.template or ""]),
         "data": {
@@ -150,9 +150,9 @@ def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-def _hashes(path: str, config: Any, ranks: Ranks) -> dict[str, str]:
+def _hashes(path: str, key: str, config: Any, ranks: Ranks) -> dict[str, str]:
     """File name -> SHA-256 of what a model or adapter is read from; a hub name's commit. The ranks share the work."""
-    directory = Path(path).expanduser()
+    directory = user_path(path, key)
     if not directory.is_dir():
         return {"commit": str(getattr(config, "_commit_hash", None))}
     files = sorted(f for suffix in ("safetensors", "bin") for f in directory.glob(f"*.{suffix}"))

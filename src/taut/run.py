@@ -200,6 +200,11 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     held_out = load_dataset(run.data, "eval", renderer, max_length) if run.data.eval else None
     if ranks.is_writer:
         ranks.barrier()
+    if len(set(ranks.gather(train.fingerprint))) > 1:
+        raise DataError(
+            "data.train: the ranks read different content; expected files that all of them see alike and that nobody "
+            "changes now; begin again"
+        )
     decisions.extend(_taught_ends(train, stops))
     return Inputs(
         config=config,

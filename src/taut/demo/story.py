@@ -37,6 +37,7 @@ RECIPE = {
     "batch.share_prefixes": "true",
     "optim.learning_rate": "1e-4",
     "optim.warmup_ratio": "0.1",
+    "checkpoint.every": "0",
 }
 """What is trained, as on a command line. ``examples/reading/run.toml`` says the same."""
 
