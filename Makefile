@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench bench-generate
+.PHONY: help venv demo test test-real lint format docs bench bench-generate bench-checkpoint
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -55,3 +55,6 @@ bench: $(STAMP) ## taut beside its peers, in one run
 
 bench-generate: $(STAMP) ## taut beside transformers' two ways to generate, in one run
 	$(RUN)/python benchmarks/generate.py $(ARGS)
+
+bench-checkpoint: $(STAMP) ## what saving costs a run of the 135M model (run make demo once before; 5 GB of disk)
+	$(RUN)/python benchmarks/checkpoint.py $(ARGS)
