@@ -33,7 +33,7 @@ SAID = re.compile(
     r"can't allocate memory|not enough memory|CUDA error: out of memory|bad_alloc|ALLOC_FAILED"
 )
 """How torch's CPU allocator and the CUDA libraries say it where they raise a plain RuntimeError."""
-ASKED = re.compile(r"tried to allocate (\d[\d.]* \w+)", re.IGNORECASE)
+ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 SHOWN = 8
 """Samples that a message names."""
 
@@ -82,7 +82,7 @@ class Fit:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            asked = ASKED.search(str(error))
+            wanted = _wanted(str(error))
         else:
             if torch.is_grad_enabled():  # an evaluation needs less
                 self.largest = max(self.largest, packed.num_tokens)
@@ -91,7 +91,7 @@ class Fit:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        raise self._error(packed, trees, where, asked[1] if asked else None)
+        raise self._error(packed, trees, where, wanted)
 
     def halve(self, step: int, error: OutOfMemory) -> bool:
         """Cut the budget from ``step`` on, where that is allowed and of use."""
@@ -118,12 +118,10 @@ class Fit:
         mine = [halving for halving in found if halving.configured == self.configured]
         self._ahead = sorted(mine, key=lambda halving: (halving.step, -halving.tokens))
 
-    def _error(
-        self, packed: Packed, trees: Sequence[Tree], where: str, asked: str | None
-    ) -> OutOfMemory:
+    def _error(self, packed: Packed, trees: Sequence[Tree], where: str, wanted: str) -> OutOfMemory:
         size = packed.num_tokens
         half = None if _is_whole(packed, trees) else min(self.tokens, size) // 2 or None
-        reason = f"out of memory{f' (wanting {asked} more)' if asked else ''} in a micro-batch of {size:,} tokens"
+        reason = f"out of memory{wanted} in a micro-batch of {size:,} tokens"
         ids = packed.sample_ids
         named = (
             f"{', '.join(ids[:SHOWN])}{f' and {len(ids) - SHOWN} more' if len(ids) > SHOWN else ''}"
@@ -172,6 +170,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and SAID.search(str(error)) is not None
+
+
+def _wanted(text: str) -> str:
+    """How much more memory was asked for, where the allocator tells."""
+    found = ASKED.search(text)
+    if found is None:
+        return ""
+    number, unit = found.groups()
+    size = f"{int(number) / 1e9:,.3g} GB" if unit == "bytes" else f"{number} {unit}"
+    return f" (wanting {size} more)"
 
 
 def _is_whole(packed: Packed, trees: Sequence[Tree]) -> bool:

@@ -1,0 +1,217 @@
+"""A run that is out of memory: what was trained is saved; halved budgets are recorded, and the same after a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chats import column, events, largest_difference, sft, weights
+
+import taut
+from taut import loop
+from taut.cli import main
+from taut.evals.heldout import HeldOut
+from taut.loop import Job
+from taut.runlog import all_events
+
+Go = Callable[..., taut.Result]
+ROOM = {3: 200, 5: 90}
+"""Step -> tokens that a micro-batch has room for, from then on."""
+
+
+@pytest.fixture
+def go(model: Path, train: Path, tmp_path: Path) -> Go:
+    fixed = {
+        "steps": 6,
+        "checkpoint__every": 2,
+        "checkpoint__keep": 9,
+        "lora__rank": 4,
+        "lora__dropout": 0.2,
+        "batch__halve_when_out_of_memory": True,
+    }
+    return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, room: Mapping[int, int]) -> None:
+    """Micro-batches of more tokens ask the CPU's allocator for more than there is."""
+    backward = loop.backward
+
+    def act(job: Job, packed: Any, scales: Any, step: int) -> Any:
+        torch.rand(())
+        scores = backward(job, packed, scales, step)
+        if packed.num_tokens > min([tokens for at, tokens in room.items() if at <= step] or [9999]):
+            torch.empty(1 << 50)
+        return scores
+
+    monkeypatch.setattr(loop, "backward", act)
+
+
+def cut_back(run: Path, to: Path, step: int, seen: int) -> Path:
+    """``run`` as it was when it was killed in the step after ``seen``, its newest checkpoint that of ``step``."""
+    shutil.copytree(run, to)
+    for name in ("model", "adapter"):
+        shutil.rmtree(to / name, ignore_errors=True)
+    for path in (to / "checkpoints").glob("step-*"):
+        if path.name > f"step-{step:06d}":
+            shutil.rmtree(path)
+    (to / "checkpoints" / "latest").write_text(f"step-{step:06d}\n")
+    lines = (to / "events.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line).get("step", 0) <= seen]
+    (to / "events.jsonl").write_text("".join(kept[:-1] if '"end"' in kept[-1] else kept))
+    return to
+
+
+def cuts(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in e.items() if k != "time"} for e in events(out, "budget")]
+
+
+def test_halving_changes_numbers_by_rounding_and_is_recorded(
+    go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = go("whole", batch__halve_when_out_of_memory=False).out
+    plant(monkeypatch, ROOM)
+    cut = go("cut").out
+    assert column(cut, "loss") == pytest.approx(column(whole, "loss"), rel=1e-9)
+    assert column(cut, "loss") != column(whole, "loss"), "the micro-batches are others"
+    for name in ("step", "sample_ids", "num_targets"):
+        assert column(cut, name) == column(whole, name)
+    found = cuts(cut)
+    assert {cut["step"] for cut in found} == {3, 5}
+    before = 8192
+    for one in found:
+        assert (one["tokens_before"], one["configured"]) == (before, 8192)
+        assert one["reason"].startswith("out of memory (wanting 4.5e+06 GB more) in a")
+        assert set(one["sample_ids"]) <= set(column(cut, "sample_ids")[one["step"] - 1])
+        before = one["tokens"]
+    assert before <= ROOM[5]
+
+
+@pytest.mark.parametrize(("step", "seen"), [(4, 5), (2, 5), (2, 3)])
+def test_resumed_with_room_enough_it_is_the_run_that_had_too_little(
+    step: int, seen: int, go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, whether the checkpoint was taken before a cut or after it."""
+    with monkeypatch.context() as planted:
+        plant(planted, ROOM)
+        whole = go("whole").out
+    killed = cut_back(whole, tmp_path / "killed", step, seen)
+    if seen < 5:  # the second cut is not known yet
+        plant(monkeypatch, ROOM)
+    go("killed", resume=True)
+    assert [e["from_step"] for e in events(killed, "resume")] == [step]
+    for name in ("step", "loss", "grad_norm", "sample_ids"):
+        assert column(killed, name) == column(whole, name)
+    assert largest_difference(weights(killed / "model"), weights(whole / "model")) == 0.0
+    assert cuts(killed) == cuts(whole)
+
+
+def test_killed_twice_it_is_still_the_same(
+    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cuts that a resume took back hold, though that life was killed before it came to them."""
+    with monkeypatch.context() as planted:
+        plant(planted, ROOM)
+        whole = go("whole").out
+    killed = cut_back(whole, tmp_path / "killed", 2, 5)
+    go("killed", resume=True, steps=4)
+    assert {cut["step"] for cut in cuts(killed)} == {3}
+    go("killed", resume=True)
+    assert column(killed, "loss") == column(whole, "loss")
+    assert cuts(killed) == cuts(whole)
+
+
+def test_another_budget_begins_afresh(
+    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as planted:
+        plant(planted, ROOM)
+        whole = go("whole").out
+    killed = cut_back(whole, tmp_path / "killed", 2, 5)
+    go(
+        "killed",
+        resume=True,
+        batch__tokens_per_microbatch=120,
+        batch__halve_when_out_of_memory=False,
+    )
+    assert cuts(killed) == []
+    assert "tokens_per_microbatch: 8192 then, 120 now" in events(killed, "warning")[0]["detail"]
+    assert column(killed, "loss") == pytest.approx(column(whole, "loss"), rel=1e-9)
+    assert any(e["kind"] == "budget" for e in all_events(killed / "events.jsonl"))
+
+
+def test_without_halving_what_was_trained_is_saved_and_a_smaller_budget_goes_on(
+    go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"batch__halve_when_out_of_memory": False, "checkpoint__every": 0}
+    whole = go("whole", **keys).out
+    with monkeypatch.context() as planted:
+        plant(planted, {4: 100})
+        with pytest.raises(taut.TautError) as caught:
+            go("out", **keys)
+        text = str(caught.value)
+        out = whole.parent / "out"
+        assert text.startswith("step 4: out of memory (wanting ")
+        assert f"the state after step 3 is in {out / 'checkpoints' / 'step-000003'}" in text
+        assert type(caught.value).__name__ == "OutOfMemory"
+        assert caught.value.exit_code == 2
+        assert "\n" not in text
+        (end,) = events(out, "end")
+        assert (end["outcome"], end["step"]) == ("stopped", 3)
+        assert column(out, "step") == [1, 2, 3]
+        go("out", resume=True, batch__tokens_per_microbatch=100, **keys)
+    assert column(out, "loss")[:3] == column(whole, "loss")[:3]
+    assert column(out, "loss") == pytest.approx(column(whole, "loss"), rel=1e-9)
+
+
+def test_in_the_first_step_nothing_is_to_be_saved(
+    model: Path,
+    train: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant(monkeypatch, {1: 100})
+    words = [
+        f"model={model}",
+        f"data.train={train}",
+        f"out={tmp_path / 'out'}",
+        "data.max_length=200",
+    ]
+    assert (
+        main(["sft", *words, "steps=2", "stop.prompts=0", "log.console=false", "device=cpu"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "nothing was to be saved" in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "out").glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("every", [2, 0], ids=["on the way", "at the end"])
+def test_an_evaluation_without_memory_keeps_what_was_trained(
+    every: int, go: Go, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"data__eval": str(train), "eval__every": every, "checkpoint__every": 0, "steps": 4}
+    whole = go("whole", **keys).out
+    step = every or 4
+    with monkeypatch.context() as planted:
+        sums = HeldOut._sums
+
+        def few(self: HeldOut, trees: Any, where: str) -> Any:
+            planted.setattr(type(self.job.scorer), "forward", lambda *_: torch.empty(1 << 50))
+            return sums(self, trees, where)
+
+        planted.setattr(HeldOut, "_sums", few)
+        with pytest.raises(
+            taut.TautError, match=rf"^held-out loss after step {step}: out of memory"
+        ) as e:
+            go("out", **keys)
+    assert str(e.value).count("step-00000") == 1
+    out = go("out", resume=True, **keys).out
+    for kind in ("step", "eval"):
+        assert [e["loss"] for e in events(out, kind)] == [e["loss"] for e in events(whole, kind)]
+    assert [e["step"] for e in events(out, "eval")] == [e["step"] for e in events(whole, "eval")]
