@@ -136,6 +136,13 @@ def test_saved_when_due_and_after_the_last_step_and_only_the_newest_kept(
     assert all(event["seconds_blocked"] < 10 for event in events)
 
 
+def test_the_time_a_save_kept_training_waiting_is_told(made: Made, tmp_path: Path) -> None:
+    job, events = made
+    with opened(job, tmp_path / "out", every=1, background=False) as saver:
+        saver.save(1)
+    assert [event["seconds_blocked"] >= event["seconds"] > 0 for event in events] == [True]
+
+
 def test_none_are_saved_unless_asked_for(made: Made, tmp_path: Path) -> None:
     with opened(made[0], tmp_path / "out", num_steps=1, every=0) as saver:
         saver(1)

@@ -1,0 +1,92 @@
+"""Files are there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from taut import durable
+
+
+def test_a_file_has_its_new_content_or_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "latest"
+    durable.write_text(path, "one")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            durable.write_text(path, "two")
+    assert path.read_text() == "one"
+    durable.write_text(path, "two")
+    assert path.read_text() == "two"
+    assert [found.name for found in tmp_path.iterdir()] == ["latest"]
+
+
+def filled(directory: Path, text: str) -> Path:
+    directory.mkdir()
+    (directory / "file").write_text(text)
+    return directory
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
+    filled(tmp_path / "model", "old")
+    durable.replace_directory(filled(tmp_path / ".model.partial", "new"), tmp_path / "model")
+    assert (tmp_path / "model" / "file").read_text() == "new"
+    assert [found.name for found in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("killed_before", [1, 2])
+def test_a_replacement_that_was_killed_leaves_one_of_the_two(
+    killed_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "model", "old")
+    partial = filled(tmp_path / ".model.partial", "new")
+    calls: list[Path] = []
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(self)
+        if len(calls) == killed_before:
+            raise SystemExit("killed")
+        return real(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename)
+        with pytest.raises(SystemExit):
+            durable.replace_directory(partial, tmp_path / "model")
+    durable.clear_leftovers(tmp_path)
+    assert (tmp_path / "model" / "file").read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["model"]
+
+
+def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".events.partial").write_text("")
+    filled(tmp_path / ".step-000002.partial", "")
+    filled(tmp_path / ".git", "mine")
+    (tmp_path / ".old").write_text("mine")
+    (tmp_path / "notes.old").write_text("mine")
+    durable.clear_leftovers(tmp_path)
+    assert sorted(found.name for found in tmp_path.iterdir()) == [".git", ".old", "notes.old"]
+
+
+def test_a_directory_that_is_removed_never_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = filled(tmp_path / "step-000002", "x")
+    names: list[str] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, **_: names.append(Path(path).name))
+    durable.remove_directory(target)
+    assert not target.exists()
+    assert names == [".step-000002.gone.partial"] * 2
+
+
+def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert durable.digest(tmp_path / "a") == empty

@@ -1,0 +1,84 @@
+"""What a resume may change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.jobs import make
+
+from taut.config import describe, to_dict
+from taut.errors import ConfigError
+from taut.identity import FREE, ROUNDING, differences, identity_of, require_same
+from taut.run import Built, Run
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return make(tmp_path_factory.mktemp("identity"))[0]
+
+
+def identity(built: Built, **changes: Any) -> dict[str, Any]:
+    return identity_of(replace(built.run, **changes), built.inputs, built.job.ranks)
+
+
+def test_the_same_run_is_the_same(built: Built) -> None:
+    assert differences(identity(built), identity(built)) == ([], [])
+
+
+def test_every_key_is_of_one_kind_and_every_name_is_a_key(built: Built) -> None:
+    keys = {row.key for row in describe(Run)}
+    for name in (*FREE, *(one.removeprefix("config.") for one in ROUNDING if one != "environment")):
+        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    left = identity(built)["config"]
+    assert not set(FREE) & set(left)
+    assert {"seed", "optim", "lora", "batch", "noise", "data", "freeze"} <= set(left)
+    assert "eval" not in left["data"]
+    assert to_dict(built.run)["data"]["cache"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 7}, r"config\.seed: 0 then, 7 now"),
+        ({"freeze": ["*norm*"]}, r"config\.freeze: \[\] then, \['\*norm\*'\] now"),
+        ({"dtype": "float32"}, r"dtype: 'float64' then, 'float32' now"),
+    ],
+)
+def test_what_changes_what_is_learned_is_refused(
+    changes: dict[str, Any], message: str, built: Built
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"step-000003 belongs to another run: {message}; resume"
+    ):
+        require_same(identity(built), identity(built, **changes), Path("step-000003"))
+
+
+def test_what_changes_rounding_is_told(built: Built) -> None:
+    now = identity(built, attention="reference")
+    now["environment"] = {**now["environment"], "threads": 99}
+    told = require_same(identity(built), now, Path("x"))
+    assert len(told) == 2
+    assert told[0] == "config.attention: 'auto' then, 'reference' now"
+    assert told[1].startswith("environment.threads: ")
+
+
+@pytest.mark.parametrize("key", ["steps", "out", "resume"])
+def test_what_has_no_part_in_the_steps_is_free(key: str, built: Built) -> None:
+    value = {"steps": 999, "out": "elsewhere", "resume": True}[key]
+    assert differences(identity(built), identity(built, **{key: value})) == ([], [])
+
+
+def test_many_differences_are_counted() -> None:
+    old = {"config": {str(n): n for n in range(9)}}
+    new = {"config": {str(n): -n for n in range(9)}}
+    with pytest.raises(ConfigError, match=r"config\.5: 5 then, -5 now; and 3 more; resume with"):
+        require_same(old, new, Path("x"))
+
+
+def test_hashes_are_shortened() -> None:
+    found = differences({"model": {"a": "0" * 64}}, {"model": {"a": "f" * 64}})
+    assert found.refused == ["model.a: other content, 000000000000... then, ffffffffffff... now"]
+    assert differences({"a": None}, {"a": 1}).refused == ["a: none then, 1 now"]

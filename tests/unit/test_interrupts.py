@@ -1,0 +1,88 @@
+"""Signals are noted, agreed on, and given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from taut.interrupts import SIGNALS, Interrupt, Interrupts
+from taut.parallel import Ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+class Two:
+    """Two ranks; the other one says what it got."""
+
+    size = 2
+
+    def __init__(self, other: str | None) -> None:
+        self.other = other
+
+    def max(self, values: list[float]) -> list[float]:
+        return [max(values[0], float(self.other is not None))]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_raised_where_it_is_asked_for(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Interrupts.watching() as interrupts:
+        interrupts.check()
+        interrupts.agree(ALONE)
+        os.kill(os.getpid(), number)
+        assert interrupts.received == number.name
+        for ask in (interrupts.check, lambda: interrupts.agree(ALONE)):
+            with pytest.raises(Interrupt, match=number.name):
+                ask()
+    assert signal.getsignal(number) == before
+
+
+def test_at_once_is_at_once_with_one_rank_only() -> None:
+    with Interrupts.watching() as interrupts, interrupts.at_once(cast(Ranks, Two(None))):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with (
+        Interrupts.watching() as interrupts,
+        pytest.raises(Interrupt, match="SIGINT"),
+        interrupts.at_once(ALONE),
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+    with Interrupts.watching() as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupt), interrupts.at_once(ALONE):
+            raise AssertionError("a signal that came before is not forgotten")
+
+
+def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
+    interrupts = Interrupts()
+    interrupts.agree(cast(Ranks, Two(None)))
+    with pytest.raises(Interrupt, match="SIGUSR1"):
+        interrupts.agree(cast(Ranks, Two("SIGUSR1")))
+
+
+def test_only_a_later_signal_is_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    now = [100.0]
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    interrupts = Interrupts()
+    interrupts.notice(signal.SIGINT, None)
+    now[0] += 0.5
+    interrupts.notice(signal.SIGTERM, None)
+    assert (codes, interrupts.received) == ([], "SIGINT")
+    now[0] += 1.0
+    interrupts.notice(signal.SIGTERM, None)
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_an_interrupt_is_no_mistake_that_somebody_might_handle(tmp_path: Path) -> None:
+    assert issubclass(Interrupt, KeyboardInterrupt)
+    assert not issubclass(Interrupt, Exception)
