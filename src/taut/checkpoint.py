@@ -149,11 +149,11 @@ class Checkpoints:
         ``wait``: until it is complete. ``is_measured``: whether what follows the step (evaluations) is over.
         ``random``: where the generators stood after the step, if they have moved since.
         """
+        began = time.perf_counter()
         self.settle()
         final = self.folder / f"step-{step:06d}"
         if self.saved_step == step:
             return final
-        began = time.perf_counter()
         state = sharded.training_state(self.scorer, self.optimizer)
         if self._room is not None:
             room = self._room.result()
@@ -168,8 +168,11 @@ class Checkpoints:
         }
         self.saved_step = step
         self._pending = self._thread.submit(self._write, step, state, meta)
+        is_waited_for = wait or self._room is None
+        if is_waited_for:
+            self._pending.exception()  # returns when it is written
         self._blocked = time.perf_counter() - began
-        if wait or self._room is None:
+        if is_waited_for:
             self.settle()
         return final
 
