@@ -54,6 +54,13 @@ class Halving(NamedTuple):
     """Of the micro-batch that did not fit."""
 
 
+class Refused(NamedTuple):
+    """What came of an attempt that ran out of memory."""
+
+    wanted: str
+    """How much more was asked for, for the message."""
+
+
 @dataclass
 class Fit:
     """The token budget in force, and what is known of what fits."""
@@ -77,21 +84,12 @@ class Fit:
 
         ``packed``: what it computes; ``trees``: those it was planned from; ``where``: for the message.
         """
-        try:
-            given = act()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            wanted = _wanted(str(error))
-        else:
-            if torch.is_grad_enabled():  # an evaluation needs less
-                self.largest = max(self.largest, packed.num_tokens)
-            return given
-        # Out here the exception is gone, and with its traceback the frames that held the activations.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        raise self._error(packed, trees, where, wanted)
+        given = _try(act)
+        if isinstance(given, Refused):
+            raise self._error(packed, trees, where, given)
+        if torch.is_grad_enabled():  # an evaluation needs less
+            self.largest = max(self.largest, packed.num_tokens)
+        return given
 
     def halve(self, step: int, error: OutOfMemory) -> bool:
         """Cut the budget from ``step`` on, where that is allowed and of use."""
@@ -118,10 +116,12 @@ class Fit:
         mine = [halving for halving in found if halving.configured == self.configured]
         self._ahead = sorted(mine, key=lambda halving: (halving.step, -halving.tokens))
 
-    def _error(self, packed: Packed, trees: Sequence[Tree], where: str, wanted: str) -> OutOfMemory:
+    def _error(
+        self, packed: Packed, trees: Sequence[Tree], where: str, refused: Refused
+    ) -> OutOfMemory:
         size = packed.num_tokens
         half = None if _is_whole(packed, trees) else min(self.tokens, size) // 2 or None
-        reason = f"out of memory{wanted} in a micro-batch of {size:,} tokens"
+        reason = f"out of memory{refused.wanted} in a micro-batch of {size:,} tokens"
         ids = packed.sample_ids
         named = (
             f"{', '.join(ids[:SHOWN])}{f' and {len(ids) - SHOWN} more' if len(ids) > SHOWN else ''}"
@@ -165,11 +165,34 @@ def build_fit(
     return Fit(config.tokens_per_microbatch, config.halve_when_out_of_memory, recomputes)
 
 
+def require_room(act: Callable[[], T], where: str, remedy: str) -> T:
+    """What ``act``, which is no micro-batch, gives. Raises OutOfMemory with nothing of it kept alive."""
+    given = _try(act)
+    if isinstance(given, Refused):
+        raise OutOfMemory(f"{where}: out of memory{given.wanted}; expected it to fit; {remedy}")
+    return given
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is how torch, numpy or Python say that there is no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and SAID.search(str(error)) is not None
+
+
+def _try(act: Callable[[], T]) -> T | Refused:
+    """What ``act`` gives; where memory ran out, all that it held let go of."""
+    try:
+        return act()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        wanted = _wanted(str(error))
+    # Out here the exception is gone, and with its traceback the frames that held the activations.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Refused(wanted)
 
 
 def _wanted(text: str) -> str:

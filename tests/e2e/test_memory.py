@@ -17,6 +17,7 @@ from taut import loop
 from taut.cli import main
 from taut.evals.heldout import HeldOut
 from taut.loop import Job
+from taut.rollout.local import LocalEngine
 from taut.runlog import all_events
 
 Go = Callable[..., taut.Result]
@@ -215,3 +216,34 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
     for kind in ("step", "eval"):
         assert [e["loss"] for e in events(out, kind)] == [e["loss"] for e in events(whole, kind)]
     assert [e["step"] for e in events(out, "eval")] == [e["step"] for e in events(whole, "eval")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"stop__prompts": 2}, "asked whether its answers end: out of memory .* stop.prompts"),
+        (
+            {"eval__answers__rewards": "exact_match", "eval__answers__every": 2},
+            "answers after step 2: out of memory .* eval.answers.local.sequences",
+        ),
+    ],
+    ids=["stop check", "answers"],
+)
+def test_generation_without_memory_keeps_what_was_trained(
+    keys: dict[str, Any],
+    message: str,
+    go: Go,
+    train: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = {**keys, "data__eval": str(train), "checkpoint__every": 0, "steps": 3}
+    monkeypatch.setattr(LocalEngine, "generate", lambda *_: torch.empty(1 << 50))
+    with pytest.raises(taut.TautError, match=message) as caught:
+        go("out", **keys)
+    step = 3 if "stop__prompts" in keys else 2
+    assert str(caught.value).count(f"{tmp_path / 'out' / 'checkpoints'}/step-00000{step}") == 1
+    monkeypatch.undo()
+    out = go("out", resume=True, **keys).out
+    assert column(out, "step") == [1, 2, 3]
+    assert [e["outcome"] for e in events(out, "end")][-1] == "finished"

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -29,11 +30,14 @@ from taut.evals.best import Best
 from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.loop import Job
+from taut.memory import require_room
 from taut.rewards import REWARDS, Reward, files_of, load_rewards
 from taut.rollout.engine import Engine, require_usable
 from taut.rollout.local import LocalConfig, LocalEngine
 
 SAMPLES_LOGGED = 4
+ROOMIER = "set a smaller eval.answers.local.sequences or eval.answers.local.prefill_tokens"
+"""What to do where memory runs out."""
 RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts")
 """Names in an ``eval`` event that no reward may bear."""
 
@@ -121,7 +125,8 @@ class Answering:
         devices = [job.ranks.device] if job.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # a reward may draw
             rewards = self.rewards if job.ranks.is_writer else []
-            answers = answer(self.engine, self.rows, self.config.sampling, rewards)
+            ask = partial(answer, self.engine, self.rows, self.config.sampling, rewards)
+            answers = require_room(ask, f"answers after step {step}", ROOMIER)
         mine = build_report(answers, names) if job.ranks.is_writer else None
         report: Report | None = job.ranks.gather(mine)[0]
         assert report is not None

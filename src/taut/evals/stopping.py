@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from taut.data.dataset import Dataset
 from taut.data.pack import ALONE, pack
 from taut.errors import ConfigError, ModelError
 from taut.loop import Job
+from taut.memory import require_room
 from taut.rollout.engine import Engine, Sampling
 from taut.rollout.local import LocalEngine
 from taut.types import Prompt, Sample
@@ -35,6 +37,8 @@ TAIL = 120
 """Characters of an example's end."""
 LIKELY = 0.5
 """A mean probability of the end, where the references end, that counts as learned."""
+ROOMIER = "set a smaller stop.prompts or stop.tokens"
+"""What to do where memory runs out."""
 
 
 @configclass
@@ -162,7 +166,8 @@ class StopCheck:
             self.job.emit("check", name="stop", outcome="skipped", value=None, detail=self.obstacle)
             return None
         sampling = Sampling(max_new_tokens=self.config.tokens, seed=self.seed)
-        done = self.engine.generate([one.prompt for one in self.asked], sampling)
+        ask = partial(self.engine.generate, [one.prompt for one in self.asked], sampling)
+        done = require_room(ask, "asked whether its answers end", ROOMIER)
         open_ended = [completion for completion in done if completion.finish_reason != "stop"]
         stops = Stops(
             num_asked=len(done),
