@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from tests.chats import column, events, largest_difference, sft, weights
 import taut
 from taut import loop
 from taut.cli import main
+from taut.errors import OutOfMemory
 from taut.evals.heldout import HeldOut
+from taut.lifecycle import _kept
 from taut.loop import Job
 from taut.rollout.local import LocalEngine
 from taut.runlog import all_events
@@ -23,6 +26,11 @@ from taut.runlog import all_events
 Go = Callable[..., taut.Result]
 ROOM = {3: 200, 5: 90}
 """Step -> tokens that a micro-batch has room for, from then on."""
+ANSWERS = {
+    "eval__answers__rewards": "exact_match",
+    "eval__answers__limit": 2,
+    "eval__answers__sampling__max_new_tokens": 4,
+}
 
 
 @pytest.fixture
@@ -223,7 +231,7 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
     [
         ({"stop__prompts": 2}, "asked whether its answers end: out of memory .* stop.prompts"),
         (
-            {"eval__answers__rewards": "exact_match", "eval__answers__every": 2},
+            {**ANSWERS, "eval__answers__every": 2},
             "answers after step 2: out of memory .* eval.answers.local.sequences",
         ),
     ],
@@ -247,3 +255,19 @@ def test_generation_without_memory_keeps_what_was_trained(
     out = go("out", resume=True, **keys).out
     assert column(out, "step") == [1, 2, 3]
     assert [e["outcome"] for e in events(out, "end")][-1] == "finished"
+
+
+def test_with_several_ranks_the_newest_checkpoint_is_named_and_none_is_written(go: Go) -> None:
+    """The others are in the middle of the step: a save would wait for them for ever."""
+    out, said = go("out").out, []
+    folder = out / "checkpoints"
+    job = SimpleNamespace(
+        ranks=SimpleNamespace(size=2), done=5, emit=lambda *_, **e: said.append(e)
+    )
+    built: Any = SimpleNamespace(job=job)
+    checkpoints: Any = SimpleNamespace(folder=folder)
+    error = _kept(built, OutOfMemory("no room"), checkpoints)
+    assert str(error).startswith(f"no room; the newest checkpoint is {folder / 'step-000006'}; ")
+    assert said[0]["outcome"] == "stopped"
+    shutil.rmtree(folder)
+    assert "there is no checkpoint yet" in str(_kept(built, OutOfMemory("no room"), checkpoints))
