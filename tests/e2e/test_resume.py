@@ -239,7 +239,7 @@ def test_more_epochs_leave_no_sample_out_and_take_none_twice(
     model: Path, train: Path, tmp_path: Path
 ) -> None:
     """23 chats, six a step: the first epoch ends on a step of five."""
-    keys = {"epochs": 1, "optim__schedule": "constant"}
+    keys = {"epochs": 1, "optim__schedule": "constant", "checkpoint__every": 9}
     sft(model, train, tmp_path / "out", **keys)
     for epochs in (2, 3.5):
         sft(model, train, tmp_path / "out", **{**keys, "epochs": epochs}, resume=True)

@@ -85,7 +85,12 @@ def mean_loss(directory: Path, rows: Path) -> float:
 def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
     result = go(steps=5)
     out = result.out
-    assert {path.name for path in out.iterdir()} == {"resolved.json", "events.jsonl", "model"}
+    assert {path.name for path in out.iterdir()} == {
+        ".lock",
+        "resolved.json",
+        "events.jsonl",
+        "model",
+    }
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds[0] == "start"

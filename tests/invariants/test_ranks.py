@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -140,6 +141,7 @@ def test_two_ranks_equal_one_process(run: str, model: Path, train: Path, tmp_pat
     if "checkpoint.every" in RUNS[run]:  # a checkpoint of two ranks goes on in one process
         for path in (two / "checkpoints" / "step-000004").iterdir():
             path.unlink()
+        shutil.rmtree(two / "model")  # as if it had been killed before its end
         sft(model, train, two, **{"data.eval": held_out_of(train), **RUNS[run]}, resume=True)
         assert events(two, "resume")[0]["from_step"] == 2
         assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=LIMIT)
