@@ -16,10 +16,11 @@ know how a key is made (``dataset.py``, which imports it).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from taut import durable
 from taut.config import user_path
 from taut.data.length import Incident
 from taut.errors import OutputError
@@ -42,6 +44,8 @@ ARRAYS = {
     "line": np.int64,
     "part": np.int32,
 }
+ABANDONED = 24 * 3600
+"""Seconds after which a half-written entry has nobody who writes it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +80,7 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
     try:
         meta = json.loads((entry / "meta.json").read_text())
         for name in ARRAYS:
-            if _digest(entry / f"{name}.npy") != meta["sha256"][name]:
+            if durable.digest(entry / f"{name}.npy") != meta["sha256"][name]:
                 return None, f"the cached {name} is damaged"
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         incidents = tuple(Incident(**incident) for incident in meta["incidents"])
@@ -95,7 +99,7 @@ def save(directory: Path, key: str, entry: Entry) -> None:
                 np.save(file, np.asarray(entry.arrays[name], dtype=kind))
                 file.flush()
                 os.fsync(file.fileno())
-            digests[name] = _digest(path)
+            digests[name] = durable.digest(path)
         incidents = [asdict(incident) for incident in entry.incidents]
         meta = {"num_rows": entry.num_rows, "incidents": incidents, "sha256": digests}
         (fresh / "meta.json").write_text(json.dumps(meta))
@@ -108,6 +112,7 @@ def _beside(directory: Path, key: str) -> Iterator[Path]:
     retired = fresh.with_suffix(".old")
     try:
         fresh.mkdir(parents=True)
+        _clear_abandoned(directory)
         yield fresh
         try:
             fresh.rename(directory / key)
@@ -127,6 +132,9 @@ def _beside(directory: Path, key: str) -> Iterator[Path]:
         shutil.rmtree(retired, ignore_errors=True)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _clear_abandoned(directory: Path) -> None:
+    """Remove what killed processes left half-written. Nobody takes a day over one entry."""
+    for path in directory.glob(".*"):
+        is_ours = re.fullmatch(r"\.[0-9a-f]{64}\.[0-9a-f]{32}(\.old)?", path.name)
+        if is_ours and time.time() - path.stat().st_mtime > ABANDONED:
+            shutil.rmtree(path, ignore_errors=True)
