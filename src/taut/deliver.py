@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from taut import durable, parallel
 from taut.checkpoint import Checkpoints
 from taut.contract import Origin, answer_best, seal, seal_best
@@ -118,7 +120,7 @@ def _write_adapter(built: Built, directory: Path, trained: Trained) -> None:
         make_readable(beside)
         serving_tokenizer(inputs.tokenizer, inputs.stops.ids, template).save_pretrained(beside)
         durable.replace_directory(beside, directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OutputError(
             f"{directory} cannot be written: {error}; expected room and permission for the adapter"
         ) from error

@@ -23,6 +23,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -144,14 +145,20 @@ class Lock:
                     "stop it, or name another out"
                 ) from None
             self.trouble = f"{self.out} cannot be locked ({error.strerror}): a second run in it would not be noticed"
-        _sign(self._file, f"process {os.getpid()} on {socket.gethostname()}\n")
+        try:
+            _sign(self._file, f"process {os.getpid()} on {socket.gethostname()}\n")
+        except OSError as error:
+            raise OutputError(
+                f"out={self.out} cannot be written: {error.strerror}; free some room, or name another"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            _sign(self._file, "")
+            with suppress(OSError):  # the name says nothing once the lock is gone
+                _sign(self._file, "")
             self._file.close()
 
 
@@ -194,10 +201,8 @@ def _lock(file: IO[str]) -> None:
 
 
 def _sign(file: IO[str], text: str) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(text)
-    file.flush()
+    file.truncate(0)
+    os.write(file.fileno(), text.encode())  # past Python's buffer: what fails is not tried again
 
 
 def _owner(file: IO[str]) -> str:

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from taut.parallel import Ranks
 
@@ -86,7 +88,7 @@ def stage(state: State, room: State) -> None:
 
 def write(state: State, directory: Path, ranks: Ranks) -> None:
     """Write every rank's part. Raises OSError on all ranks if one cannot."""
-    writer = FileSystemWriter(directory, sync_files=True)
+    writer = _Writer(directory, sync_files=True)
     try:
         _save_state_dict(
             state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1
@@ -106,6 +108,16 @@ def read(state: State, directory: Path, ranks: Ranks) -> None:
         )
     except CheckpointException as error:
         raise _cause(error) from error
+
+
+class _Writer(FileSystemWriter):
+    """Says what the system said: of a full disk torch.save itself tells an unexpected position."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            raise _behind(error) or error from error
 
 
 class _Reader(FileSystemReader):
@@ -134,6 +146,13 @@ def _cause(error: CheckpointException) -> Exception:
         if isinstance(failure, OSError):
             return OSError(failure.errno, failure.strerror or str(failure))
     return RuntimeError(str(failures[0]))
+
+
+def _behind(error: BaseException | None) -> OSError | None:
+    """The OSError that came before an error, if one did."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def _local(tensor: Tensor) -> Tensor:

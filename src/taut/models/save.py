@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -78,7 +79,7 @@ def saving(
             del plain  # the block may load the model again
             yield partial
             durable.replace_directory(partial, directory)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"{directory} cannot be written: {error}; expected room and permission for the "
                 "model"

@@ -71,7 +71,10 @@ class EventLog:
             raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what could not be written is tried once more
+            raise _unwritable(self.path, error) from error
 
 
 def read_events(path: Path) -> list[Event]:
