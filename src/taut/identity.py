@@ -112,7 +112,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
             continue
         is_content = _is_hash(was) and _is_hash(now)
         what = "other content, " if is_content else ""
-        text = f"{key}: {what}{_shown(was)} then, {_shown(now)} now"
+        text = f"{_told(key)}: {what}{_shown(was)} then, {_shown(now)} now"
         is_rounding = any(key == one or key.startswith(f"{one}.") for one in ROUNDING)
         (found.rounding if is_rounding else found.refused).append(text)
     return found
@@ -140,7 +140,19 @@ def _leaves(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
     return found
 
 
+def _told(key: str) -> str:
+    """A key as the user knows it: a key of the configuration, or what was hashed."""
+    part, _, name = key.partition(".")
+    if part == "config":
+        return name
+    if part in ("model", "adapter", "data", "environment") and name:
+        return f"{part} {name.removesuffix('.content')}"
+    return key
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):  # a file that the other one has not
+        value = value.get("content", value)
     if _is_hash(value):
         return f"{value[:12]}..."
     return "none" if value is None else repr(value)

@@ -122,7 +122,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(whole: Path, di
         (["DIED/resolved.json"], "is not a taut run (no resolved.json)"),
         (["DIED", "stepz=3"], "unknown key 'stepz' on the command line; did you mean 'steps'?"),
         (["DIED", "overwrite=true"], "resume=true and overwrite=true contradict each other"),
-        (["DIED", "seed=5"], "belongs to another run: config.seed: 0 then, 5 now"),
+        (["DIED", "seed=5"], "belongs to another run: seed: 0 then, 5 now"),
         (
             ["DIED", "data.eval=none.jsonl"],
             "relative paths are meant from STARTED, where the run was started",
