@@ -99,7 +99,10 @@ class Order:
 
     def going_on_from(self, cursor: Cursor, epochs: float | None) -> Order:
         """The order of a run that has come this far: no sample is left out, or seen twice."""
-        return self if self.cursor(cursor.step, epochs) == cursor else replace(self, origin=cursor)
+        is_there = epochs is None or cursor.step <= self.num_steps(epochs)
+        if is_there and self.cursor(cursor.step, epochs) == cursor:
+            return self
+        return replace(self, origin=cursor)
 
     def step(self, step: int, epochs: float | None = None) -> list[int]:
         """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they go round and round."""

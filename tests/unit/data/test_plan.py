@@ -325,5 +325,8 @@ def test_a_run_that_is_made_longer_goes_on_where_its_samples_ended() -> None:
     assert longer.cursor(4, 2.0) == Cursor(4, 14)
     resumed = order.going_on_from(Cursor(4, 14), 2.0)
     assert [resumed.step(step, 2.0) for step in (5, 6)] == [longer.step(s, 2.0) for s in (5, 6)]
+    end = longer.cursor(6, 2.0)
+    assert end == Cursor(6, 20)
+    assert order.going_on_from(end, 2.0).num_steps(2.0) == 6, "at its end it is at its end"
     assert order.going_on_from(Cursor(2, 8), 2.0) is order, "whole steps need no new origin"
     assert order.going_on_from(Cursor(3, 12), None) is order
