@@ -195,9 +195,9 @@ def train_step(job: Job, step: int) -> StepReport:
     require_finite(report.loss, "loss", report, job)
     report = replace(report, grad_norm=parallel.clip_gradients(job.trained, job.clip_grad_norm))
     require_finite(report.grad_norm, "gradient norm", report, job)
+    job.interrupts.agree(job.ranks)  # before the alarms: they remember the steps they saw
     for alarm in job.alarms:
         alarm(report, job)
-    job.interrupts.agree(job.ranks)
     optim.set_learning_rate(job.optimizer, job.learning_rate(step))
     job.optimizer.step()
     job.optimizer.zero_grad()

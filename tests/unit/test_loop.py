@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +15,10 @@ from tests.models import parameters_of
 from tests.samples import nested_family
 from torch import Tensor
 
+from taut import loop
 from taut.errors import NonFiniteError
 from taut.evals.heldout import HeldOut
+from taut.interrupts import Interrupt
 from taut.loop import Job, _gpu_memory, denominators, padded, train, train_step
 from taut.losses import Unit
 from taut.losses.sft import CrossEntropy
@@ -210,3 +213,23 @@ def test_train_tells_each_step_and_calls_what_follows(tmp_path: Path) -> None:
     assert [event["step"] for event in steps] == [3, 4, 5]
     assert (job.done, job.followed, job.loss) == (5, 5, steps[-1]["loss"])
     assert steps[0]["learning_rate"] == job.optimizer.param_groups[0]["lr"]
+
+
+def test_an_interrupted_step_is_none_that_alarms_remember(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that comes after the last micro-batch: the step will be taken again."""
+    job = prepared(tmp_path)
+    seen: list[int] = []
+    job.alarms = [lambda report, job: seen.append(report.step)]
+
+    summarise = loop.summarise
+
+    def with_signal(*given: Any) -> loop.StepReport:
+        job.interrupts.notice(signal.SIGTERM, None)
+        return summarise(*given)
+
+    monkeypatch.setattr(loop, "summarise", with_signal)
+    with pytest.raises(Interrupt):
+        train_step(job, 1)
+    assert not seen
