@@ -6,10 +6,16 @@ name, is forced too. Imports nothing of ours. Anyone may import it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import shutil
+from collections.abc import Collection, Iterable
 from pathlib import Path
+
+CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+"""What the system says where fsync is not to be had."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -26,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
 def replace_directory(partial: Path, directory: Path) -> None:
     """Put a finished directory in its place; at no moment is a half-written one there.
 
-    Between the two renames there is none: ``restore`` brings the one before back.
+    Between the two renames there is none: ``clear_leftovers`` brings the one before back.
     """
     sync_tree(partial)
     old = directory.with_name(f".{directory.name}.old")
@@ -38,23 +44,27 @@ def replace_directory(partial: Path, directory: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder; a directory that was about to be replaced is put back."""
+def clear_leftovers(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove what killed writers left in a folder; a directory that was about to be replaced is put back.
+
+    ``names``: of what was being written; None: the folder has nothing that is not ours.
+    """
     for path in list(folder.iterdir()):
-        if not is_leftover(path):
+        if not is_leftover(path, names):
             continue
         place = folder / path.name.removeprefix(".").removesuffix(".old")
         if path.suffix == ".old" and not place.exists():
             path.rename(place)
-        elif path.is_dir():
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
 
 
-def is_leftover(path: Path) -> bool:
+def is_leftover(path: Path, names: Collection[str] | None = None) -> bool:
     """Whether a writer that was killed left this, by its name."""
-    return path.name.startswith(".") and path.suffix in (".partial", ".old")
+    found = re.fullmatch(r"\.(.+?)(\.gone)?\.(partial|old)", path.name)
+    return found is not None and (names is None or found[1] in names)
 
 
 def sync(path: Path) -> None:
@@ -62,6 +72,9 @@ def sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:  # some file systems of networks cannot do it for a directory
+        if not (error.errno in CANNOT and path.is_dir()):
+            raise
     finally:
         os.close(number)
 
@@ -77,6 +90,16 @@ def digest(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def first_damaged(directory: Path, digests: Iterable[tuple[str, str]]) -> str:
+    """Which of the files, given by name and SHA-256, is not as it was written; empty if all are."""
+    for name, noted in digests:
+        if not (directory / name).is_file():
+            return f"{directory / name} is missing"
+        if digest(directory / name) != noted:
+            return f"{directory / name} is damaged: its SHA-256 is not the one noted when it was written"
+    return ""
 
 
 def remove_directory(directory: Path) -> None:

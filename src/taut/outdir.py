@@ -19,7 +19,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,8 @@ LOOK, LOOKS = 0.01, 10
 """Seconds that looking who has the lock may take, and how often one who wants it waits so long."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """What the system says of a lock that another process has."""
-WRITTEN = (MARK, EVENTS, CHECKPOINTS, MODEL, ADAPTER, BEST, "tensorboard", "wandb")
-"""What a run writes, and so what ``overwrite`` removes."""
+WRITTEN = (MODEL, ADAPTER, BEST, CHECKPOINTS, EVENTS, "tensorboard", "wandb", MARK)
+"""What a run writes, and so what ``overwrite`` removes: the mark last, so that what a kill leaves is still a run."""
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:
@@ -83,7 +82,7 @@ def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
     """Make the directory, an overwritten run's files gone, and write the configuration into it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        durable.clear_leftovers(out)
+        durable.clear_leftovers(out, WRITTEN)
         for name in WRITTEN if overwrite else ():
             _remove(out / name)
         durable.write_text(out / MARK, json.dumps(resolved, indent=1) + "\n")
@@ -122,9 +121,13 @@ class Lock:
         """Why other processes are not kept out, if they are not: not every file system can lock."""
         self._file: IO[str] | None = None
 
+    @property
+    def is_taken(self) -> bool:
+        return self._file is not None
+
     def take(self) -> None:
         """Take the lock, unless it is taken. Raises OutputError where another process has it."""
-        if self._file is not None:
+        if self.is_taken:
             return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -217,14 +220,14 @@ def _would_go(path: Path, out: Path) -> bool:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        durable.remove_directory(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def _is_of_no_account(path: Path) -> bool:
     """What a run that was killed as it began leaves."""
-    return path.name == LOCK or durable.is_leftover(path)
+    return path.name == LOCK or durable.is_leftover(path, WRITTEN)
 
 
 def _require_writable(out: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,33 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert durable.digest(tmp_path / "a") == empty
+
+
+def test_what_is_not_of_the_names_written_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".vimrc.old").write_text("mine")
+    (tmp_path / ".thesis.partial").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".model.partial").symlink_to(tmp_path / "elsewhere")
+    filled(tmp_path / ".best.gone.partial", "ours")
+    filled(tmp_path / ".adapter.old", "ours")
+    durable.clear_leftovers(tmp_path, ("model", "best", "adapter"))
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [".thesis.partial", ".vimrc.old", "adapter", "elsewhere"]
+
+
+def test_a_file_system_that_cannot_force_a_directory_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fsync(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    durable.write_text(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+    monkeypatch.setattr(stat, "S_ISDIR", lambda _: True)
+    with pytest.raises(OSError, match="Invalid"):
+        durable.sync(tmp_path / "file")

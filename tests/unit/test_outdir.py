@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from taut import outdir
 from taut.errors import OutputError
 from taut.outdir import MARK, Lock, claim, complete, owner, require_usable
 
@@ -187,3 +188,30 @@ def test_what_cannot_be_claimed_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"out=.* cannot be written: .*; name another"):
         claim(tmp_path / "file" / "run", {}, overwrite=False)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_run_half_overwritten_can_be_overwritten(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = run_in(tmp_path / "run")
+    (out / "events.jsonl").write_text("")
+    (out / "checkpoints" / "step-000002").mkdir(parents=True)
+    real, calls = outdir._remove, []
+
+    def remove(path: Path) -> None:
+        if path.exists():
+            calls.append(path.name)
+        if len(calls) > number:
+            raise SystemExit
+        real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(outdir, "_remove", remove)
+        with pytest.raises(SystemExit):
+            claim(out, {"seed": 2}, overwrite=True)
+    assert len(calls) == number + 1
+    usable(out, overwrite=True)
+    usable(out, resume=True)
+    claim(out, {"seed": 3}, overwrite=True)
+    assert [path.name for path in out.iterdir()] == [MARK]
