@@ -5,12 +5,13 @@
 
 Saving copies the tensors into buffers allocated at the start and hands these to a thread: training waits for the copy
 only. The thread writes beside, forces every file to the disk, notes its SHA-256 in ``meta.json``, renames, and names
-it in ``latest``. One is written at a time. A failure is raised at the next save or at the end, on all ranks.
+it in ``latest``. One is written at a time. A failure is raised after the next step; under several ranks, who have to
+raise it together, at the next save. At the end it is raised in any case.
 
 ``meta.json`` also has what is no tensor: the step, the data cursor, every generator's state, the identity of the run
 (taut/identity.py) and what the parts named in ``memories`` remember. It holds its own digest.
 
-May import sharded, randomness, durable, outdir, parallel. api and lifecycle import it.
+May import sharded, randomness, durable, outdir, memory, parallel. api and lifecycle import it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from torch import nn
 from taut import durable, randomness, sharded
 from taut.config import configclass
 from taut.errors import OutputError
+from taut.memory import require_room
 from taut.outdir import EVENTS, LATEST, MARK, META, complete, step_of
 from taut.parallel import Ranks
 
+ROOMIER = "set checkpoint.background=false, which needs no second copy of what is saved"
+"""What to do where memory runs out."""
 SPARE = 64 * 2**20
 """Bytes that have to be left over beside a checkpoint."""
 
@@ -129,7 +133,8 @@ class Checkpoints:
 
     def __call__(self, step: int) -> None:
         """Save if a checkpoint is due after ``step``."""
-        if self._pending is not None and self._pending.done() and not self._pending.exception():
+        pending, is_alone = self._pending, self.ranks.size == 1
+        if pending is not None and pending.done() and (is_alone or not pending.exception()):
             self.settle()
         every = self.config.every
         is_due = bool(every) and (step % every == 0 or step == self.num_steps)
@@ -156,7 +161,9 @@ class Checkpoints:
             return final
         state = sharded.training_state(self.scorer, self.optimizer)
         if self._room is not None:
-            room = self._room.result()
+            ready, self._room = self._room, None
+            room = require_room(ready.result, f"checkpoint of step {step}", ROOMIER)
+            self._room = ready
             sharded.stage(state, room)
             state = room
         meta = {
@@ -166,8 +173,8 @@ class Checkpoints:
             "memories": {name: memory.remember() for name, memory in self.memories.items()},
             **self.notes(step),
         }
-        self.saved_step = step
         self._pending = self._thread.submit(self._write, step, state, meta)
+        self.saved_step = step
         is_waited_for = wait or self._room is None
         if is_waited_for:
             self._pending.exception()  # returns when it is written
@@ -178,18 +185,18 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, and tell of it. Raises OutputError where it failed."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
         try:
-            done = pending.result()
+            done = self._pending.result()
         except OSError as error:
-            self.saved_step = None
+            self._pending, self.saved_step = None, None
             kept = [path.name for path in complete(self.folder)]
             raise OutputError(
                 f"a checkpoint cannot be written in {self.folder}: {error.strerror or error}; complete there: "
                 f"{', '.join(kept) or 'none'}; free the place, then resume=true goes on from the newest"
             ) from error
+        self._pending = None
         self.emit(
             "checkpoint",
             step=done.step,
@@ -201,12 +208,24 @@ class Checkpoints:
             detail = f"{self.folder / name} is gone: something else than this run removed it"
             self.emit("warning", name="checkpoint", step=done.step, detail=detail)
 
-    def close(self) -> None:
-        """Finish what is being written, and end the thread. What fails now is told: something else ended the run."""
+    def settle_or_tell(self) -> None:
+        """The same where something else is ending the run: a failure is told only."""
         try:
             self.settle()
         except OutputError as error:
             self.emit("warning", name="checkpoint", detail=str(error))
+
+    def rescue(self, step: int, random: randomness.State) -> str:
+        """Save what a run that fails has come to. Where it is, or why it is not, for the message."""
+        try:
+            return f"training state: {self.save(step, wait=True, random=random)}"
+        except OutputError as error:
+            return f"its training state was not saved: {error}"
+
+    def close(self) -> None:
+        """Finish what is being written, and end the thread."""
+        try:
+            self.settle_or_tell()
         finally:
             self._thread.shutdown()
 
@@ -301,7 +320,7 @@ def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | Non
     None where there is none. Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or all are.
     """
     damaged: list[str] = []
-    for path in reversed(complete(folder)):
+    for path in reversed(ranks.gather(complete(folder))[0]):  # a network may show them differently
         saved, trouble = _read(path, ranks)
         if saved is not None:
             return saved, damaged
@@ -320,10 +339,18 @@ def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | Non
 
 
 def set_aside(folder: Path, after_step: int) -> None:
-    """Take the names of checkpoints after a step away: they are damaged, and the run will come to these steps again."""
-    for path in complete(folder):
-        if step_of(path) > after_step:
-            path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
+    """Take the names of checkpoints after a step away: they are damaged, and the run will come to these steps again.
+
+    ``latest`` names the newest of the others, as it may not after a kill either.
+    """
+    found = complete(folder)
+    kept = [path for path in found if step_of(path) <= after_step]
+    if kept:
+        durable.write_text(folder / LATEST, f"{kept[-1].name}\n")
+    else:
+        (folder / LATEST).unlink(missing_ok=True)
+    for path in found[len(kept) :]:
+        path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
 
 
 def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
@@ -336,20 +363,11 @@ def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
         if wanted != _digest_of(meta):
             trouble = f"{path / META} is damaged"
         mine = sorted(meta["files"].items())[ranks.rank :: ranks.size]
-        trouble = trouble or _first_damaged(path, mine)
+        trouble = trouble or durable.first_damaged(path, mine)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         trouble = f"{path / META} cannot be read ({error})"
     found = [text for text in ranks.gather(trouble) if text]
     return (None, found[0]) if found else (Saved(path, meta), "")
-
-
-def _first_damaged(path: Path, files: list[tuple[str, str]]) -> str:
-    for name, digest in files:
-        if not (path / name).is_file():
-            return f"{path / name} is missing"
-        if durable.digest(path / name) != digest:
-            return f"{path / name} is damaged: its SHA-256 is not the one noted when it was written"
-    return ""
 
 
 def _digests(directory: Path, ranks: Ranks) -> dict[str, str]:

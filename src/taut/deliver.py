@@ -60,9 +60,7 @@ def save_model(
             failure = str(error)
     failure = ranks.gather(failure)[0]
     if failure:
-        raise CheckFailed(
-            f"{failure}; training state: {checkpoints.save(built.job.done, wait=True)}"
-        )
+        raise CheckFailed(f"{failure}; {checkpoints.rescue(built.job.done, built.job.random)}")
     return directory
 
 

@@ -81,6 +81,10 @@ class Start:
     num_steps_before: int | None = None
     """As the run was last begun or gone on with."""
 
+    @property
+    def from_step(self) -> int:
+        return 0 if self.saved is None else self.saved.step
+
 
 def first_day(run: Run, out: Path) -> date | None:
     """The day on which the run that is gone on with began; None where none is."""
@@ -139,8 +143,7 @@ def execute(
     """Claim the directory of ``lock``, train, measure and save."""
     run, job, out = built.run, built.job, lock.out
     if job.ranks.is_writer:
-        lock.take()
-        claim(out, _resolved(built, start), overwrite=run.overwrite)
+        _claim(built, start, lock)
     job.ranks.barrier()
     with (
         RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log,
@@ -160,6 +163,21 @@ def execute(
             raise
         finally:
             checkpoints.close()
+
+
+def _claim(built: Built, start: Start, lock: Lock) -> None:
+    """Take the directory, if it is as it was looked at; what the run will not come to again goes."""
+    run, out = built.run, lock.out
+    if not lock.is_taken:  # it was no run
+        lock.take()
+        if (out / MARK).is_file():
+            raise OutputError(
+                f"out={out}: another run began there while this one was made ready; expected no other; name another "
+                "out, or give the command again, with resume=true to go on with that run"
+            )
+    if run.resume and start.num_steps_before != built.job.num_steps:
+        drop_after(out / BEST, start.from_step)  # before the new number stands in resolved.json
+    claim(out, _resolved(built, start), overwrite=run.overwrite)
 
 
 def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
@@ -194,11 +212,9 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
     if not built.run.resume:
         checkpoints.prepare()
         return
-    from_step = 0 if saved is None else saved.step
+    from_step = start.from_step
     if job.ranks.is_writer:
         checkpoint.set_aside(out / CHECKPOINTS, from_step)
-        if start.num_steps_before != job.num_steps:
-            drop_after(out / BEST, from_step)
     checkpoints.prepare()
     is_measured = True
     if saved is not None:
@@ -246,10 +262,8 @@ def _run(
         metrics, stops = _asked_at_end(job, checkpoints, evaluations, stop_check)
         job.interrupts.agree(job.ranks)
         if run.stop.required and stops is not None and not stops.is_enough:
-            state = checkpoints.save(job.done, wait=True)
-            raise CheckFailed(
-                f"{stops}; stop.required=true, so no model is written; training state: {state}"
-            )
+            state = checkpoints.rescue(job.done, job.random)
+            raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
         model = save_model(built, out / MODEL, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
@@ -280,8 +294,7 @@ def _asked_at_end(
     except TautError as error:
         if job.ranks.size > 1:  # the others may not have failed, and would not save
             raise
-        state = checkpoints.save(job.done, wait=True)
-        raise type(error)(f"{error}; training state: {state}") from error
+        raise type(error)(f"{error}; {checkpoints.rescue(job.done, job.random)}") from error
 
 
 def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
@@ -290,7 +303,12 @@ def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
     if job.done == 0:
         reason = f"{name} before the first step was over; nothing was to be saved"
     else:
-        reason = f"{name}: the state after step {job.done} is in {_save(job, checkpoints)}"
+        try:
+            reason = f"{name}: the state after step {job.done} is in {_save(job, checkpoints)}"
+        except OutputError as error:
+            reason = f"{name}: the state after step {job.done} could not be saved: {error}"
+            job.emit("end", outcome="stopped", step=job.done, reason=reason)
+            raise OutputError(f"interrupted by {reason}") from error
     job.emit("end", outcome="interrupted", step=job.done, reason=reason)
     return Interrupted(f"interrupted by {reason}; the same command with resume=true goes on")
 
@@ -313,6 +331,7 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
 def _save(job: Job, checkpoints: Checkpoints) -> Path:
     """Save the last whole step, as it was before anything that follows it."""
     is_measured = job.followed == job.done
+    checkpoints.settle_or_tell()  # one that failed before does not keep this one from being tried
     return checkpoints.save(job.done, wait=True, is_measured=is_measured, random=job.random)
 
 

@@ -287,7 +287,11 @@ def test_later_ones_are_set_aside(made: Made, tmp_path: Path) -> None:
     folder = tmp_path / "out" / "checkpoints"
     set_aside(folder, 2)
     assert [path.name for path in complete(folder)] == ["step-000002"]
+    assert (folder / LATEST).read_text() == "step-000002\n"
     assert len(list(folder.glob("damaged-step-000004-*"))) == 1
+    shutil.rmtree(folder / "step-000002")
+    set_aside(folder, 0)
+    assert not (folder / LATEST).exists()
 
 
 def test_notes_are_json_and_name_every_file(made: Made, tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ class Best:
         }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint left off, unless something else was measured then."""
-        if (remembered["metric"], remembered["measured"]) == (self.metric, self.measured):
+        """Take up where a checkpoint left off, unless something else was measured then or the model is gone."""
+        is_same = (remembered["metric"], remembered["measured"]) == (self.metric, self.measured)
+        if self.job.ranks.gather(is_same and (self.directory / FILE).is_file())[0]:
             self.value, self.step = remembered["value"], remembered["step"]
 
     def _is_better(self, value: float) -> bool:

@@ -104,3 +104,11 @@ def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text("{")
     with pytest.raises(OutputError, match="cannot be read"):
         require_same_measure(tmp_path, "exact_match", "m")
+
+
+def test_what_is_no_longer_there_is_not_the_best(tmp_path: Path) -> None:
+    first, again = make(tmp_path / "best"), make(tmp_path / "best")
+    steps_kept(first, [0.5])
+    drop_after(tmp_path / "best", 0)
+    again.recall(first.remember())
+    assert (again.value, again.step) == (None, None)
