@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, TautError
+from taut.errors import ConfigError, Interrupted, TautError
 
 INTERRUPTED = 130
 SPIN = "10000"
@@ -139,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except TautError as error:
+        if isinstance(error, Interrupted) and arguments is None:
+            _ignore_signals()
         if _is_told_here():
             sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")
         return error.exit_code
@@ -146,6 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _is_told_here():
             sys.stderr.write(": ".join(["taut: interrupted", *map(str, interrupt.args)]) + "\n")
         return INTERRUPTED
+
+
+def _ignore_signals() -> None:
+    """An interrupted process is all but over: a notice that comes once more must not change its exit code."""
+    from taut.interrupts import SIGNALS
+
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _is_told_here() -> bool:

@@ -116,6 +116,26 @@ def test_an_interrupt_is_exit_code_130_and_one_line(
     assert capsys.readouterr().err == told
 
 
+def test_a_notice_that_comes_again_as_an_interrupted_run_ends_does_not_change_its_exit_code() -> (
+    None
+):
+    code = """if True:
+        import os, signal, sys
+        from taut import cli
+        from taut.errors import Interrupted
+
+        def interrupted(words):
+            raise Interrupted("it is saved")
+
+        cli._dispatch = interrupted
+        code = cli.main()
+        os.kill(os.getpid(), signal.SIGTERM)
+        sys.exit(code)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (75, "taut: error: it is saved\n")
+
+
 def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: run.Run) -> None:
         raise ZeroDivisionError
