@@ -187,6 +187,9 @@ def save_adapter(
 ) -> None:
     """Write the adapter (and modules_to_save) in peft's format, safetensors."""
     inner: Any = model
+    for config in inner.peft_config.values():
+        if isinstance(config.target_modules, set):  # in another order in each process
+            config.target_modules = sorted(config.target_modules)
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ def test_adapter_equals_merged_equals_reloaded(
     plain = plain_model(model)
     plain.save_pretrained(tmp_path / "merged")
     save_adapter(model, tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert named == sorted(named), "the file is the same whatever the process"
     read = type(base).from_pretrained(tmp_path / "merged", dtype=torch.float64)
     merged = with_weights_of(read, name)
     assert (logits_of(merged) - adapted).abs().max() < 1e-12
