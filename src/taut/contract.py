@@ -28,6 +28,7 @@ import pydantic
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut import durable
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
 from taut.errors import CheckFailed, ModelError
@@ -234,7 +235,9 @@ def write_contract(directory: Path, contract: Contract) -> None:
     """Write the file into a model directory."""
     text = pydantic.TypeAdapter(Contract).dump_json(contract, indent=1).decode()
     in_lines = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
-    (directory / FILE).write_text(in_lines + "\n", encoding="utf-8")
+    durable.write_text(
+        directory / FILE, in_lines + "\n"
+    )  # a best model's is written anew in its place
 
 
 def describe(

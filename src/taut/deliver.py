@@ -156,6 +156,6 @@ def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> 
         use = room_for(built.scorer.model, job.ranks.device), run.trust_remote_code
         try:
             answer_best(best, questions, built.inputs.stops, run.contract, use)
-        except TautError as error:  # the model itself is in place
+        except (TautError, OSError) as error:  # the model itself is in place
             job.emit("warning", name="best", detail=f"{best} has no golden answers: {error}")
     job.ranks.barrier()

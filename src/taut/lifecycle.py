@@ -52,7 +52,8 @@ from taut.outdir import (
 )
 from taut.parallel import Ranks
 from taut.run import Built, Inputs, Plan, Run, build_method
-from taut.runlog import RunLog, all_events, read_events
+from taut.runlog import RunLog, all_events
+from taut.runlog.events import newest_first
 
 
 class Ended(NamedTuple):
@@ -124,8 +125,9 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
 def _finish(out: Path) -> Mapping[str, Any] | None:
     """The event with which the run finished, where nothing has happened since and its model is there."""
     path = out / EVENTS
-    last = read_events(path)[-1:] if path.is_file() and (out / MODEL).is_dir() else []
-    return next((e for e in last if e["kind"] == "end" and e["outcome"] == "finished"), None)
+    last = next(newest_first(path), None) if path.is_file() and (out / MODEL).is_dir() else None
+    is_finish = last is not None and last["kind"] == "end" and last["outcome"] == "finished"
+    return last if is_finish else None
 
 
 def _require_before_end(saved: Saved, plan: Plan) -> None:

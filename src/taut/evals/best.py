@@ -7,19 +7,19 @@ values cannot be compared and it is refused. A resumed run knows the best value 
 that is in the directory is found again at its step. Of equal values the earlier stays. The directory takes its place
 whole, so a killed run leaves the best before or the best after.
 
-Does not measure and does not know models: ``save`` writes one. May import errors and loop.
+Does not measure and does not know models: ``save`` writes one. May import durable, errors and loop.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from taut import durable
 from taut.errors import ConfigError, OutputError
 from taut.loop import Job
 
@@ -110,7 +110,7 @@ def drop_after(directory: Path, step: int) -> None:
     """Remove a best model of a later step: for a run whose later steps will be others."""
     note = _read(directory / FILE)
     if note is not None and note["step"] > step:
-        shutil.rmtree(directory)
+        durable.remove_directory(directory)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -68,8 +69,9 @@ class RunLog:
             sink(event)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as stack:  # all of them, whichever fails
+            for sink in self._sinks:
+                stack.callback(sink.close)
 
     def __enter__(self) -> Self:
         return self

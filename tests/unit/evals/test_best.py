@@ -112,3 +112,17 @@ def test_what_is_no_longer_there_is_not_the_best(tmp_path: Path) -> None:
     drop_after(tmp_path / "best", 0)
     again.recall(first.remember())
     assert (again.value, again.step) == (None, None)
+
+
+def test_a_best_that_is_being_dropped_is_never_half_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise SystemExit
+
+    steps_kept(make(tmp_path / "best"), [0.5])
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(SystemExit):
+        drop_after(tmp_path / "best", 0)
+    assert not (tmp_path / "best").exists()

@@ -209,6 +209,21 @@ def test_every_sink_gets_the_same_events_and_is_closed() -> None:
         log.emit("stepp")  # type: ignore[arg-type]
 
 
+def test_all_sinks_are_closed_whichever_fails() -> None:
+    class Failing(Kept):
+        def close(self) -> None:
+            raise OutputError("full")
+
+    last = Kept()
+    with pytest.raises(OutputError, match="full"):
+        RunLog([Failing(), last]).close()
+    first = Kept()
+    with pytest.raises(OutputError, match="full"):
+        RunLog([first, Failing()]).close()
+    assert first.is_closed
+    assert last.is_closed
+
+
 def test_ranks_that_do_not_write_write_nothing(tmp_path: Path) -> None:
     with RunLog.open(tmp_path, LogConfig(tensorboard=True), is_writer=False) as log:
         log.emit("step", step=1)
