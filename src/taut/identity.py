@@ -17,6 +17,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,10 +78,11 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         table, _, name = key.rpartition(".")
         (config[table] if table else config).pop(name)
     adapter = [run.lora.adapter] if run.lora.adapter else []
+    model = _hashes(run.model, "model", inputs.config, ranks, has_code=run.trust_remote_code)
     return {
         "config": config,
         "dtype": str(resolve_dtype(run.dtype, ranks.device).dtype).removeprefix("torch."),
-        "model": _hashes(run.model, "model", inputs.config, ranks),
+        "model": model,
         "adapter": {name: _hashes(name, "lora.adapter", None, ranks) for name in adapter},
         "tokenizer": _digest([inputs.renderer.identity()]),
         "template": _digest([inputs.renderer.template.template or ""]),
@@ -96,6 +98,7 @@ def environment(ranks: Ranks) -> dict[str, Any]:
     is_cuda = ranks.device.type == "cuda"
     return {
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "ranks": ranks.size,
         "threads": torch.get_num_threads(),
         "processor": torch.cuda.get_device_name(ranks.device)
@@ -162,13 +165,18 @@ def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-def _hashes(path: str, key: str, config: Any, ranks: Ranks) -> dict[str, str]:
-    """File name -> SHA-256 of what a model or adapter is read from; a hub name's commit. The ranks share the work."""
+def _hashes(
+    path: str, key: str, config: Any, ranks: Ranks, *, has_code: bool = False
+) -> dict[str, str]:
+    """File name -> SHA-256 of what a model or adapter is read from; a hub name's commit. The ranks share the work.
+
+    ``has_code``: whether Python code that comes with the model is run.
+    """
     directory = user_path(path, key)
     if not directory.is_dir():
         return {"commit": str(getattr(config, "_commit_hash", None))}
-    files = sorted(f for suffix in ("safetensors", "bin") for f in directory.glob(f"*.{suffix}"))
-    files += sorted(directory.glob("*config.json"))
+    kinds = ("*.safetensors", "*.bin", "*config.json", *(["*.py"] if has_code else []))
+    files = [file for kind in kinds for file in sorted(directory.glob(kind))]
     mine = files[ranks.rank :: ranks.size]
     with ThreadPoolExecutor(4) as threads:
         found = dict(zip([f.name for f in mine], threads.map(durable.digest, mine), strict=True))

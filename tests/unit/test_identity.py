@@ -56,6 +56,19 @@ def test_what_changes_what_is_learned_is_refused(
         require_same(identity(built), identity(built, **changes), Path("step-000003"))
 
 
+def test_code_of_the_model_counts_where_it_is_run(built: Built) -> None:
+    trusted = identity(built, trust_remote_code=True)
+    code = Path(built.run.model) / "modeling_own.py"
+    before = identity(built)
+    code.write_text("scale = 2")
+    try:
+        assert differences(before, identity(built)) == ([], [])
+        with pytest.raises(ConfigError, match=r"modeling_own\.py"):
+            require_same(trusted, identity(built, trust_remote_code=True), Path("step-000003"))
+    finally:
+        code.unlink()
+
+
 def test_what_changes_rounding_is_told(built: Built) -> None:
     now = identity(built, attention="reference")
     now["environment"] = {**now["environment"], "threads": 99}
