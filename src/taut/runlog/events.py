@@ -77,10 +77,10 @@ class EventLog:
             raise _unwritable(self.path, error) from error
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: str | Path) -> list[Event]:
     """The events in force: each step once, however often the run was killed and resumed."""
     events: list[Event] = []
-    for event in all_events(path):
+    for event in all_events(Path(path)):
         if event["kind"] == "resume":
             events = [earlier for earlier in events if _stands(earlier, event)]
         events.append(event)

@@ -88,7 +88,7 @@ def test_lines_are_strict_json_and_values_come_back(tmp_path: Path) -> None:
     raw = json.loads(path.read_text(), parse_constant=lambda _: pytest.fail("not strict JSON"))
     assert raw["loss"] == "nan"
     assert raw["more"] == {"a": [1, 2.5, None, True, "inf"]}
-    (read,) = read_events(path)
+    (read,) = read_events(str(path))
     assert math.isnan(read["loss"])
     assert read["grad_norm"] == -math.inf
     assert read["step"] == 3
