@@ -23,7 +23,11 @@ from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -134,9 +138,18 @@ class _Reader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"the index names {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """How the first releases of Python 3.11 write the one enum an index has; nothing else is looked up."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"the index looks up {name} of {kind}")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _cause(error: CheckpointException) -> Exception:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.jobs import make
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from taut import parallel, sharded
 from taut.optim import OptimConfig, build_optimizer
@@ -82,6 +85,24 @@ def test_an_index_that_names_other_code_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the index names"):
         sharded.read(state, tmp_path / "saved", ranks)
     assert not (tmp_path / "made").exists()
+
+
+class Lookup:
+    """Pickled as Python 3.11.0 pickles a member of an enum."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.kind, self.name)
+
+
+def test_an_index_of_the_first_releases_of_python_3_11_is_read() -> None:
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    written = pickle.dumps(Lookup(_MEM_FORMAT_ENCODING, member.name))
+    assert sharded._Unpickler(io.BytesIO(written)).load() is member
+    with pytest.raises(pickle.UnpicklingError, match="looks up __subclasses__"):
+        sharded._Unpickler(io.BytesIO(pickle.dumps(Lookup(torch.Size, "__subclasses__")))).load()
 
 
 def test_a_place_that_cannot_be_written_is_an_oserror(tmp_path: Path) -> None:
