@@ -20,12 +20,13 @@ from taut.errors import ConfigError
 from taut.evals.best import Best, require_same_measure
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
 from taut.evals.stopping import StopCheck, Stops, prepare
-from taut.lifecycle import execute, first_day, look
+from taut.lifecycle import execute
 from taut.models.load import context_length
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.rewards import files_of
 from taut.rollout.local import LocalEngine
 from taut.run import Built, Run, build, load_inputs
+from taut.start import first_day, look
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import torch
 
 from taut import durable
 from taut.config import to_dict, user_path
+from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.models.precision import resolve_dtype
 from taut.parallel import Ranks
@@ -73,14 +74,10 @@ class Differences(NamedTuple):
 
 def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """The identity of a run, as JSON-able values; every rank calls it."""
-    config = to_dict(run)
-    for key in FREE:
-        table, _, name = key.rpartition(".")
-        (config[table] if table else config).pop(name)
     adapter = [run.lora.adapter] if run.lora.adapter else []
     model = _hashes(run.model, "model", inputs.config, ranks, has_code=run.trust_remote_code)
     return {
-        "config": config,
+        "config": _settings(run),
         "dtype": str(resolve_dtype(run.dtype, ranks.device).dtype).removeprefix("torch."),
         "model": model,
         "adapter": {name: _hashes(name, "lora.adapter", None, ranks) for name in adapter},
@@ -123,7 +120,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
 
 def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> list[str]:
     """Raise ConfigError where a run cannot go on from what is at ``where``; else what changes numbers by rounding."""
-    found = differences(old, new)
+    defaults = _settings(Run(model="", data=DataConfig()))
+    config = _filled(old["config"], new["config"], defaults)
+    found = differences({**old, "config": config}, new)
     if found.refused:
         more = len(found.refused) - SHOWN
         rest = f"; and {more} more" if more > 0 else ""
@@ -132,6 +131,23 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
             "what it was started with, or start anew in another out"
         )
     return found.rounding
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """The configuration but for what a resume may change."""
+    config = to_dict(run)
+    for key in FREE:
+        table, _, name = key.rpartition(".")
+        (config[table] if table else config).pop(name)
+    return config
+
+
+def _filled(was: Any, now: Any, defaults: Any) -> Any:
+    """``was``, and the defaults of what it lacks: of keys that there are now and were not then."""
+    if not all(isinstance(one, Mapping) for one in (was, now, defaults)):
+        return was
+    new = {key: defaults[key] for key in now if key in defaults and key not in was}
+    return new | {key: _filled(old, now.get(key), defaults.get(key)) for key, old in was.items()}
 
 
 def _leaves(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:

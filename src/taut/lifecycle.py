@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import checkpoint
 from taut.alarms import ChangedSources, Spikes, Untouched
-from taut.checkpoint import Checkpoints, Memory, Saved
+from taut.checkpoint import Checkpoints, Memory
 from taut.config import to_dict
-from taut.data.plan import START, Cursor
 from taut.deliver import answer_for_best, choose_goldens, save_model
 from taut.errors import (
     CheckFailed,
-    ConfigError,
     Interrupted,
     OutOfMemory,
     OutputError,
@@ -36,7 +32,7 @@ from taut.errors import (
 from taut.evals.best import drop_after
 from taut.evals.during import Evaluations
 from taut.evals.stopping import StopCheck, Stops
-from taut.identity import TOLERANCE, identity_of, require_same
+from taut.identity import TOLERANCE
 from taut.interrupts import Interrupt, Interrupts
 from taut.loop import Job, train, use_budget
 from taut.outdir import (
@@ -48,12 +44,10 @@ from taut.outdir import (
     Lock,
     claim,
     complete,
-    read_resolved,
 )
-from taut.parallel import Ranks
-from taut.run import Built, Inputs, Plan, Run, build_method
+from taut.run import Built
 from taut.runlog import RunLog, all_events
-from taut.runlog.events import newest_first
+from taut.start import Start
 
 
 class Ended(NamedTuple):
@@ -63,80 +57,6 @@ class Ended(NamedTuple):
     loss: float
     metrics: Mapping[str, float]
     stops: Stops | None
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins, or goes on."""
-
-    plan: Plan
-    saved: Saved | None
-    """The checkpoint to go on from; None: step 1."""
-    identity: Mapping[str, Any]
-    rounding: list[str]
-    """What is not as it was, so that numbers are equal to rounding only."""
-    damaged: list[str]
-    """Newer checkpoints that cannot be used."""
-    finished: Mapping[str, Any] | None
-    """The last event, where the run is finished and nothing is left to do."""
-    num_steps_before: int | None = None
-    """As the run was last begun or gone on with."""
-
-    @property
-    def from_step(self) -> int:
-        return 0 if self.saved is None else self.saved.step
-
-
-def first_day(run: Run, out: Path) -> date | None:
-    """The day on which the run that is gone on with began; None where none is."""
-    if not run.resume or not (out / MARK).is_file():
-        return None
-    day = read_resolved(out).get("day")
-    return None if day is None else date.fromisoformat(day)
-
-
-def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
-    """What there is to go on from; refused where it does not fit. Writes nothing."""
-    mine = identity_of(run, inputs, ranks)
-    if not run.resume or not (out / MARK).is_file():
-        return Start(build_method(run, inputs.train), None, mine, [], [], None)
-    saved, damaged = checkpoint.find(
-        out / CHECKPOINTS, ranks, skip_damaged=run.checkpoint.skip_damaged
-    )
-    end = _finish(out)
-    rounding: list[str] = []
-    cursor = START
-    if saved is not None:
-        rounding = require_same(saved.meta["identity"], mine, saved.path)
-        cursor = Cursor(*saved.meta["cursor"])
-    plan = build_method(run, inputs.train, cursor)
-    if saved is not None:
-        _require_before_end(saved, plan)
-    is_over = end is not None and plan.num_steps <= end["step"]
-    if end is not None and saved is None and not is_over:
-        raise ConfigError(
-            f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
-            f"steps={end['step']}; begin a new run from {out / MODEL}, with checkpoint.every set"
-        )
-    before = read_resolved(out).get("num_steps")
-    return Start(plan, saved, mine, rounding, damaged, end if is_over else None, before)
-
-
-def _finish(out: Path) -> Mapping[str, Any] | None:
-    """The event with which the run finished, where nothing has happened since and its model is there."""
-    path = out / EVENTS
-    last = next(newest_first(path), None) if path.is_file() and (out / MODEL).is_dir() else None
-    is_finish = last is not None and last["kind"] == "end" and last["outcome"] == "finished"
-    return last if is_finish else None
-
-
-def _require_before_end(saved: Saved, plan: Plan) -> None:
-    step, samples = saved.meta["cursor"]
-    if step > plan.num_steps or plan.method.cursor(step).samples < samples:
-        raise ConfigError(
-            f"resume=true: {saved.path} is beyond the end of this run, step {plan.num_steps}; "
-            f"expected steps={step} or more; raise steps or epochs"
-        )
 
 
 def execute(
@@ -275,6 +195,7 @@ def _run(
         "end",
         outcome="finished",
         step=job.done,
+        cursor=job.method.cursor(job.done),
         loss=job.loss,
         eval_loss=metrics.get("loss"),
         metrics=metrics,

@@ -353,3 +353,16 @@ def test_a_template_that_asks_for_the_day_is_told_the_first_one(
         taut.ConfigError, match=r"belongs to another run: .*tokenizer: other content"
     ):
         sft(model, train, out, **{**keys, "steps": 8}, resume=True)
+
+
+def test_a_finished_run_needs_no_checkpoint_to_be_finished(go: Go) -> None:
+    out = go("out").out
+    damaged = out / "checkpoints" / "step-000006" / ".metadata"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert go("out", resume=True).notice is not None
+    with pytest.raises(taut.OutputError, match=r"step-000006/\.metadata is damaged"):
+        go("out", resume=True, steps=8)
+    with pytest.raises(taut.ConfigError, match=r"belongs to another run: .*seed: 0 then, 1 now"):
+        go("out", resume=True, seed=1)
+    with pytest.raises(taut.ConfigError, match="is beyond the end of this run, step 4"):
+        go("out", resume=True, steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,16 @@ def test_a_file_is_told_by_its_name() -> None:
         "data a.jsonl: other content, 000000000000... then, ffffffffffff... now",
         "data b.jsonl: none then, 000000000000... now",
     ]
+
+
+def test_a_key_that_the_run_had_not_yet_counts_as_its_default(built: Built) -> None:
+    now = identity(built)
+    older = json.loads(json.dumps(now))
+    del older["config"]["optim"]["clip_grad_norm"]
+    del older["config"]["freeze"]
+    assert require_same(older, now, Path("x")) == []
+    with pytest.raises(ConfigError, match=r"freeze: \[\] then, \['a'\] now"):
+        require_same(older, identity(built, freeze=["a"]), Path("x"))
+    older["config"]["gone"] = 3
+    with pytest.raises(ConfigError, match=r"gone: 3 then, none now"):
+        require_same(older, now, Path("x"))

@@ -1,0 +1,102 @@
+"""What a run begins with: nothing, a checkpoint to go on from, or an end that was reached already.
+
+Only looks; refuses what does not fit. A finished run is known by its last event, so that a damaged checkpoint is no
+obstacle where none is needed.
+
+May import identity, run, checkpoint and what is below them. lifecycle and api import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from taut import checkpoint
+from taut.checkpoint import Saved
+from taut.data.plan import Cursor
+from taut.errors import ConfigError
+from taut.identity import identity_of, require_same
+from taut.outdir import CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
+from taut.parallel import Ranks
+from taut.run import Inputs, Plan, Run, build_method
+from taut.runlog.events import newest_first
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, or goes on."""
+
+    plan: Plan
+    identity: Mapping[str, Any]
+    saved: Saved | None = None
+    """The checkpoint to go on from; None: step 1."""
+    rounding: list[str] = field(default_factory=list)
+    """What is not as it was, so that numbers are equal to rounding only."""
+    damaged: list[str] = field(default_factory=list)
+    """Newer checkpoints that cannot be used."""
+    finished: Mapping[str, Any] | None = None
+    """The last event, where the run is finished and nothing is left to do."""
+    num_steps_before: int | None = None
+    """As the run was last begun or gone on with."""
+
+    @property
+    def from_step(self) -> int:
+        return 0 if self.saved is None else self.saved.step
+
+
+def first_day(run: Run, out: Path) -> date | None:
+    """The day on which the run that is gone on with began; None where none is."""
+    if not run.resume or not (out / MARK).is_file():
+        return None
+    day = read_resolved(out).get("day")
+    return None if day is None else date.fromisoformat(day)
+
+
+def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
+    """What there is to go on from. Raises TautError where it does not fit; writes nothing."""
+    mine = identity_of(run, inputs, ranks)
+    if not run.resume or not (out / MARK).is_file():
+        return Start(build_method(run, inputs.train), mine)
+    before = read_resolved(out)
+    end = _finish(out)
+    if end is not None:
+        plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
+        if plan.num_steps == end["step"]:
+            require_same(before["identity"], mine, out)
+            return Start(plan, mine, finished=end)
+    skip_damaged = run.checkpoint.skip_damaged
+    saved, damaged = checkpoint.find(out / CHECKPOINTS, ranks, skip_damaged=skip_damaged)
+    if end is not None and saved is None:
+        raise ConfigError(
+            f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
+            f"steps={end['step']}; begin a new run from {out / MODEL}, with checkpoint.every set"
+        )
+    if saved is None:
+        plan, rounding = build_method(run, inputs.train), []
+    else:
+        rounding = require_same(saved.meta["identity"], mine, saved.path)
+        plan = _plan(run, inputs, Cursor(*saved.meta["cursor"]), saved.path)
+    return Start(plan, mine, saved, rounding, damaged, None, before.get("num_steps"))
+
+
+def _finish(out: Path) -> Mapping[str, Any] | None:
+    """The event with which the run finished, where nothing has happened since and its model is there."""
+    path = out / EVENTS
+    last = next(newest_first(path), None) if path.is_file() and (out / MODEL).is_dir() else None
+    is_finish = last is not None and last["kind"] == "end" and last["outcome"] == "finished"
+    return last if is_finish else None
+
+
+def _plan(run: Run, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
+    """The steps of a run that has come so far; refused where that is beyond its end."""
+    plan = build_method(run, inputs.train, cursor)
+    step = cursor.step
+    if step > plan.num_steps or plan.method.cursor(step).samples < cursor.samples:
+        raise ConfigError(
+            f"resume=true: {where} is beyond the end of this run, step {plan.num_steps}; "
+            f"expected steps={step} or more; raise steps or epochs"
+        )
+    return plan
