@@ -81,10 +81,11 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         "dtype": str(resolve_dtype(run.dtype, ranks.device).dtype).removeprefix("torch."),
         "model": model,
         "adapter": {name: _hashes(name, "lora.adapter", None, ranks) for name in adapter},
-        "tokenizer": _digest([inputs.renderer.identity()]),
+        "tokenizer": inputs.renderer.template.content(),
         "template": _digest([inputs.renderer.template.template or ""]),
         "data": {
-            part.path: {"content": part.key, "weight": part.weight} for part in inputs.train.parts
+            part.path: {"content": part.entry.digest, "weight": part.weight}
+            for part in inputs.train.parts
         },
         "environment": environment(ranks),
     }

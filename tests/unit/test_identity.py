@@ -118,3 +118,15 @@ def test_a_key_that_the_run_had_not_yet_counts_as_its_default(built: Built) -> N
     older["config"]["gone"] = 3
     with pytest.raises(ConfigError, match=r"gone: 3 then, none now"):
         require_same(older, now, Path("x"))
+
+
+def test_another_version_of_a_library_that_gives_the_same_samples_is_told_only(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = identity(built)
+    before = built.inputs.renderer.identity()
+    monkeypatch.setattr("taut.identity.version", lambda name: "9.9")
+    monkeypatch.setattr("taut.data.template.version", lambda name: "9.9")
+    assert built.inputs.renderer.identity() != before, "tokenised anew"
+    (told,) = require_same(then, identity(built), Path("x"))
+    assert told.startswith("environment transformers: ")

@@ -16,6 +16,7 @@ know how a key is made (``dataset.py``, which imports it).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -56,6 +57,8 @@ class Entry:
     num_rows: int
     incidents: tuple[Incident, ...]
     """Places relative to the source: ``17`` or ``17#2``."""
+    digest: str = ""
+    """Of the arrays as they are on the disk: equal where the samples are."""
 
 
 def default_directory() -> Path:
@@ -84,7 +87,8 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
                 return None, f"the cached {name} is damaged"
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         incidents = tuple(Incident(**incident) for incident in meta["incidents"])
-        return Entry(arrays, int(meta["num_rows"]), incidents), ""
+        digest = hashlib.sha256(json.dumps([meta["sha256"][name] for name in ARRAYS]).encode())
+        return Entry(arrays, int(meta["num_rows"]), incidents, digest.hexdigest()), ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"the cached entry is damaged ({type(error).__name__})"
 

@@ -219,7 +219,12 @@ class Template:
         return repr(self.decode(ids)) if ids else "nothing"
 
     def identity(self) -> str:
-        """Changes whenever the ids of some text could: tokenizer, template, library versions.
+        """Changes whenever the ids of some text could: with ``content``, or with the libraries' versions."""
+        versions = [f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")]
+        return hashlib.sha256("\0".join([self.content(), *versions]).encode()).hexdigest()
+
+    def content(self) -> str:
+        """A hash of tokenizer and template.
 
         A template that asks for the date gives other ids each day: then the day is part of it.
         """
@@ -234,7 +239,6 @@ class Template:
             json.dumps(special, sort_keys=True),
             str(getattr(self.tokenizer, "split_special_tokens", False)),
             template,
-            *(f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")),
         ]
         if self.asks_for_the_day and self.day is not None:
             parts.append(str(self.day))
