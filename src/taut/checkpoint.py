@@ -194,7 +194,7 @@ class Checkpoints:
             kept = [path.name for path in complete(self.folder)]
             raise OutputError(
                 f"a checkpoint cannot be written in {self.folder}: {error.strerror or error}; complete there: "
-                f"{', '.join(kept) or 'none'}; free the place, then resume=true goes on from the newest"
+                f"{', '.join(kept) or 'none'}; see to that, then resume=true goes on from the newest"
             ) from error
         self._pending = None
         self.emit(

@@ -151,7 +151,11 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
     is_at_end = from_step == job.num_steps  # what is measured there comes after its checkpoint
     job.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
     for text in start.damaged:
-        job.emit("warning", name="checkpoint", detail=f"{text}; going on from an earlier one")
+        job.emit(
+            "warning",
+            name="checkpoint",
+            detail=f"{text}; going on from an earlier one, this one is kept as damaged-step-*",
+        )
     if start.rounding:
         limit = TOLERANCE[str(start.identity["dtype"])]
         detail = (

@@ -87,7 +87,9 @@ def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
             _remove(out / name)
         durable.write_text(out / MARK, json.dumps(resolved, indent=1) + "\n")
     except OSError as error:
-        raise OutputError(f"out={out} cannot be written: {error.strerror}; name another") from error
+        raise OutputError(
+            f"out={out} cannot be written: {error.strerror}; see to that, or name another"
+        ) from error
 
 
 def read_resolved(out: Path) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class Lock:
             self._file = (self.out / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise OutputError(
-                f"out={self.out} cannot be written: {error.strerror}; name another"
+                f"out={self.out} cannot be written: {error.strerror}; see to that, or name another"
             ) from error
         try:
             _lock(self._file)

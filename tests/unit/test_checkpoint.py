@@ -185,7 +185,7 @@ def test_a_full_disk_is_told_and_nothing_saved_is_lost(
                 patched.setattr(place, full)
                 with pytest.raises(
                     OutputError,
-                    match=r"cannot be written in .*: No space left on device; complete there: step-000002; free",
+                    match=r"cannot be written in .*: No space left on device; complete there: step-000002; see to",
                 ):
                     saver.save(4, wait=True)
             assert [path.name for path in complete(saver.folder)] == ["step-000002"]
