@@ -186,7 +186,9 @@ def test_complete_checkpoints_are_those_with_a_name_and_their_notes(tmp_path: Pa
 
 def test_what_cannot_be_claimed_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"out=.* cannot be written: .*; see to that, or name another"):
+    with pytest.raises(
+        OutputError, match=r"out=.* cannot be written: .*; see to that, or name another"
+    ):
         claim(tmp_path / "file" / "run", {}, overwrite=False)
 
 
