@@ -48,12 +48,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from saves import WAYS, Clock, Save, Took, print_case, summarise
 from sft import matches
 from taut import checkpoint, parallel, sharded
+from taut.build import build, build_method
 from taut.checkpoint import CheckpointConfig, Checkpoints
 from taut.config import from_mapping
 from taut.demo.fetch import get_model
 from taut.loop import Job, train_step
 from taut.outdir import CHECKPOINTS, claim
-from taut.run import Run, build, build_method, load_inputs
+from taut.run import Run, load_inputs
 
 Result = dict[str, Any]
 

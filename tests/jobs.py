@@ -1,4 +1,4 @@
-"""A job as ``taut.run.build`` makes it, on a tiny model, with its events in a list."""
+"""A job as ``taut.build.build`` makes it, on a tiny model, with its events in a list."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
+from taut.build import Built, build, build_method
 from taut.config import from_mapping
 from taut.data.plan import Cursor
 from taut.losses import Loss
 from taut.losses.sft import CrossEntropy
-from taut.run import Built, Run, build, build_method, load_inputs
+from taut.run import Run, load_inputs
 from taut.types import Tree
 
 

@@ -1,7 +1,7 @@
 """The library: ``taut.sft(run)`` trains, ``taut.show(run)`` looks. The command line calls nothing else.
 
-``sft`` refuses, builds, claims the output directory, trains, evaluates, saves: in that order, so that a mistake found
-while building leaves nothing behind.
+``sft`` refuses, builds, checks, claims the output directory, trains, evaluates, saves: in that order, so that a mistake
+found before training leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from taut import parallel
+from taut.build import Built, build
+from taut.checks.examine import before_training
 from taut.config import user_path
 from taut.data.dataset import input_paths
 from taut.deliver import save_best
@@ -20,12 +22,12 @@ from taut.errors import ConfigError
 from taut.evals.best import Best, require_same_measure
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
 from taut.evals.stopping import StopCheck, Stops, prepare
-from taut.lifecycle import execute
+from taut.lifecycle import Asked, execute
 from taut.models.load import context_length
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.rewards import files_of
 from taut.rollout.local import LocalEngine
-from taut.run import Built, Run, build, load_inputs
+from taut.run import Run, load_inputs
 from taut.start import first_day, look
 
 
@@ -78,8 +80,8 @@ def sft(run: Run) -> Result:
         start = look(run, out, inputs, ranks)
         if start.finished is None:
             built = build(run, inputs, start.plan, ranks)
-            measured = _evaluations(built, out), _stop_check(built)
-            ended = execute(built, start, lock, *measured)
+            asked = Asked(before_training(built), _evaluations(built, out), _stop_check(built))
+            ended = execute(built, start, lock, asked)
             result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
         else:
             result = _as_finished(out, start.finished)

@@ -45,6 +45,8 @@ class Command(NamedTuple):
     """The keys that words standing alone set, in order."""
     many: str | None = None
     """The key of the list that words standing alone are put in."""
+    is_raw: bool = False
+    """It takes the TOML file and the settings as they are, and makes its configuration itself."""
 
 
 COMMANDS = {
@@ -59,6 +61,13 @@ COMMANDS = {
         "print the resolved configuration, and which tokens are targets",
         "taut.api:show",
         "taut.run:Run",
+    ),
+    "check": Command(
+        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE] [--full] [--json]",
+        "is this run honest: one row a question, before it costs anything",
+        "taut.commands.check:main",
+        "taut.commands.check:CheckRun",
+        is_raw=True,
     ),
     "resume": Command(
         "OUT [key=value ...]",
@@ -216,7 +225,8 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         result = call(overrides)
     else:
         cls = config_class(command)
-        result = call(load(cls, *sort_words(words, switches(cls), command.alone, command.many)))
+        sorted_words = sort_words(words, switches(cls), command.alone, command.many)
+        result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":
         _tell(getattr(result, "notice", None), getattr(result, "warning", None))
     return result if isinstance(result, int) else 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from taut import durable, parallel
+from taut.build import Built
 from taut.checkpoint import Checkpoints
 from taut.contract import Origin, answer_best, seal, seal_best
 from taut.data.dataset import read_rows
@@ -26,7 +27,6 @@ from taut.loop import Job
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.reloaded import Comparison, Trained, load_adapted, room_for, samples_to_compare, score
-from taut.run import Built
 
 
 def choose_goldens(built: Built) -> list[Question]:

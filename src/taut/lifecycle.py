@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 from taut import checkpoint
 from taut.alarms import ChangedSources, Spikes, Untouched
+from taut.build import Built
 from taut.checkpoint import Checkpoints, Memory
+from taut.checks.examine import Examination
 from taut.config import to_dict
 from taut.deliver import answer_for_best, choose_goldens, save_model
 from taut.errors import (
@@ -45,7 +47,6 @@ from taut.outdir import (
     claim,
     complete,
 )
-from taut.run import Built
 from taut.runlog import RunLog, all_events
 from taut.start import Start
 
@@ -59,9 +60,16 @@ class Ended(NamedTuple):
     stops: Stops | None
 
 
-def execute(
-    built: Built, start: Start, lock: Lock, evaluations: Evaluations, stop_check: StopCheck
-) -> Ended:
+class Asked(NamedTuple):
+    """What is measured of a run beside its loss: before it trains, meanwhile, at its end."""
+
+    examination: Examination | None
+    """What ``taut check`` found; None: it was turned off."""
+    evaluations: Evaluations
+    stop_check: StopCheck
+
+
+def execute(built: Built, start: Start, lock: Lock, asked: Asked) -> Ended:
     """Claim the directory of ``lock``, train, measure and save."""
     run, job, out = built.run, built.job, lock.out
     if job.ranks.is_writer:
@@ -72,10 +80,11 @@ def execute(
         Interrupts.watching() as job.interrupts,
     ):
         job.emit = log.emit
-        checkpoints = _checkpoints(built, out, start, evaluations)
+        checkpoints = _checkpoints(built, out, start, asked.evaluations)
         try:
+            _emit_start(built, asked.examination)
             _begin(built, start, lock, checkpoints)
-            return _run(built, out, checkpoints, evaluations, stop_check)
+            return _run(built, out, checkpoints, asked)
         except Interrupt as interrupt:
             raise _saved(built, str(interrupt), checkpoints) from None
         except OutOfMemory as error:
@@ -128,7 +137,6 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
 def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> None:
     """Say what is in force, and put back what the checkpoint holds."""
     job, saved, out = built.job, start.saved, lock.out
-    _emit_start(built)
     if lock.trouble:
         job.emit("warning", name="lock", detail=lock.trouble)
     if not built.run.resume:
@@ -165,14 +173,9 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
         job.emit("warning", name="exactness", detail=detail, tolerance=limit)
 
 
-def _run(
-    built: Built,
-    out: Path,
-    checkpoints: Checkpoints,
-    evaluations: Evaluations,
-    stop_check: StopCheck,
-) -> Ended:
+def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> Ended:
     job, run = built.job, built.run
+    _, evaluations, stop_check = asked
     questions = choose_goldens(built)
     began = time.perf_counter()
 
@@ -277,8 +280,8 @@ def _resolved(built: Built, start: Start) -> dict[str, Any]:
     }
 
 
-def _emit_start(built: Built) -> None:
-    data, job, proof = built.inputs.train.report, built.job, built.proof
+def _emit_start(built: Built, examination: Examination | None) -> None:
+    data, job = built.inputs.train.report, built.job
     job.emit(
         "start",
         version=version("taut"),
@@ -293,21 +296,17 @@ def _emit_start(built: Built) -> None:
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in job.trained),
     )
-    for name, value, detail in (
-        ("attention", proof.num_attention_layers, "layers call the chosen attention, all of them"),
-        (
-            "neighbour",
-            proof.neighbour,
-            "largest change of a log-prob when a packed neighbour changes",
-        ),
-        ("future", proof.future, "largest change of a log-prob when a later token changes"),
-        ("head", proof.head, "largest difference of log-probs from the model's own logits"),
-    ):
-        is_excused = name == "neighbour" and proof.one_sample is not None
+    if examination is None:
+        job.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
+        return
+    for one in examination.answered:
+        finding = one.finding
         job.emit(
             "check",
-            name=name,
-            outcome="skipped" if is_excused else "passed",
-            value=value,
-            detail=proof.one_sample if is_excused else detail,
+            name=one.name,
+            outcome=finding.outcome,
+            value=finding.number,
+            unit=finding.unit,
+            detail=finding.says,
+            notes=finding.notes,
         )

@@ -76,7 +76,7 @@ class Alarm(Protocol):
 
 @dataclass
 class Job:
-    """Everything a run needs, built by taut.run."""
+    """Everything a run needs, built by taut.build."""
 
     scorer: nn.Module
     method: Method

@@ -80,9 +80,14 @@ class Ranks:
         return replace(self, device=torch.device("cpu"), group=group)
 
 
+def world_size() -> int:
+    """How many ranks torchrun announces; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def start(device: str = "auto") -> Ranks:
     """Join the process group torchrun announces, or stand alone. ``device``: auto, cpu, cuda or cuda:N."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world_size()
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):

@@ -28,6 +28,7 @@ from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
+from taut.build import build_budget, build_method, build_policy, choose
 from taut.config import describe, to_dict
 from taut.data.dataset import Dataset
 from taut.data.length import Incident
@@ -37,16 +38,7 @@ from taut.methods.sft import Sft
 from taut.models.load import load_skeleton
 from taut.models.prove import one_sample_reasons
 from taut.parallel import Ranks
-from taut.run import (
-    Decision,
-    Inputs,
-    Run,
-    build_budget,
-    build_method,
-    build_policy,
-    choose,
-    load_inputs,
-)
+from taut.run import Decision, Inputs, Run, load_inputs
 from taut.types import Sample
 
 NUM_SAMPLES = 3

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from taut import checkpoint
+from taut.build import Plan, build_method
 from taut.checkpoint import Saved
 from taut.data.plan import Cursor
 from taut.errors import ConfigError
 from taut.identity import identity_of, require_same
 from taut.outdir import CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
 from taut.parallel import Ranks
-from taut.run import Inputs, Plan, Run, build_method
+from taut.run import Inputs, Run
 from taut.runlog.events import newest_first
 
 

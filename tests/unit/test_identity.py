@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from tests.jobs import make
 
+from taut.build import Built
 from taut.config import describe, to_dict
 from taut.errors import ConfigError
 from taut.identity import FREE, ROUNDING, differences, identity_of, require_same
-from taut.run import Built, Run
+from taut.run import Run
 
 
 @pytest.fixture(scope="module")

@@ -117,17 +117,19 @@ class Observation:
     """The sliding windows the layers asked for."""
     windows_masked: set[int | None] = field(default_factory=set)
     """The windows of the masks the library would have built; None: plain causal."""
+    is_deaf: bool = False
+    """Attention is replaced: each token is given its own value and knows of no other."""
 
 
 _observation: Observation | None = None
 
 
 @contextmanager
-def observe() -> Iterator[Observation]:
+def observe(*, is_deaf: bool = False) -> Iterator[Observation]:
     """Record every attention call and every mask the library asks for, until the block ends."""
     global _observation
     assert _observation is None, "observe does not nest"
-    _observation = Observation()
+    _observation = Observation(is_deaf=is_deaf)
     try:
         yield _observation
     finally:
@@ -158,6 +160,9 @@ def _attention(
     if _observation is not None:
         _observation.layers.append(module)
         _observation.windows_called.add(call.window)
+        if _observation.is_deaf:
+            own = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            return own.transpose(1, 2).contiguous(), None
     query, key, value = (_as_computed(x) for x in (query, key, value))
     if isinstance(taut_layout, Decoding):
         out = taut_layout.attend(module, query, key, value, call)

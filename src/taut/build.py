@@ -1,0 +1,244 @@
+"""``build``: a configuration and its inputs -> a run that is ready to train.
+
+It reads in the order things happen: dtype, attention, model, adapters, sharding, optimizer, job. Its parts can be had
+one by one, so that ``checks`` can say which of them fails. Nothing is written. What is chosen for the user is a
+``Decision`` with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from taut import parallel
+from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
+from taut.attention.select import Chosen, select
+from taut.data.dataset import Dataset
+from taut.data.pack import PackPolicy
+from taut.data.plan import START, Budget, CostModel, Cursor, Order, prefix_groups
+from taut.loop import Job
+from taut.memory import build_fit
+from taut.methods.sft import Sft
+from taut.models import anatomy
+from taut.models.load import (
+    checkpoint_dtype,
+    freeze,
+    load_model,
+)
+from taut.models.lora import apply_lora, choose_rows
+from taut.models.noise import install_noise
+from taut.models.precision import (
+    ChosenDtype,
+    backward_context,
+    compute_context,
+    resolve_dtype,
+)
+from taut.models.prove import library_logps, one_sample_reasons
+from taut.models.score import Scorer
+from taut.models.tokens import add_tokens
+from taut.models.untrained import require_trained, untrained_rows
+from taut.optim import build_optimizer, learning_rate
+from taut.parallel import Ranks
+from taut.run import Decision, Inputs, Run
+
+ALONE_TOKENS = 1024
+"""How many tokens of the first step are also run one sample at a time."""
+
+
+class Loaded(NamedTuple):
+    """A model as it is on disk, with the attention and the dtype that will be in force."""
+
+    model: PreTrainedModel
+    dtype: ChosenDtype
+    attention: Chosen
+    one_sample: str | None
+    """Why this model has to run one sample at a time; None: it packs."""
+    decisions: list[Decision]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is ready to train; nothing has been written."""
+
+    run: Run
+    inputs: Inputs
+    scorer: Scorer
+    job: Job
+    loaded: Loaded
+    decisions: list[Decision]
+    saved_dtype: torch.dtype
+    """What the final weights are saved in: the dtype of the checkpoint they came from."""
+
+
+def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
+    """Load, wrap and shard the model; everything is in force or refused when this returns."""
+    loaded = load(run, inputs, ranks)
+    adapted, reasons = adapt(run, inputs, loaded.model)
+    require_trained(adapted, rows_to_train(run, inputs, adapted))
+    return assemble(run, inputs, plan, ranks, loaded, adapted, reasons)
+
+
+def load(run: Run, inputs: Inputs, ranks: Ranks) -> Loaded:
+    """The model, with what was asked of attention and dtype in force."""
+    dtype, chosen, decisions = choose(run, inputs, ranks.device)
+    model = load_model(
+        run.model,
+        dtype=dtype.dtype,
+        device=ranks.device,
+        attention=chosen.implementation,
+        trust_remote_code=run.trust_remote_code,
+    )
+    one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
+    return Loaded(model, dtype, chosen, one_sample, decisions)
+
+
+def assemble(
+    run: Run,
+    inputs: Inputs,
+    plan: Plan,
+    ranks: Ranks,
+    loaded: Loaded,
+    adapted: nn.Module,
+    reasons: list[Decision],
+) -> Built:
+    """A loaded and adapted model, sharded and made a job."""
+    decisions = [*inputs.decisions, *loaded.decisions, *reasons]
+    dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
+    scorer = Scorer(adapted)
+    method, num_steps, cursor = plan
+    noise = install_noise(adapted, run.noise, run.seed)
+    is_comparable = noise is None and cursor == START
+    alone = _alone(method, adapted, dtype, ranks.device) if is_comparable else {}
+    policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
+    decisions.extend(reasons)
+    if run.activation_checkpointing:
+        anatomy.unwrap(adapted).activation_checkpointing_enable({"use_reentrant": False})
+    budget = build_budget(run, adapted, ranks, one_sample=one_sample is not None)
+    fit = build_fit(
+        run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
+    )
+    parallel.shard(scorer, anatomy.layers(adapted), ranks)
+    job = Job(
+        scorer=scorer,
+        method=method,
+        optimizer=build_optimizer(scorer, run.optim),
+        learning_rate=partial(learning_rate, total=num_steps, config=run.optim),
+        num_steps=num_steps,
+        budget=budget,
+        policy=policy,
+        ranks=ranks,
+        compute=partial(compute_context, dtype, ranks.device),
+        compute_backward=partial(backward_context, dtype),
+        noise=noise,
+        fit=fit,
+        clip_grad_norm=run.optim.clip_grad_norm,
+        alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
+    )
+    return Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
+
+
+def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
+    """Rows of the embedding and the head that have to train, and why; empty where all of the model trains."""
+    if not run.lora.is_on and not run.freeze:
+        return {}
+    ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
+    added = {index: f"{inputs.token(index)}: added by tokens.add" for index in inputs.new_ids}
+    return untrained_rows(model, ends) | added
+
+
+def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> tuple[nn.Module, list[Decision]]:
+    """The model with its added tokens and adapters, without what is frozen."""
+    add_tokens(model, inputs.new_ids)
+    if not run.lora.is_on and not run.freeze:
+        return model, []
+    needed = rows_to_train(run, inputs, model)
+    ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
+    rows = choose_rows(model, run.lora, needed, ends)
+    decisions = []
+    if rows:
+        ids = next(iter(rows.values()))
+        why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
+        names = " and ".join(rows)
+        decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
+    adapted = apply_lora(model, run.lora, run.seed, rows)
+    if run.freeze:
+        names_frozen = freeze(adapted, run.freeze)
+        rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""
+        value = f"{len(names_frozen)} tensors"
+        decisions.append(Decision("freeze", value, f"{names_frozen[0]}{rest}"))
+    return adapted, decisions
+
+
+def choose(
+    run: Run, inputs: Inputs, device: torch.device
+) -> tuple[ChosenDtype, Chosen, list[Decision]]:
+    """The compute dtype and the attention backend, and why these."""
+    dtype = resolve_dtype(run.dtype, device)
+    chosen = select(run.attention, device, dtype.dtype, inputs.config.get_text_config())
+    name = str(dtype.dtype).removeprefix("torch.")
+    decisions = [
+        Decision("dtype", name, dtype.reason),
+        Decision("attention", chosen.name, chosen.reason),
+    ]
+    return dtype, chosen, decisions
+
+
+class Plan(NamedTuple):
+    """Which samples each step has, and how many steps there are."""
+
+    method: Sft
+    num_steps: int
+    cursor: Cursor
+    """How far the run has come."""
+
+
+def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
+    """The method with its order of samples, and the number of steps. ``cursor``: how far a resumed run has come."""
+    groups = prefix_groups(train, run.batch.group_min_tokens) if run.batch.group_prefixes else None
+    order = Order(train.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
+    epochs = None if run.steps is not None else (1.0 if run.epochs is None else run.epochs)
+    order = order.going_on_from(cursor, epochs)
+    num_steps = run.steps if epochs is None else order.num_steps(epochs)
+    assert num_steps is not None
+    return Plan(Sft(train, order, epochs), num_steps, cursor)
+
+
+def _alone(
+    method: Sft, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """log-probs of some of the first step's samples, run alone through the library's own path."""
+    samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
+    chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
+    with torch.no_grad(), compute_context(dtype, device):
+        return {name: library_logps(model, samples[name], device) for name in chosen}
+
+
+def build_policy(
+    run: Run, one_sample: str | None, *, has_noise: bool
+) -> tuple[PackPolicy, list[Decision]]:
+    """How prefixes are shared, and why not where they were asked for. ``one_sample``: why nothing is packed."""
+    decisions = [Decision("packing", "one sample at a time", one_sample)] if one_sample else []
+    obstacle = (
+        "noise belongs to one sample, a shared prefix to several" if has_noise else one_sample
+    )
+    if run.batch.share_prefixes and obstacle:
+        decisions.insert(0, Decision("batch.share_prefixes", "false", obstacle))
+    is_shared = run.batch.share_prefixes and not obstacle
+    return PackPolicy(is_shared, run.batch.min_saved_tokens), decisions
+
+
+def build_budget(run: Run, model: nn.Module, ranks: Ranks, *, one_sample: bool) -> Budget:
+    """How a step is divided among ranks and micro-batches."""
+    rates = anatomy.flops(model)
+    return Budget(
+        tokens_per_microbatch=run.batch.tokens_per_microbatch,
+        num_ranks=ranks.size,
+        cost=CostModel(rates.per_token, rates.per_pair + rates.per_window_pair, rates.per_target),
+        min_saved_tokens=run.batch.min_saved_tokens,
+        one_sample=one_sample,
+    )

@@ -1,0 +1,49 @@
+"""The questions that ``taut check`` asks, in order: one question, one file, one function.
+
+A check takes a session and gives a finding. ``quick`` ones are asked before each training; they take forwards on at
+most 256 tokens and one backward. The question is the first line of the function's docstring. ``after`` names checks
+without whose yes the answer would be the same fault once more.
+
+A new check is a file in a group's folder, a line here, and in ``tests/checks`` a planted fault that it alone catches
+and an innocent twin that it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+from taut.checks.attention import calls, future, neighbour, packed, positions, state
+from taut.checks.finding import Finding
+from taut.checks.model import loads, trains
+from taut.checks.session import Session
+
+Part: TypeAlias = Literal["quick", "full"]
+
+
+class Check(NamedTuple):
+    """A question, when it is asked, and after which others."""
+
+    ask: Callable[[Session], Finding]
+    part: Part = "quick"
+    after: tuple[str, ...] = ()
+
+    @property
+    def question(self) -> str:
+        return (self.ask.__doc__ or "").partition("\n")[0]
+
+
+_RUNS = ("model.loads", "model.trains")
+_CAUSAL = (*_RUNS, "attention.calls", "attention.future")
+_ALONE = (*_CAUSAL, "attention.neighbour", "attention.positions")
+
+CHECKS: dict[str, Check] = {
+    "model.loads": Check(loads.ask),
+    "model.trains": Check(trains.ask),
+    "attention.calls": Check(calls.ask, after=_RUNS),
+    "attention.future": Check(future.ask, after=(*_RUNS, "attention.calls")),
+    "attention.state": Check(state.ask, after=_CAUSAL),
+    "attention.neighbour": Check(neighbour.ask, after=(*_CAUSAL, "attention.state")),
+    "attention.positions": Check(positions.ask, after=(*_CAUSAL, "attention.neighbour")),
+    "attention.packed": Check(packed.ask, after=_ALONE),
+}

@@ -1,0 +1,26 @@
+"""The same two samples packed in both orders: a sample does not know whether it comes first or second."""
+
+from __future__ import annotations
+
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.session import Session, gap
+
+
+def ask(session: Session) -> Finding:
+    """Do positions begin anew with each packed sample?"""
+    if session.loaded.one_sample is not None:
+        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    first, second = session.pair
+    swapped = session.logps([second, first])
+    gaps = {one.id: gap(session.packed[one.id], swapped[one.id]) for one in session.pair}
+    name, moved = max(gaps.items(), key=lambda item: item[1])
+    if moved > session.limit:
+        return failed(
+            f"a log-prob of {name} changes by {moved:.3g} nats with its place in the pack",
+            number=moved,
+            unit="nats",
+            evidence=[f"packed as ({first.id}, {second.id}) and the other way round"],
+            remedy="the model counts positions through the pack instead of from each sample's beginning; train "
+            "another model, and please report this one",
+        )
+    return passed("a sample's place in the pack changes nothing", moved, "nats")

@@ -1,0 +1,116 @@
+"""Asks the checks of a session, in the order of the registry, and keeps what they answer.
+
+A check is skipped, with the reason, where one it comes ``after`` has failed, or was skipped for that (its answer would
+be the same fault once more), or where a part of the run it needs cannot be made. With several ranks all of them ask
+alike, and one that fails fails for all.
+
+May import checks and what they import. lifecycle, api and commands import it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from taut import randomness
+from taut.build import Built
+from taut.checks import CHECKS, Check, Part
+from taut.checks.finding import Finding, Outcome, failed, skipped
+from taut.checks.session import Session, Unavailable
+from taut.errors import CheckFailed
+
+SHOWN = 3
+"""Lines of evidence in the error that stops a run."""
+
+
+class Answered(NamedTuple):
+    """A check, and what it found."""
+
+    name: str
+    question: str
+    finding: Finding
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All that was asked."""
+
+    part: Part
+    answered: tuple[Answered, ...]
+
+    @property
+    def failures(self) -> list[Answered]:
+        return [one for one in self.answered if one.finding.outcome == "failed"]
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.answered)
+
+    def count(self, outcome: Outcome) -> int:
+        return sum(one.finding.outcome == outcome for one in self.answered)
+
+
+def examine(
+    session: Session,
+    part: Part = "quick",
+    only: Collection[str] | None = None,
+    follow: Callable[[Answered], None] = lambda _: None,
+) -> Examination:
+    """Ask every check of ``part`` (full: all of them), or those named by ``only``. ``follow`` is told each answer."""
+    causes: dict[str, str] = {}
+    answered = []
+    state = randomness.capture(session.ranks.device)
+    for name, check in CHECKS.items():
+        if (part == "quick" and check.part == "full") or (only is not None and name not in only):
+            continue
+        began = time.perf_counter()
+        cause = next((causes[before] for before in check.after if before in causes), None)
+        finding = skipped(f"{cause} failed") if cause else _ask(name, check, session)
+        finding = _together(session, finding)
+        if finding.outcome == "failed" or cause:
+            causes[name] = cause or name
+        answered.append(Answered(name, check.question, finding, time.perf_counter() - began))
+        randomness.restore(state, session.ranks.device)
+        follow(answered[-1])
+    return Examination(part, tuple(answered))
+
+
+def _ask(name: str, check: Check, session: Session) -> Finding:
+    try:
+        return check.ask(session)
+    except Unavailable as missing:
+        if missing.owner == name:
+            says, _, remedy = str(missing.error).rpartition("; ")
+            return failed(says or remedy, remedy=remedy)
+        return skipped(f"there is no {missing.part} to look at: {missing.owner}")
+
+
+def _together(session: Session, finding: Finding) -> Finding:
+    """The ranks' findings as one: the first failure, else this one."""
+    every: list[Finding] = session.ranks.gather(finding)
+    return next((one for one in every if one.outcome == "failed"), every[0])
+
+
+def before_training(built: Built) -> Examination | None:
+    """The quick part; None where it was turned off. Raises CheckFailed, so that nothing has been written."""
+    if built.run.check == "off":
+        return None
+    examination = examine(Session.of(built))
+    if examination.failures:
+        raise CheckFailed(" | ".join(map(_told, examination.failures)))
+    return examination
+
+
+def _told(failure: Answered) -> str:
+    finding = failure.finding
+    evidence = f" ({'; '.join(finding.evidence[:SHOWN])})" if finding.evidence else ""
+    return f"{failure.name}: {finding.says}{evidence}; {finding.remedy}"
+
+
+def as_fields(one: Answered) -> dict[str, Any]:
+    """For JSON."""
+    fields = one.finding.as_fields()
+    return {"name": one.name, "question": one.question, **fields, "seconds": round(one.seconds, 3)}

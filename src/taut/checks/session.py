@@ -1,0 +1,343 @@
+"""A run, looked at: its parts, each made when a check first asks for it, and a few measurements that checks share.
+
+A part that cannot be made raises ``Unavailable``, which names the check whose question that is: there it is a failure,
+with the error's own words; every other check that needs the part is skipped. In a run that is about to train all parts
+are there already (``Session.of``).
+
+Nothing is trained and nothing written (tokenised data goes to the cache). Weights, gradients and random generators are
+as before when a check is over.
+
+May import run, build and what is below them. Checks import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, wraps
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.attention.select import Observation, observe
+from taut.build import Built, Loaded, adapt, assemble, build_method, load
+from taut.data.dataset import Dataset, load_dataset, read_rows
+from taut.data.formats import Row
+from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.render import Renderer
+from taut.data.stops import StopSet
+from taut.errors import TautError
+from taut.loop import Job
+from taut.models import anatomy
+from taut.models.score import Scorer
+from taut.parallel import Ranks
+from taut.run import (
+    Decision,
+    Inputs,
+    Language,
+    Run,
+    inputs_of,
+    load_language,
+    load_stops,
+    longest_sample,
+)
+from taut.types import IntArray, Packed, Sample
+
+NUM_ROWS = 64
+"""Rows that checks of the template look at."""
+PROBE_TOKENS = 64
+"""Tokens of each of the two samples that are perturbed."""
+BATCH_TOKENS = 256
+"""Tokens of the samples that a forward and a backward are made of."""
+LIMITS = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}
+"""Largest difference of a log-prob (nats) that is rounding, by compute dtype."""
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
+
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """A part of the session that cannot be made."""
+
+    def __init__(self, part: str, owner: str, error: TautError) -> None:
+        super().__init__(str(error))
+        self.part, self.owner, self.error = part, owner, error
+
+
+def owned_by(owner: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
+    """Marks a part: an error while it is made is the failure of the check ``owner``."""
+
+    def mark(make: Callable[[Any], T]) -> Callable[[Any], T]:
+        @wraps(make)
+        def made(session: Session) -> T:
+            part = make.__name__
+            if part in session.broken:
+                raise session.broken[part]
+            try:
+                return make(session)
+            except TautError as error:
+                session.broken[part] = Unavailable(part, owner, error)
+                raise session.broken[part] from error
+
+        return made
+
+    return mark
+
+
+class Session:
+    """A run and all that checks ask of it."""
+
+    def __init__(self, run: Run, ranks: Ranks) -> None:
+        self.run, self.ranks = run, ranks
+        self.broken: dict[str, Unavailable] = {}
+        self._measured: dict[Callable[[Session], Any], Any] = {}
+
+    @classmethod
+    def of(cls, built: Built) -> Session:
+        """A run that is ready to train."""
+        session, inputs = cls(built.run, built.job.ranks), built.inputs
+        renderer, config = inputs.renderer, inputs.config
+        vars(session).update(
+            language=Language(config, inputs.tokenizer, inputs.new_ids, renderer),
+            stops=inputs.stops,
+            train=inputs.train,
+            eval=inputs.eval,
+            inputs=inputs,
+            loaded=built.loaded,
+            built=built,
+        )
+        return session
+
+    # -- tokenizer, template, data
+
+    @cached_property
+    @owned_by("model.loads")
+    def language(self) -> Language:
+        """Configuration, tokenizer and template."""
+        return load_language(self.run)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.language.tokenizer
+
+    @cached_property
+    @owned_by("stop.set")
+    def stops(self) -> StopSet:
+        """What ends an answer."""
+        return load_stops(self.run, self.language)
+
+    @property
+    def renderer(self) -> Renderer:
+        """With the run's template; refuses what the stop set forbids."""
+        return self.language.renderer.stopping_at(self.stops.ids)
+
+    @cached_property
+    @owned_by("data.rows")
+    def rows(self) -> list[Row]:
+        """The first rows of the training data, not rendered."""
+        return list(islice(read_rows(self.run.data, "train"), NUM_ROWS))
+
+    @cached_property
+    @owned_by("data.rows")
+    def train(self) -> Dataset:
+        return self._dataset("train")
+
+    @cached_property
+    @owned_by("data.rows")
+    def eval(self) -> Dataset | None:
+        return self._dataset("eval") if self.run.data.eval else None
+
+    def _dataset(self, split: Any) -> Dataset:
+        longest = longest_sample(self.run, self.language.config)
+        return load_dataset(self.run.data, split, self.renderer, longest)
+
+    @property
+    def data(self) -> list[tuple[str, Dataset]]:
+        """Name and samples of each split there is."""
+        return [
+            (name, data)
+            for name, data in (("train", self.train), ("eval", self.eval))
+            if data is not None
+        ]
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return inputs_of(self.run, self.language, self.stops, self.train, self.eval)
+
+    # -- model
+
+    @cached_property
+    @owned_by("model.loads")
+    def loaded(self) -> Loaded:
+        """The model with the attention and dtype asked for, before adapters."""
+        return load(self.run, self.inputs, self.ranks)
+
+    @cached_property
+    @owned_by("model.trains")
+    def adapted(self) -> tuple[nn.Module, list[Decision]]:
+        """The model with adapters and added tokens, without what is frozen."""
+        return adapt(self.run, self.inputs, self.loaded.model)
+
+    @cached_property
+    @owned_by("model.trains")
+    def built(self) -> Built:
+        """All of it, ready to train."""
+        adapted, reasons = self.adapted
+        plan = build_method(self.run, self.train)
+        return assemble(self.run, self.inputs, plan, self.ranks, self.loaded, adapted, reasons)
+
+    @property
+    def adapted_decisions(self) -> list[Decision]:
+        """What was decided about adapters, rows that train, freezing, packing and sharing."""
+        before = {decision.name for decision in (*self.inputs.decisions, *self.loaded.decisions)}
+        return [decision for decision in self.built.decisions if decision.name not in before]
+
+    @property
+    def job(self) -> Job:
+        return self.built.job
+
+    @property
+    def scorer(self) -> Scorer:
+        scorer = self.job.scorer
+        assert isinstance(scorer, Scorer)
+        return scorer
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The library's model, inside adapters if there are any."""
+        return anatomy.unwrap(self.scorer.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return self.loaded.dtype.dtype
+
+    @property
+    def limit(self) -> float:
+        """Largest difference of a log-prob (nats) that is rounding."""
+        return LIMITS[self.dtype]
+
+    @property
+    def exact(self) -> float:
+        """The same for two micro-batches of one shape, at tokens whose own path is equal."""
+        return EXACT[self.dtype]
+
+    # -- what checks share
+
+    def once(self, measure: Callable[[Session], T]) -> T:
+        """What ``measure`` gives for this session, measured when it is first asked for: a group's own shared part."""
+        if measure not in self._measured:
+            self._measured[measure] = measure(self)
+        found: T = self._measured[measure]
+        return found
+
+    @cached_property
+    def pair(self) -> tuple[Sample, Sample]:
+        """Two real samples with different ids, at most PROBE_TOKENS of each, every token but the first a target."""
+        first = whole(self.train[0], PROBE_TOKENS)
+        others = (
+            whole(self.train[i], PROBE_TOKENS) for i in range(1, min(len(self.train), NUM_ROWS))
+        )
+        other = next((s for s in others if s.ids_T.tobytes() != first.ids_T.tobytes()), None)
+        if other is None:  # one sample, or many times the same
+            other = Sample(
+                f"{first.id} backwards", first.ids_T[::-1].copy(), first.target_at_N, first.weight_N
+            )
+        return first, other
+
+    @cached_property
+    def batch(self) -> list[Sample]:
+        """Real samples with their own targets, the shortest of the first step, BATCH_TOKENS in all or a little more."""
+        step = [sample for tree in self.job.method.prepare(1) for sample in tree.samples]
+        chosen: list[Sample] = []
+        for sample in sorted(step, key=lambda one: one.num_tokens):
+            sample = ending(sample, BATCH_TOKENS // 2)
+            if chosen and sum(one.num_tokens for one in chosen) + sample.num_tokens > BATCH_TOKENS:
+                break
+            chosen.append(sample)
+        return chosen
+
+    def logps(self, samples: Sequence[Sample], policy: PackPolicy = ALONE) -> dict[str, Tensor]:
+        """Sample id -> logp_N in one packed forward, without gradient and without noise."""
+        packed = pack(list(samples), policy)
+        with self.quiet():
+            return by_sample(packed, self.scorer(packed).logp_N.cpu())
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Evaluation mode, no gradient, the run's precision."""
+        was_training = self.scorer.training
+        self.scorer.eval()
+        try:
+            with torch.no_grad(), self.job.compute():
+                yield
+        finally:
+            self.scorer.train(was_training)
+
+    @cached_property
+    def alone(self) -> dict[str, Tensor]:
+        """log-probs of the pair, each alone."""
+        return {name: logp_N for one in self.pair for name, logp_N in self.logps([one]).items()}
+
+    @cached_property
+    def packed(self) -> dict[str, Tensor]:
+        """The same, packed."""
+        return self.logps(self.pair)
+
+    @cached_property
+    def observed(self) -> Observation:
+        """What the attention layers call, and the masks the library would have built."""
+        with observe() as seen:
+            self.logps(self.pair[:1])
+        return seen
+
+
+def whole(sample: Sample, most: int) -> Sample:
+    """The first tokens of a sample, every one but the first a target."""
+    ids_T = sample.ids_T[: max(2, most)]
+    if ids_T.size == 1:
+        ids_T = np.repeat(ids_T, 2)
+    return Sample(sample.id, ids_T, np.arange(1, ids_T.size), np.ones(ids_T.size - 1))
+
+
+def ending(sample: Sample, most: int) -> Sample:
+    """A sample's last tokens up to its last target, where it is longer than ``most``: with at least that target."""
+    if sample.num_tokens <= most:
+        return sample
+    stop = max(int(sample.target_at_N[-1]) + 1, most)
+    start = stop - most
+    kept = sample.target_at_N > start
+    return Sample(
+        sample.id, sample.ids_T[start:stop], sample.target_at_N[kept] - start, sample.weight_N[kept]
+    )
+
+
+def by_sample(packed: Packed, values_N: Tensor) -> dict[str, Tensor]:
+    """Values of the targets, sample by sample."""
+    return {name: values_N[packed.row_N == row] for row, name in enumerate(packed.sample_ids)}
+
+
+def changed(session: Session, ids_T: IntArray, at: Iterable[int]) -> IntArray:
+    """Other tokens of the same text's vocabulary at some places: no special token, which a template may mean."""
+    special = set(session.tokenizer.all_special_ids)
+    words = [
+        index for index in dict.fromkeys(session.pair[1].ids_T.tolist()) if index not in special
+    ]
+    others = ids_T.copy()
+    for number, place in enumerate(at):
+        choices = [index for index in words if index != ids_T[place]] or [int(ids_T[place]) ^ 1]
+        others[place] = choices[number % len(choices)]
+    return others
+
+
+def gap(left: Tensor, right: Tensor) -> float:
+    """The largest difference; infinite where one is not a number."""
+    if not left.numel():
+        return 0.0
+    return float((left - right).abs().nan_to_num(nan=torch.inf).max())

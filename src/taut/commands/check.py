@@ -1,0 +1,98 @@
+"""``taut check``: is this run honest, before it costs anything?
+
+    taut check RUN.toml [key=value ...] [--full] [--json]      a run, as ``taut sft`` would take it
+    taut check --model DIR --data FILE                         a model and data, with the defaults
+    taut check --recipe trl:FILE                               another framework's recipe (open-r1, swift, openrlhf)
+
+One row a question; exit code 1 where one failed. Nothing is trained and nothing is written. The command line imports
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from taut import parallel
+from taut.checks.examine import Examination, examine
+from taut.checks.report import as_json, show_end, show_row
+from taut.checks.session import Session
+from taut.config import configclass, from_mapping, load, to_dict
+from taut.errors import ConfigError
+from taut.run import Run
+
+WIDTH = 100
+
+
+@configclass
+class CheckRun(Run):
+    """A run, and how it is looked at."""
+
+    full: bool = False
+    """Ask what takes minutes too."""
+    json: bool = False
+    """Print one JSON object (docs/check.md says what is in it) in place of the table."""
+
+
+def main(path: Path | None, overrides: Sequence[str]) -> int:
+    """The command; its exit code."""
+    recipe = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
+    if recipe:
+        return _recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
+    named = [f"data.train={word[5:]}" if word.startswith("data=") else word for word in overrides]
+    return run(load(CheckRun, path, named))
+
+
+def run(config: CheckRun) -> int:
+    """Print every question and its answer; 1 if one failed."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    session = session_of(config)
+    part = "full" if config.full else "quick"
+    if config.json:
+        found = examine(session, "full" if config.full else "quick")
+        sys.stdout.write(
+            json.dumps(as_json(found, {"model": config.model}), allow_nan=False) + "\n"
+        )
+        return 1 if found.failures else 0
+    console.print(f"{config.model}, {part} part\n", markup=False)
+    found = examine(
+        session, "full" if config.full else "quick", follow=lambda one: show_row(console, one)
+    )
+    show_end(console, found)
+    return 1 if found.failures else 0
+
+
+def check(config: CheckRun) -> Examination:
+    """The library's ``taut.check``."""
+    return examine(session_of(config), "full" if config.full else "quick")
+
+
+def session_of(config: CheckRun) -> Session:
+    """A session on the run that the configuration describes."""
+    if parallel.world_size() > 1:
+        raise ConfigError(
+            "taut check was started on several ranks; expected one process; start it without torchrun (each training "
+            "asks the quick part on all of its ranks)"
+        )
+    keys = to_dict(config)
+    for name in ("full", "json"):
+        del keys[name]
+    return Session(from_mapping(Run, keys), parallel.start(config.device))
+
+
+def _recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:
+    """Another framework's recipe."""
+    from taut.compat.examine import main as examine_recipe
+
+    others = [str(path)] if path is not None else []
+    others += [word for word in rest if word != "json=true"]
+    if len(recipe) > 1 or others:
+        raise ConfigError(
+            f"found {' '.join((*recipe[1:], *others))!r} beside recipe={recipe[0]}; expected --recipe alone, or with "
+            "--json"
+        )
+    return examine_recipe(recipe[0], as_json="json=true" in rest)

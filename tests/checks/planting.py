@@ -1,0 +1,80 @@
+"""Planted faults: a run with something wrong in it, and its innocent twin.
+
+A fault is a function ``(place, is_faulty) -> Session`` marked with the check that has to catch it. With ``is_faulty``
+the session has the fault, without it the same session has not. ``tests/checks/test_planted.py`` asks every check of
+both: of the first exactly that check fails, of the second none does. A fault is planted in the user's things (data,
+template, model, settings) or in the library's or our code that is under test, never in the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chats import QUIET, chats, save_model, write_rows
+
+from taut import parallel
+from taut.checks.session import Session
+from taut.config import from_mapping
+from taut.run import Run
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a fault is planted."""
+
+    directory: Path
+    patch: pytest.MonkeyPatch
+
+    def model(self, architecture: str = "qwen2", **options: Any) -> Path:
+        """A tiny model with a ChatML tokenizer, in ``directory``."""
+        return save_model(self.directory / architecture, architecture, **options)
+
+    def data(
+        self, rows: Sequence[Mapping[str, Any]] | None = None, name: str = "train.jsonl"
+    ) -> Path:
+        """Rows in a file; without any, twelve sound chats."""
+        return write_rows(self.directory / name, chats(12) if rows is None else rows)
+
+    def session(self, model: Path | None = None, data: Path | None = None, **keys: Any) -> Session:
+        """A session; a key with ``__`` stands for one with a dot."""
+        dotted = {key.replace("__", "."): value for key, value in keys.items()}
+        fixed = {
+            "model": str(model or self.model()),
+            "data.train": str(data or self.data()),
+            "steps": 20,
+        }
+        return Session(from_mapping(Run, {**QUIET, **fixed, **dotted}), parallel.start("cpu"))
+
+
+Plant = Callable[[Place, bool], Session]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and the check that has to catch it."""
+
+    check: str
+    plant: Plant
+    says: str
+    """Words of the finding: the evidence or the remedy must name the cause."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.check}: {self.plant.__name__}"
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(check: str, says: str) -> Callable[[Plant], Plant]:
+    """Lists a function as a fault that ``check`` catches; ``says`` occurs in what the finding says."""
+
+    def mark(plant: Plant) -> Plant:
+        FAULTS.append(Fault(check, plant, says))
+        return plant
+
+    return mark
