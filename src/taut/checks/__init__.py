@@ -13,7 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
-from taut.checks.attention import calls, future, neighbour, packed, positions, state
+from taut.checks.attention import (
+    calls,
+    future,
+    library,
+    neighbour,
+    packed,
+    positions,
+    shared,
+    state,
+)
 from taut.checks.finding import Finding
 from taut.checks.model import loads, trains
 from taut.checks.session import Session
@@ -45,5 +54,7 @@ CHECKS: dict[str, Check] = {
     "attention.state": Check(state.ask, after=_CAUSAL),
     "attention.neighbour": Check(neighbour.ask, after=(*_CAUSAL, "attention.state")),
     "attention.positions": Check(positions.ask, after=(*_CAUSAL, "attention.neighbour")),
-    "attention.packed": Check(packed.ask, after=_ALONE),
+    "attention.library": Check(library.ask, "full", after=_CAUSAL),
+    "attention.packed": Check(packed.ask, after=(*_ALONE, "attention.library")),
+    "attention.shared": Check(shared.ask, after=(*_ALONE, "attention.packed")),
 }

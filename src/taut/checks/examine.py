@@ -19,7 +19,7 @@ from taut.build import Built
 from taut.checks import CHECKS, Check, Part
 from taut.checks.finding import Finding, Outcome, failed, skipped
 from taut.checks.session import Session, Unavailable
-from taut.errors import CheckFailed
+from taut.errors import CheckFailed, TautError
 
 SHOWN = 3
 """Lines of evidence in the error that stops a run."""
@@ -81,11 +81,18 @@ def examine(
 def _ask(name: str, check: Check, session: Session) -> Finding:
     try:
         return check.ask(session)
+    except TautError as error:
+        return _refused(error)
     except Unavailable as missing:
         if missing.owner == name:
-            says, _, remedy = str(missing.error).rpartition("; ")
-            return failed(says or remedy, remedy=remedy)
+            return _refused(missing.error)
         return skipped(f"there is no {missing.part} to look at: {missing.owner}")
+
+
+def _refused(error: TautError) -> Finding:
+    """An error's own words: what was found, what was expected; what to do."""
+    says, _, remedy = str(error).rpartition("; ")
+    return failed(says or remedy, remedy=remedy)
 
 
 def _together(session: Session, finding: Finding) -> Finding:

@@ -1,0 +1,114 @@
+"""For stacks that are not ours: the pair of samples packed as plain transformers would be given it.
+
+Every setting people use is tried (the kernel, use_cache, a mask of ones, position_ids that begin anew) and compared
+with the second sample alone: what differs by more than rounding leaks. That is told and no failure, since taut uses
+none of it. A failure is that the library's kernels differ about a sample alone: then ``attention.packed`` compared with
+something that may be wrong, and a server computes something else than the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.session import Session, gap
+from taut.models import anatomy
+from taut.types import Sample
+
+
+class Setting(NamedTuple):
+    """How plain transformers is called."""
+
+    kernel: str
+    has_positions: bool
+    has_mask: bool
+    uses_cache: bool
+
+    def __str__(self) -> str:
+        return ", ".join(
+            (
+                "position_ids" if self.has_positions else "no position_ids",
+                "mask of ones" if self.has_mask else "no mask",
+                "use_cache default" if self.uses_cache else "use_cache=False",
+            )
+        )
+
+
+def ask(session: Session) -> Finding:
+    """Do the library's own attention kernels agree about this model?"""
+    kernels = ["eager", *(["sdpa"] if session.model._supports_sdpa else [])]
+    first, second = session.pair
+    alone = {
+        kernel: _logps(session, Setting(kernel, False, False, False), [second])
+        for kernel in kernels
+    }
+    apart = gap(alone[kernels[0]], alone[kernels[-1]])
+    if apart > session.limit:
+        return failed(
+            f"the log-probs of {second.id} alone differ by {apart:.3g} nats between {' and '.join(kernels)}",
+            number=apart,
+            unit="nats",
+            evidence=[f"at most {session.limit:g} is rounding in {session.dtype}"],
+            remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
+            "you serve with, compare it with the model's paper, and please report the model to transformers",
+        )
+    leaks = {
+        setting: gap(alone[setting.kernel], _logps(session, setting, [first, second]))
+        for setting in (
+            Setting(*it) for it in product(kernels, (True, False), (False, True), (False, True))
+        )
+    }
+    return passed(
+        f"{' and '.join(kernels)} agree", apart, "nats", list(_told(leaks, session.limit))
+    )
+
+
+def _told(leaks: dict[Setting, float], limit: float) -> Iterator[str]:
+    """One line for what is right, one for each way to leak."""
+    yield "two samples packed by plain transformers, the second against itself alone:"
+    for name in dict.fromkeys(map(str, leaks)):
+        found = {setting.kernel: value for setting, value in leaks.items() if str(setting) == name}
+        verdicts = {
+            kernel: "right" if value <= limit else "LEAKS" for kernel, value in found.items()
+        }
+        which = "" if len(set(verdicts.values())) == 1 else f" with {' and '.join(found)}: "
+        said = (
+            next(iter(verdicts.values())) if not which else which + " and ".join(verdicts.values())
+        )
+        yield f"{said:5}  {name} ({max(found.values()):.2g} nats)"
+
+
+@torch.no_grad()
+def _logps(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
+    """log-probs of the last sample's targets, as the library computes them."""
+    ids = torch.cat([torch.from_numpy(sample.ids_T) for sample in samples]).to(session.ranks.device)
+    keywords: dict[str, Any] = {} if setting.uses_cache else {"use_cache": False}
+    if setting.has_positions:
+        positions = [torch.arange(sample.num_tokens) for sample in samples]
+        keywords["position_ids"] = torch.cat(positions).to(ids.device)[None]
+    if setting.has_mask:
+        keywords["attention_mask"] = torch.ones_like(ids)[None]
+    last = samples[-1]
+    at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
+    with session.quiet(), _plain(session, setting.kernel):
+        logits = session.model(input_ids=ids[None], logits_to_keep=at, **keywords).logits[0]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_N = torch.from_numpy(last.ids_T[last.target_at_N]).to(ids.device)
+    return torch.log_softmax(wide, -1).gather(1, target_N[:, None]).squeeze(1).cpu()
+
+
+@contextmanager
+def _plain(session: Session, kernel: str) -> Iterator[None]:
+    """The model with one of the library's kernels."""
+    ours = anatomy.text_config(session.model)._attn_implementation
+    session.model.set_attn_implementation(kernel)
+    try:
+        yield
+    finally:
+        session.model.set_attn_implementation(ours)

@@ -1,0 +1,34 @@
+"""One sample with two different ends: the common beginning computed once, and each computed alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.session import Session, changed, gap
+from taut.data.pack import PackPolicy
+
+
+def ask(session: Session) -> Finding:
+    """Does a prefix computed once for two samples give what it gives computed twice?"""
+    if not session.job.policy.share_prefixes:
+        return skipped("prefixes are not shared in this run")
+    sample = max(session.pair, key=lambda one: one.num_tokens)
+    half = max(1, sample.num_tokens // 2)
+    other = replace(
+        sample,
+        id=f"{sample.id} with another end",
+        ids_T=changed(session, sample.ids_T, range(half, sample.num_tokens)),
+    )
+    shared = session.logps([sample, other], PackPolicy(min_saved_tokens=1))
+    gaps = {one.id: gap(shared[one.id], session.logps([one])[one.id]) for one in (sample, other)}
+    name, moved = max(gaps.items(), key=lambda item: item[1])
+    if moved > session.limit:
+        return failed(
+            f"with its first {half} tokens shared, a log-prob of {name} is {moved:.3g} nats off",
+            number=moved,
+            unit="nats",
+            evidence=[f"{sample_id}: {value:.3g}" for sample_id, value in gaps.items()],
+            remedy="set batch.share_prefixes=false, and please report the model",
+        )
+    return passed(f"{half} shared tokens change nothing", moved, "nats")

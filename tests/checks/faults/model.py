@@ -1,0 +1,53 @@
+"""Faults of the model directory and of what was asked to train."""
+
+from __future__ import annotations
+
+import json
+
+from safetensors.torch import load_file, save_file
+from tests.checks.planting import Place, fault
+
+from taut.checks.session import Session
+
+
+@fault("model.loads", says="lacks 1 weight")
+def a_weight_that_is_missing(place: Place, is_faulty: bool) -> Session:
+    """A checkpoint without one of its tensors: the library would draw it at random, with a warning."""
+    model = place.model()
+    if is_faulty:
+        (path,) = model.glob("*.safetensors")
+        tensors = load_file(path)
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, path, metadata={"format": "pt"})
+    return place.session(model)
+
+
+@fault("model.loads", says="varlen")
+def a_kernel_that_is_not_to_be_had(place: Place, is_faulty: bool) -> Session:
+    """Attention asked for by name that this machine has not."""
+    return place.session(attention="varlen" if is_faulty else "reference")
+
+
+@fault("model.loads", says="dropout")
+def attention_dropout_in_the_config(place: Place, is_faulty: bool) -> Session:
+    """Dropout inside attention: noise that would depend on what is packed with what."""
+    model = place.model()
+    path = model / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "attention_dropout": 0.1 if is_faulty else 0.0}))
+    return place.session(model)
+
+
+@fault("model.trains", says="lora.targets")
+def adapters_on_modules_that_are_not_there(place: Place, is_faulty: bool) -> Session:
+    """Names of another architecture's projections."""
+    targets = ["query_key_value"] if is_faulty else ["q_proj"]
+    return place.session(lora__rank=4, lora__targets=targets)
+
+
+@fault("model.trains", says="freeze")
+def a_freeze_pattern_that_matches_nothing(place: Place, is_faulty: bool) -> Session:
+    """A misspelt name would leave everything training."""
+    return place.session(
+        freeze=["model.embed_token.weight" if is_faulty else "model.embed_tokens.weight"]
+    )
