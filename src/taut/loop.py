@@ -177,7 +177,22 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
 
 def train_step(job: Job, step: int) -> StepReport:
     """One optimizer step."""
-    trees, loss = job.method.prepare(step), job.method.loss
+    report = add_gradients(job, job.method.prepare(step), step)
+    require_finite(report.loss, "loss", report, job)
+    report = replace(report, grad_norm=parallel.clip_gradients(job.trained, job.clip_grad_norm))
+    require_finite(report.grad_norm, "gradient norm", report, job)
+    job.interrupts.agree(job.ranks)  # before the alarms: they remember the steps they saw
+    for alarm in job.alarms:
+        alarm(report, job)
+    optim.set_learning_rate(job.optimizer, job.learning_rate(step))
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return report
+
+
+def add_gradients(job: Job, trees: Sequence[Tree], step: int) -> StepReport:
+    """Add the gradient of a step that has these trees, and say what was seen."""
+    loss = job.method.loss
     microbatches = microbatches_of(trees, job)
     counts = denominators(loss, microbatches, job.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
@@ -191,17 +206,7 @@ def train_step(job: Job, step: int) -> StepReport:
         scores = job.fit.attempt(act, packed, trees, f"step {step}")
         if is_real:
             scored.append(Scored(packed, scores))
-    report = summarise(job, step, trees, scored, scales)
-    require_finite(report.loss, "loss", report, job)
-    report = replace(report, grad_norm=parallel.clip_gradients(job.trained, job.clip_grad_norm))
-    require_finite(report.grad_norm, "gradient norm", report, job)
-    job.interrupts.agree(job.ranks)  # before the alarms: they remember the steps they saw
-    for alarm in job.alarms:
-        alarm(report, job)
-    optim.set_learning_rate(job.optimizer, job.learning_rate(step))
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    return report
+    return summarise(job, step, trees, scored, scales)
 
 
 def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> Scores:
