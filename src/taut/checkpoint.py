@@ -302,8 +302,7 @@ class Checkpoints:
         """Raise OutputError where the disk cannot hold what will be kept and the one being written."""
         if not self.ranks.is_writer:
             return
-        every, keep = self.config.every, self.config.keep + self.config.keep_best
-        most = min(keep + 1, -(-self.num_steps // every) if every else keep + 1)
+        most = most_at_a_time(self.config, self.num_steps)
         place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
         free = shutil.disk_usage(place).free + held
@@ -312,6 +311,12 @@ class Checkpoints:
                 f"checkpoint.keep={self.config.keep} takes up to {_gb(most * num_bytes + SPARE)} in {self.folder} and "
                 f"{_gb(free)} are free; expected room for them; free some, or set checkpoint.keep or checkpoint.every=0"
             )
+
+
+def most_at_a_time(config: CheckpointConfig, num_steps: int) -> int:
+    """How many checkpoints there are at most, the one being written included."""
+    most = config.keep + config.keep_best + 1
+    return min(most, -(-num_steps // config.every)) if config.every else most
 
 
 def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | None, list[str]]:

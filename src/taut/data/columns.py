@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from taut.data.formats import (
     MEDIA,
@@ -48,6 +48,14 @@ PROMPT_REQUIRED = {**REQUIRED, "completion": ("prompt",), "alpaca": ("instructio
 """What a row needs to be a prompt."""
 OPTIONAL = ("tools", "system", "input", "history")
 COLUMN_NAMES = (*(name for names in REQUIRED.values() for name in names), *OPTIONAL)
+READS: dict[str, tuple[str, ...]] = {
+    "messages": ("tools", "system"),
+    "sharegpt": ("tools", "system"),
+    "completion": ("tools",),
+    "alpaca": ("input", "system", "history"),
+    "text": (),
+}
+"""What each format reads where it is there. Tools go with messages, not with a text and its completion."""
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -72,7 +80,7 @@ class Columns:
     mapping: Mapping[str, str] = field(default_factory=dict)
     """taut's column -> the data's column."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    """Keys of messages, and columns, that may be there and are not used."""
     prefix: str = field(default="data.", repr=False)
     """What stands before these names in the configuration, for messages."""
 
@@ -86,9 +94,28 @@ class Columns:
                 )
 
 
+class Recognised(NamedTuple):
+    """How a record would be read."""
+
+    format: str
+    unread: Mapping[str, Any]
+    """The columns that are passed over, by taut's names, without those that data.ignore_keys names."""
+
+
+def recognise(record: object, place: str, columns: Columns) -> Recognised:
+    """Which format a record has, and what of it is not read. Its values are not looked at."""
+    named = _rename(record, place, columns)
+    chosen = _recognise(named, place, columns, REQUIRED)
+    read = {*REQUIRED[chosen], *READS[chosen], *columns.ignore_keys}
+    if chosen == "completion" and isinstance(named["prompt"], str):
+        read.discard("tools")
+    return Recognised(chosen, {name: it for name, it in named.items() if name not in read})
+
+
 def read_row(record: object, place: str, columns: Columns) -> Row:
     """Validate one record of a file."""
     named = _rename(record, place, columns)
+    _refuse_media(named, place, columns)
     chosen = _recognise(named, place, columns, REQUIRED)
     if chosen == "text":
         return Document(place, read_text(named["text"], f"{place}: text"))
@@ -105,6 +132,7 @@ def read_prompt(record: object, place: str, columns: Columns) -> Conversation | 
     row has it as a message, or a text to be continued as it is.
     """
     named = _rename(record, place, columns)
+    _refuse_media(named, place, columns)
     chosen = _recognise(named, place, columns, PROMPT_REQUIRED)
     column = PROMPT_REQUIRED[chosen][0]
     value = named[column]
@@ -137,13 +165,16 @@ def _rename(record: object, place: str, columns: Columns) -> dict[str, Any]:
             named[ours] = record[theirs]
         else:
             named.pop(ours, None)
+    return named
+
+
+def _refuse_media(named: Mapping[str, Any], place: str, columns: Columns) -> None:
     for name in MEDIA:
         if named.get(name) and name not in columns.ignore_keys:
             raise DataError(
                 f"{place}: the row has {name}; expected text only: pictures, sound and video are not "
                 f"supported here; remove them, or name the column in {columns.prefix}ignore_keys"
             )
-    return named
 
 
 def _recognise(

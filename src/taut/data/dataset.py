@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, overload
@@ -37,7 +37,7 @@ from taut.types import FloatArray, IntArray, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BATCH_ROWS = 256
 BLOCK = 4096
@@ -57,7 +57,7 @@ class DataConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """taut's name of a column -> its name in the data."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    """Keys of messages, and columns, that may be there and are not used."""
     targets: Targets = "assistant"
     """What is learned of a conversation: all assistant turns, the last one, or all tokens."""
     template: str | None = None
@@ -197,7 +197,7 @@ class Dataset(Sequence[Sample]):
 
     def _report(self, decisions: Sequence[str], is_cached: bool) -> DataReport:
         incidents = [
-            Incident(f"{part.path}:{incident.place}", incident.kind, incident.reason)
+            replace(incident, place=f"{part.path}:{incident.place}")
             for part in self.parts
             for incident in part.entry.incidents
         ]
@@ -366,7 +366,7 @@ class _Flat:
             self.part_numbers.append(int(sample.id[len(place) + 1 :] or 0))
         if incident is not None:
             where = f"{number}{incident.place[len(place) :]}"
-            self.incidents.append(Incident(where, incident.kind, incident.reason))
+            self.incidents.append(replace(incident, place=where))
 
     def entry(self) -> cache.Entry:
         arrays = {

@@ -44,6 +44,8 @@ class Incident:
     """``train.jsonl:17``, with ``#2`` for the second sample of the row."""
     kind: Literal["dropped", "cut"]
     reason: str
+    targets_lost: int = 0
+    """Targets of it that nobody learns."""
 
 
 def fit(
@@ -60,9 +62,8 @@ def fit(
             )
         return [], Incident(sample.id, "dropped", "no targets")
     if length < limits.min_length:
-        return [], Incident(
-            sample.id, "dropped", f"{length} tokens, min_length {limits.min_length}"
-        )
+        reason = f"{length} tokens, min_length {limits.min_length}"
+        return [], Incident(sample.id, "dropped", reason, sample.num_targets)
     if length <= limits.max_length:
         return [sample], None
     return _shorten(sample, limits, is_document)
@@ -78,12 +79,14 @@ def _shorten(
             "or set data.too_long to drop, truncate or (for plain text) split"
         )
     if limits.too_long == "drop":
-        return [], Incident(sample.id, "dropped", found)
+        return [], Incident(sample.id, "dropped", found, sample.num_targets)
     if limits.too_long == "truncate":
         short = _slice(sample, sample.id, 0, limits.max_length)
         if not short.num_targets:
-            return [], Incident(sample.id, "dropped", f"{found}, no target left")
-        return [short], Incident(sample.id, "cut", found)
+            reason = f"{found}, no target left"
+            return [], Incident(sample.id, "dropped", reason, sample.num_targets)
+        lost = sample.num_targets - short.num_targets
+        return [short], Incident(sample.id, "cut", found, lost)
     if not is_document:
         raise DataError(
             f"{sample.id}: {found}; data.too_long=split is for plain text, and this is a "

@@ -97,6 +97,15 @@ class Opened:
 
     def records(self) -> Records:
         """Read it from the start. Read to its end, it is what the digest says, or a DataError."""
+        for number, record in self.attempts():
+            if isinstance(record, DataError):
+                self._require_unchanged()
+                raise record
+            yield number, record
+
+    def attempts(self) -> Records:
+        """The same, with the error of a record that cannot be read in its place. Only JSONL goes on after one: in
+        other files nobody knows where the next record begins."""
         self._require_unchanged()
         try:
             yield from self._records()
@@ -176,7 +185,10 @@ def _read_jsonl(path: Path, name: str) -> Records:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                yield number, _parse_json(line.rstrip(), f"{name}:{number}")
+                try:
+                    yield number, _parse_json(line.rstrip(), f"{name}:{number}")
+                except DataError as error:
+                    yield number, error
 
 
 def _parse_json(raw: bytes, place: str) -> Any:

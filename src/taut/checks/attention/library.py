@@ -35,7 +35,7 @@ class Setting(NamedTuple):
             (
                 "position_ids" if self.has_positions else "no position_ids",
                 "mask of ones" if self.has_mask else "no mask",
-                "use_cache default" if self.uses_cache else "use_cache=False",
+                "use_cache=True (the default)" if self.uses_cache else "use_cache=False",
             )
         )
 
@@ -88,7 +88,7 @@ def _told(leaks: dict[Setting, float], limit: float) -> Iterator[str]:
 def _logps(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
     """log-probs of the last sample's targets, as the library computes them."""
     ids = torch.cat([torch.from_numpy(sample.ids_T) for sample in samples]).to(session.ranks.device)
-    keywords: dict[str, Any] = {} if setting.uses_cache else {"use_cache": False}
+    keywords: dict[str, Any] = {"use_cache": setting.uses_cache}
     if setting.has_positions:
         positions = [torch.arange(sample.num_tokens) for sample in samples]
         keywords["position_ids"] = torch.cat(positions).to(ids.device)[None]
