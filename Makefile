@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench bench-generate bench-checkpoint
+.PHONY: help venv demo test test-real lint format docs bench bench-generate bench-checkpoint bench-check
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -58,3 +58,6 @@ bench-generate: $(STAMP) ## taut beside transformers' two ways to generate, in o
 
 bench-checkpoint: $(STAMP) ## what saving costs a run of the 135M model (run make demo once before; 5 GB of disk)
 	$(RUN)/python benchmarks/checkpoint.py $(ARGS)
+
+bench-check: $(STAMP) ## what taut check costs on the 135M model (run make demo once before)
+	$(RUN)/python benchmarks/check.py $(ARGS)
