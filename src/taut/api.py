@@ -6,14 +6,14 @@ found before training leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from taut import parallel
-from taut.build import Built, build
+from taut.build import Built, build, engine_of
 from taut.checks.examine import before_training
 from taut.config import user_path
 from taut.data.dataset import input_paths
@@ -23,10 +23,8 @@ from taut.evals.best import Best, require_same_measure
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
 from taut.evals.stopping import StopCheck, Stops, prepare
 from taut.lifecycle import Asked, execute
-from taut.models.load import context_length
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.rewards import files_of
-from taut.rollout.local import LocalEngine
 from taut.run import Run, load_inputs
 from taut.start import first_day, look
 
@@ -80,7 +78,8 @@ def sft(run: Run) -> Result:
         start = look(run, out, inputs, ranks)
         if start.finished is None:
             built = build(run, inputs, start.plan, ranks)
-            asked = Asked(before_training(built), _evaluations(built, out), _stop_check(built))
+            evaluations, stop_check = _evaluations(built, out), _stop_check(built)
+            asked = Asked(before_training(built), evaluations, stop_check)
             ended = execute(built, start, lock, asked)
             result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
         else:
@@ -113,31 +112,18 @@ def _inputs(run: Run) -> list[str]:
     return [run.model, *adapter, *input_paths(run.data), *input_paths(asked), *files]
 
 
-def _engine_of(built: Built) -> Callable[..., LocalEngine]:
-    """Makes an engine on the weights that train."""
-    return partial(
-        LocalEngine,
-        built.scorer,
-        built.inputs.tokenizer,
-        built.inputs.stops.ids,
-        context=context_length(built.inputs.config),
-        compute=built.job.compute,
-        ranks=built.job.ranks,
-    )
-
-
 def _stop_check(built: Built) -> StopCheck:
     """Whether the model ends its answers; asked before it is saved."""
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
-    return prepare(run.stop, data, inputs.stops.ids, _engine_of(built), built.job, run.seed)
+    return prepare(run.stop, data, inputs.stops.ids, engine_of(built), built.job, run.seed)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
     run, inputs, job = built.run, built.inputs, built.job
     found = [] if inputs.eval is None else [held_out(inputs.eval, run.eval.every, job)]
-    answers, make_engine = run.eval.answers, _engine_of(built)
+    answers, make_engine = run.eval.answers, engine_of(built)
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job)
     found += [] if answering is None else [answering.as_evaluation()]
     if run.eval.best is None:

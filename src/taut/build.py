@@ -7,6 +7,7 @@ one by one, so that ``checks`` can say which of them fails. Nothing is written. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from taut.methods.sft import Sft
 from taut.models import anatomy
 from taut.models.load import (
     checkpoint_dtype,
+    context_length,
     freeze,
     load_model,
 )
@@ -44,6 +46,7 @@ from taut.models.tokens import add_tokens
 from taut.models.untrained import require_trained, untrained_rows
 from taut.optim import build_optimizer, learning_rate
 from taut.parallel import Ranks
+from taut.rollout.local import LocalEngine
 from taut.run import Decision, Inputs, Run
 
 ALONE_TOKENS = 1024
@@ -140,6 +143,19 @@ def assemble(
         alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
     )
     return Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
+
+
+def engine_of(built: Built) -> Callable[..., LocalEngine]:
+    """Makes an engine on the weights that train."""
+    return partial(
+        LocalEngine,
+        built.scorer,
+        built.inputs.tokenizer,
+        built.inputs.stops.ids,
+        context=context_length(built.inputs.config),
+        compute=built.job.compute,
+        ranks=built.job.ranks,
+    )
 
 
 def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:

@@ -58,6 +58,11 @@ class CheckpointConfig:
     skip_damaged: bool = False
     """On resume: where the newest checkpoint is damaged, go on from the one before."""
 
+    def most(self, num_steps: int) -> int:
+        """How many there are at a time, the one being written included."""
+        most = self.keep + self.keep_best + 1
+        return min(most, -(-num_steps // self.every)) if self.every else most
+
 
 class Memory(Protocol):
     """Something that must remember across a resume, the same on all ranks."""
@@ -269,7 +274,9 @@ class Checkpoints:
         partial.mkdir(parents=True)
         free = shutil.disk_usage(self.folder).free
         if free < total + SPARE:
-            raise OSError(f"{_gb(total + SPARE)} are needed and {_gb(free)} are free")
+            raise OSError(
+                f"{(total + SPARE) / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
+            )
 
     def _complete(
         self,
@@ -302,21 +309,16 @@ class Checkpoints:
         """Raise OutputError where the disk cannot hold what will be kept and the one being written."""
         if not self.ranks.is_writer:
             return
-        most = most_at_a_time(self.config, self.num_steps)
+        needed = self.config.most(self.num_steps) * num_bytes + SPARE
         place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
         free = shutil.disk_usage(place).free + held
-        if free < most * num_bytes + SPARE:
+        if free < needed:
             raise OutputError(
-                f"checkpoint.keep={self.config.keep} takes up to {_gb(most * num_bytes + SPARE)} in {self.folder} and "
-                f"{_gb(free)} are free; expected room for them; free some, or set checkpoint.keep or checkpoint.every=0"
+                f"checkpoint.keep={self.config.keep} takes up to {needed / 1e9:.2f} GB in {self.folder} and "
+                f"{free / 1e9:.2f} GB are free; expected room for them; free some, or set checkpoint.keep or "
+                "checkpoint.every=0"
             )
-
-
-def most_at_a_time(config: CheckpointConfig, num_steps: int) -> int:
-    """How many checkpoints there are at most, the one being written included."""
-    most = config.keep + config.keep_best + 1
-    return min(most, -(-num_steps // config.every)) if config.every else most
 
 
 def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | None, list[str]]:
@@ -397,7 +399,3 @@ def _together(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
         if trouble is not None:
             raise OSError(trouble)
     return [given for given, _ in outcomes]
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

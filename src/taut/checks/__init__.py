@@ -23,8 +23,24 @@ from taut.checks.attention import (
     shared,
     state,
 )
+from taut.checks.data import (
+    columns,
+    images,
+    leak,
+    lengths,
+    overlap,
+    packing,
+    rows,
+    targets,
+    tokens,
+    truncation,
+)
+from taut.checks.engine import logps as engine_logps
+from taut.checks.engine import seed as engine_seed
 from taut.checks.finding import Finding
 from taut.checks.model import loads, trains
+from taut.checks.rewards import gold
+from taut.checks.run import in_force, output, saved, steps
 from taut.checks.session import Session
 
 Part: TypeAlias = Literal["quick", "full"]
@@ -42,13 +58,25 @@ class Check(NamedTuple):
         return (self.ask.__doc__ or "").partition("\n")[0]
 
 
+_READ = ("data.images", "data.columns", "data.rows")
 _RUNS = ("model.loads", "model.trains")
 _CAUSAL = (*_RUNS, "attention.calls", "attention.future")
 _ALONE = (*_CAUSAL, "attention.neighbour", "attention.positions")
+_ENGINE = (*_ALONE, "attention.packed", "attention.shared")
 
 CHECKS: dict[str, Check] = {
-    "model.loads": Check(loads.ask),
-    "model.trains": Check(trains.ask),
+    "data.images": Check(images.ask),
+    "data.columns": Check(columns.ask, after=("data.images",)),
+    "data.rows": Check(rows.ask, after=("data.images", "data.columns")),
+    "data.tokens": Check(tokens.ask, after=_READ),
+    "data.targets": Check(targets.ask, after=_READ),
+    "data.truncation": Check(truncation.ask, after=_READ),
+    "data.lengths": Check(lengths.ask, after=_READ),
+    "data.leak": Check(leak.ask, after=_READ),
+    "data.overlap": Check(overlap.ask, after=_READ),
+    "model.loads": Check(loads.ask, after=("data.tokens",)),
+    "model.trains": Check(trains.ask, after=("model.loads",)),
+    "data.packing": Check(packing.ask, after=_RUNS),
     "attention.calls": Check(calls.ask, after=_RUNS),
     "attention.future": Check(future.ask, after=(*_RUNS, "attention.calls")),
     "attention.state": Check(state.ask, after=_CAUSAL),
@@ -57,4 +85,11 @@ CHECKS: dict[str, Check] = {
     "attention.library": Check(library.ask, "full", after=_CAUSAL),
     "attention.packed": Check(packed.ask, after=(*_ALONE, "attention.library")),
     "attention.shared": Check(shared.ask, after=(*_ALONE, "attention.packed")),
+    "run.in_force": Check(in_force.ask, after=(*_RUNS, "attention.calls")),
+    "run.steps": Check(steps.ask, after=_RUNS),
+    "run.output": Check(output.ask, after=_RUNS),
+    "run.saved": Check(saved.ask, "full", after=_ENGINE),
+    "rewards.gold": Check(gold.ask, after=_RUNS),
+    "engine.logps": Check(engine_logps.ask, "full", after=_ENGINE),
+    "engine.seed": Check(engine_seed.ask, "full", after=(*_ENGINE, "engine.logps")),
 }

@@ -1,0 +1,85 @@
+"""``out`` and the disk under it: what the run would be refused for at its beginning, and what it would fail of later.
+
+Predicted are the checkpoints that will be there at a time, as ``checkpoint`` counts them, and the model: once, or twice
+with the best one. Logs are small and left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from taut import sharded
+from taut.checkpoint import SPARE
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.session import Session
+from taut.config import user_path
+from taut.errors import OutputError
+from taut.models.lora import is_adapted
+from taut.outdir import CHECKPOINTS, WRITTEN, complete, require_usable
+
+
+def ask(session: Session) -> Finding:
+    """Can the run be written to its out, and is there room for checkpoints and model?"""
+    run = session.run
+    if run.out is None:
+        return skipped("out is not set")
+    try:
+        out = user_path(run.out, "out")
+        require_usable(out, resume=run.resume, overwrite=run.overwrite)
+    except OutputError as error:
+        says, _, remedy = str(error).rpartition("; ")
+        return failed(says, remedy=remedy)
+    place = next(path for path in (out, *out.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free + sum(_sizes(session, out))
+    needed = SPARE + _checkpoints(session) + _models(session)
+    if free < needed:
+        return failed(
+            f"{_gb(needed)} will be written to {out}, and {_gb(free)} are free",
+            number=free / 1e9,
+            unit="GB free",
+            evidence=[
+                f"checkpoints: {_gb(_checkpoints(session))} (checkpoint.every={run.checkpoint.every}, "
+                f"checkpoint.keep={run.checkpoint.keep})",
+                f"model: {_gb(_models(session))}",
+            ],
+            remedy="free some, name an out on another disk, or set checkpoint.keep=1 or checkpoint.every=0",
+        )
+    return passed(f"there is room: {_gb(free)} are free", needed / 1e9, "GB to write")
+
+
+def _checkpoints(session: Session) -> int:
+    """Bytes of the checkpoints that are there at a time."""
+    job, config = session.job, session.run.checkpoint
+    if not (config.every or config.keep_best):
+        return 0
+    one = sharded.num_bytes(sharded.training_state(session.scorer, job.optimizer))
+    return config.most(job.num_steps) * int(session.ranks.sum([one])[0])
+
+
+def _models(session: Session) -> int:
+    """Bytes of the models that are there at a time, the one being written included."""
+    size = session.built.saved_dtype.itemsize
+    parameters = session.scorer.parameters()
+    model = size * sum(
+        p.numel() for p in parameters if not p.requires_grad or not _adapted(session)
+    )
+    adapter = 4 * sum(p.numel() for p in session.job.trained) if _adapted(session) else 0
+    return model * (1 if session.run.eval.best is None else 2) + adapter
+
+
+def _adapted(session: Session) -> bool:
+    return is_adapted(session.scorer.model)
+
+
+def _sizes(session: Session, out: Path) -> Iterator[int]:
+    """Of the files that go before, or as, new ones are written."""
+    gone = [out / name for name in WRITTEN] if session.run.overwrite else []
+    for path in gone or complete(out / CHECKPOINTS):
+        files = path.rglob("*") if path.is_dir() else [path]
+        yield from (file.stat().st_size for file in files if file.is_file())
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
