@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import groupby
 from typing import Any, NamedTuple, TextIO
@@ -31,10 +30,9 @@ from taut import parallel
 from taut.build import build_budget, build_method, build_policy, choose
 from taut.config import describe, to_dict
 from taut.data.dataset import Dataset
+from taut.data.forecast import StepPlan, lay_out, step_plan
 from taut.data.length import Incident
 from taut.data.pack import PackPolicy
-from taut.data.plan import Budget, assign, layouts
-from taut.methods.sft import Sft
 from taut.models.load import load_skeleton
 from taut.models.prove import one_sample_reasons
 from taut.parallel import Ranks
@@ -91,9 +89,10 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     _section(console, "configuration", *_configuration(run))
     _section(console, "decisions", _decisions(decisions))
     _section(console, "data", _data(inputs))
-    plans = [
-        plan_step(method, step, budget, policy) for step in range(1, 1 + min(num_steps, NUM_STEPS))
-    ]
+    plans = []
+    for step in range(1, 1 + min(num_steps, NUM_STEPS)):
+        trees = method.prepare(step)
+        plans.append(step_plan(step, trees, lay_out(trees, budget, policy)))
     _section(console, "plan", *_plan(plans, num_steps, ranks.size, policy))
     marks = marks_for(console)
     _section(console, "samples", _legend(marks))
@@ -197,43 +196,6 @@ def _listed(incidents: Sequence[Incident]) -> Iterator[Text]:
             f"  and {len(incidents) - NUM_INCIDENTS:,} more; a run's events.jsonl lists all",
             "yellow",
         )
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step would compute, over all ranks."""
-
-    step: int
-    num_samples: int
-    num_targets: int
-    padded: int
-    """Tokens, were every sample padded to the longest of the step."""
-    unshared: int
-    """Tokens the samples have."""
-    computed: int
-    """Tokens computed, prefixes shared where the policy says so."""
-    num_microbatches: int
-
-
-def plan_step(method: Sft, step: int, budget: Budget, policy: PackPolicy) -> StepPlan:
-    """The micro-batches of a step, as the loop would make them."""
-    trees = method.prepare(step)
-    packs = [
-        packed
-        for rank in assign(trees, budget)
-        for planned in rank
-        for packed in layouts(planned, policy, budget.tokens_per_microbatch)
-    ]
-    lengths = [sample.num_tokens for tree in trees for sample in tree.samples]
-    return StepPlan(
-        step=step,
-        num_samples=len(lengths),
-        num_targets=sum(packed.num_targets for packed in packs),
-        padded=len(lengths) * max(lengths),
-        unshared=sum(lengths),
-        computed=sum(packed.num_tokens for packed in packs),
-        num_microbatches=len(packs),
-    )
 
 
 def _plan(

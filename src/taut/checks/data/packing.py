@@ -1,0 +1,127 @@
+"""The plan of the first epoch and of the first steps, made as training makes it, and compared with what it should be.
+
+An epoch has each sample as often as its weight says. A step's micro-batches have exactly its samples: ids, positions,
+targets and weights, read back along what each token sees; and no more tokens than the budget, but for one sample alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.session import Session
+from taut.data.forecast import StepPlan, lay_out, step_plan
+from taut.data.plan import START, Order, samples_of
+from taut.methods.sft import Sft
+from taut.types import Packed, Sample
+
+STEPS = 5
+"""Steps that are laid out."""
+TOKENS = 100_000
+"""Tokens of steps that are laid out, the first whole."""
+ORDERED = 2_000
+"""Steps whose samples are counted."""
+SHOWN = 4
+
+
+def ask(session: Session) -> Finding:
+    """Is every sample seen once an epoch, and all of it, with nothing else?"""
+    method, last = session.job.method, session.job.num_steps
+    wrong = list(_miscounted(session, method.order)) if isinstance(method, Sft) else []
+    begun = method.order.origin.step if isinstance(method, Sft) else 0
+    plans: list[StepPlan] = []
+    for step in range(begun + 1, min(begun + STEPS, last) + 1):
+        trees = method.prepare(step)
+        packs = lay_out(trees, session.job.budget, session.job.policy)
+        wrong += [*_misplaced(samples_of(trees), packs), *_over(session, packs)]
+        plans.append(step_plan(step, trees, packs))
+        if wrong or sum(plan.unshared for plan in plans) > TOKENS:
+            break
+    if wrong:
+        return failed(
+            f"the plan is wrong: {wrong[0]}",
+            number=len(wrong),
+            unit="differences",
+            evidence=wrong[:SHOWN],
+            remedy="please report this, with the data if they may be shown; batch.share_prefixes=false and "
+            "batch.group_prefixes=false may avoid it",
+        )
+    return passed(_said(plans), sum(plan.computed for plan in plans), "tokens", _notes(plans))
+
+
+def _miscounted(session: Session, order: Order) -> Iterator[str]:
+    """Samples that the first epoch has too often or too rarely."""
+    order = replace(order, origin=START)
+    whole = order.epoch(0)
+    num_steps = min(ORDERED, order.num_steps(1.0))
+    stepped = [i for step in range(1, num_steps + 1) for i in order.step(step, 1.0)]
+    is_whole = len(stepped) >= order.epoch_size or num_steps < ORDERED
+    for indices, least in ((whole, 1), (np.asarray(stepped), int(is_whole))):
+        times = np.bincount(indices, minlength=order.weights.size)
+        is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
+        for index in np.flatnonzero(is_wrong)[:SHOWN]:
+            name = session.train.sample_id(int(index))
+            yield f"{name} is seen {times[index]} times an epoch, its weight is {order.weights[index]:g}"
+
+
+def _misplaced(samples: Sequence[Sample], packs: Sequence[Packed]) -> Iterator[str]:
+    """What is not in a step's micro-batches as it should be."""
+    by_id = {sample.id: sample for sample in samples}
+    asked = Counter(sample.id for sample in samples)
+    found = Counter(name for packed in packs for name in packed.sample_ids)
+    for name in sorted((asked - found) | (found - asked)):
+        yield f"{name} is {found[name]} times in a step that has it {asked[name]} times"
+    for packed in packs:
+        for row, name in enumerate(packed.sample_ids):
+            if name in by_id:
+                yield from _differences(by_id[name], packed, row)
+
+
+def _differences(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
+    """One sample, read back from a micro-batch."""
+    read = packed.read_R[row]
+    path = (packed.reach_T[: read + 1] > read).nonzero()[:, 0]
+    own = packed.row_N == row
+    positions = np.arange(path.numel()) if sample.positions is None else sample.positions
+    parts = {
+        "tokens": (packed.ids_T[path], sample.ids_T),
+        "positions": (packed.position_ids[..., path], positions),
+        "targets": (packed.target_N[own], sample.ids_T[sample.target_at_N]),
+        "weights": (packed.weight_N[own], sample.weight_N),
+    }
+    for part, (found, expected) in parts.items():
+        if not np.array_equal(found.numpy(), expected):
+            yield f"{sample.id} has other {part} in its micro-batch"
+            return
+    if not np.array_equal(packed.predictor_N[own].numpy(), path.numpy()[sample.target_at_N - 1]):
+        yield f"{sample.id}: a target is not predicted by the token before it"
+
+
+def _over(session: Session, packs: Sequence[Packed]) -> Iterator[str]:
+    """Micro-batches with more tokens than allowed."""
+    most, one_sample = session.job.budget.tokens_per_microbatch, session.job.budget.one_sample
+    for packed in packs:
+        if packed.num_samples > 1 and (packed.num_tokens > most or one_sample):
+            allowed = "one sample" if one_sample else f"{most:,} tokens"
+            yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"
+
+
+def _said(plans: Sequence[StepPlan]) -> str:
+    batches = sum(plan.num_microbatches for plan in plans)
+    return f"computed in {batches:,} micro-batches of the first {len(plans)} steps"
+
+
+def _notes(plans: Sequence[StepPlan]) -> list[str]:
+    padded, unshared, computed = (
+        sum(getattr(plan, name) for plan in plans) for name in ("padded", "unshared", "computed")
+    )
+    if not plans:
+        return []
+    return [
+        f"{padded:,} tokens if padded, {unshared:,} packed, {computed:,} with prefixes shared: "
+        f"{1 - computed / padded:.0%} saved"
+    ]

@@ -1,0 +1,90 @@
+"""Each row through reading, rendering and fitting. Loading ends at the first error; here all of them are counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from taut.checks.data.records import splits
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.session import Session, Unavailable
+from taut.data.attempts import Attempt, attempt_rows
+from taut.data.dataset import Dataset, sources
+from taut.data.length import Limits
+from taut.data.sources import open_source
+from taut.errors import TautError
+from taut.run import longest_sample
+
+SHOWN = 4
+MOST_ROWS = 200_000
+"""Rows of a source that are gone through once there is an error."""
+MOST_COMPARED = 20_000
+"""Samples that are compared to find repeated ones."""
+
+
+def ask(session: Session) -> Finding:
+    """Can every row be read, rendered and fitted to length?"""
+    try:
+        data = session.data
+    except Unavailable as missing:
+        if missing.owner != "data.rows":
+            raise
+        return _failed(session, missing.error)
+    num_rows = sum(one.report.num_rows for _, one in data)
+    said = ", ".join(f"{one.report.num_samples:,} of {name}" for name, one in data)
+    notes = [note for name, one in data for note in _repeated(name, one)]
+    return passed(f"samples: {said}", num_rows, "rows", notes)
+
+
+def _repeated(name: str, data: Dataset) -> list[str]:
+    """Samples that are there more than once."""
+    looked = range(min(len(data), MOST_COMPARED))
+    counts = Counter(data[i].ids_T.tobytes() for i in looked)
+    repeated = len(looked) - len(counts)
+    if not repeated:
+        return []
+    of = f"{len(looked):,}" if len(looked) == len(data) else f"the first {len(looked):,}"
+    return [f"{name}: {repeated:,} of {of} samples repeat another"]
+
+
+def _failed(session: Session, error: TautError) -> Finding:
+    """All errors, where rows have them; else the one that was raised."""
+    bad, num_rows = _bad_rows(session)
+    says, _, remedy = str(error).rpartition("; ")
+    if not bad:
+        return failed(says or remedy, remedy=remedy)
+    evidence = [_first_words(one.error) for one in bad[:SHOWN]]
+    if len(bad) > SHOWN:
+        evidence.append(f"and {len(bad) - SHOWN:,} more")
+    return failed(
+        f"{len(bad):,} of {num_rows:,} rows cannot be trained on",
+        number=len(bad),
+        unit=f"of {num_rows:,} rows",
+        evidence=evidence,
+        remedy=remedy,
+    )
+
+
+def _bad_rows(session: Session) -> tuple[list[Attempt], int]:
+    """Rows with an error, and how many rows there are."""
+    run, renderer = session.run.data, session.renderer
+    longest = longest_sample(session.run, session.language.config)
+    limits = Limits(longest, run.too_long, run.min_length, run.without_targets)
+    bad: list[Attempt] = []
+    num_rows = 0
+    try:
+        for split in splits(session):
+            for source, columns in sources(run, split):
+                found = attempt_rows(open_source(source), columns, renderer, limits)
+                for attempt in islice(found, MOST_ROWS):
+                    num_rows += 1
+                    bad += [attempt] if attempt.error else []
+    except TautError:  # a file that ends in the middle of a record: the error is the one known
+        return bad, num_rows
+    return bad, num_rows
+
+
+def _first_words(error: TautError | None) -> str:
+    """What was found and where, without what was expected."""
+    found, _, _ = str(error).partition("; ")
+    return found

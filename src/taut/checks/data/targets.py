@@ -1,0 +1,62 @@
+"""What is learned of each sample: how much, and whether there is anything to learn in it but where to end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from taut.checks.data.records import Flat, exchanges, flat_train
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.session import Session
+from taut.types import IntArray
+
+SHOWN = 4
+MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
+"""What programs write for a value that is not there."""
+WITHOUT = "no targets"
+"""The reason of a row that data.without_targets=drop left out."""
+
+
+def ask(session: Session) -> Finding:
+    """Is there something to learn in most rows?"""
+    report, look = session.train.report, session.once(flat_train)
+    without = [one for one in report.dropped if one.reason == WITHOUT]
+    if 2 * len(without) > report.num_rows:
+        return failed(
+            f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
+            number=len(without),
+            unit=f"of {report.num_rows:,} rows",
+            evidence=[one.place for one in without[:SHOWN]],
+            remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
+            "data.without_targets=drop leaves out is most of the data",
+        )
+    empty = only_ends(look, np.asarray(session.stops.ids))
+    missing = [one for one in session.once(exchanges) if one.answer.strip().lower() in MISSING]
+    if 2 * empty.size > look.index_S.size:
+        return failed(
+            f"{empty.size:,} of {look.index_S.size:,} samples have no answer but its end",
+            number=int(empty.size),
+            unit=f"of {look.index_S.size:,} samples",
+            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
+            remedy="the model would learn to say nothing; see what the answers are, and what the template writes of "
+            "them (taut show)",
+        )
+    if 2 * len(missing) > len(session.once(exchanges)):
+        return failed(
+            f"{len(missing):,} of {len(session.once(exchanges)):,} answers are {missing[0].answer.strip()!r}",
+            number=len(missing),
+            unit=f"of {len(session.once(exchanges)):,} rows",
+            evidence=[one.place for one in missing[:SHOWN]],
+            remedy="a program wrote it where there was no value; remove these rows, or name the right column in "
+            "data.columns",
+        )
+    share = int(look.is_target_T.sum()) / look.ids_T.size
+    notes = [f"{len(without):,} rows without targets were dropped"] if without else []
+    notes += [f"{empty.size:,} samples have no answer but its end"] if empty.size else []
+    notes += [f"{len(missing):,} answers are {missing[0].answer!r}"] if missing else []
+    return passed(f"{share:.0%} of tokens are targets{look.looked_at}", share, "of tokens", notes)
+
+
+def only_ends(look: Flat, ends: IntArray) -> IntArray:
+    """Samples all of whose targets end an answer."""
+    is_word_T = look.is_target_T & ~np.isin(look.ids_T, ends)
+    return np.flatnonzero(np.add.reduceat(is_word_T, look.start_S[:-1], dtype=np.int64) == 0)

@@ -1,0 +1,178 @@
+"""What the data became as tokens: ids the model has no row for, unknown tokens, broken characters, control tokens that
+content holds as text.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from taut.checks.data.records import Flat, flat_train, rows
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.session import Session
+from taut.data.formats import Completion, Conversation, Document, Row
+from taut.data.template import PROBE
+
+UNKNOWN = 0.2
+BROKEN = 0.1
+CONTROL = 0.5
+"""Shares of tokens and of rows from which on the data are not what they should be."""
+SHOWN = 4
+MOJIBAKE = re.compile("\ufffd|\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac")
+"""A character that could not be decoded, or UTF-8 that was read as Latin-1 or Windows-1252."""
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def ask(session: Session) -> Finding:
+    """Are the tokens those of the text that is meant?"""
+    look = session.once(flat_train)
+    problem = _beyond(session) or _unknown(session, look) or _broken(session) or _control(session)
+    if problem:
+        return problem
+    size, num_used = _num_rows(session), np.unique(look.ids_T).size
+    said = f"different tokens, {num_used / size:.1%} of the vocabulary{look.looked_at}"
+    return passed(said, num_used, "tokens", _notes(session, look))
+
+
+def _num_rows(session: Session) -> int:
+    """Rows of the embedding, added tokens included."""
+    own = int(session.language.config.get_text_config().vocab_size)
+    return max([own, *(index + 1 for index in session.language.new_ids)])
+
+
+def _beyond(session: Session) -> Finding | None:
+    """Ids without a row."""
+    size = _num_rows(session)
+    for _, data in session.data:
+        found = [(part, int(np.max(part.entry.arrays["ids"]))) for part in data.parts]
+        part, largest = max(found, key=lambda item: item[1])
+        if largest >= size:
+            token = session.tokenizer.convert_ids_to_tokens(largest)
+            number = int(np.searchsorted(part.entry.arrays["offsets"], _first(part, size), "right"))
+            return failed(
+                f"token {largest} of the data has no row: the model has {size:,}",
+                number=largest,
+                unit=f"of {size:,} rows",
+                evidence=[
+                    f"first in {part.name(number - 1)}",
+                    f"the tokenizer writes it {token!r}",
+                ],
+                remedy="the tokenizer is of another model, or has tokens that the model was not given; use the "
+                "model's own, or name the tokens in tokens.add",
+            )
+    return None
+
+
+def _first(part: object, size: int) -> int:
+    ids = part.entry.arrays["ids"]  # type: ignore[attr-defined]
+    return int(np.argmax(np.asarray(ids) >= size))
+
+
+def _unknown(session: Session, look: Flat) -> Finding | None:
+    """Text that the tokenizer has no tokens for."""
+    unknown = session.tokenizer.unk_token_id
+    is_unknown = look.ids_T == (-1 if unknown is None else unknown)
+    num_found = int(is_unknown.sum())
+    if num_found <= UNKNOWN * look.ids_T.size:
+        return None
+    share = num_found / look.ids_T.size
+    first = look.name(int(look.sample_T[is_unknown.argmax()]))
+    return failed(
+        f"{share:.0%} of tokens are the unknown token {session.tokenizer.unk_token!r}",
+        number=share,
+        unit="of tokens",
+        evidence=[f"first in {first}"],
+        remedy="the tokenizer was not made for this language; train a model whose tokenizer knows it",
+    )
+
+
+def text_of(row: Row) -> list[str]:
+    """A row's texts."""
+    if isinstance(row, Document):
+        return [row.text]
+    if isinstance(row, Completion):
+        return [row.prompt, row.completion]
+    return [message["content"] for message in row.messages]
+
+
+def _broken(session: Session) -> Finding | None:
+    """Characters lost or doubled by a wrong encoding."""
+    looked, found = session.once(rows), session.once(broken)
+    if len(found) <= BROKEN * len(looked):
+        return None
+    return failed(
+        f"{len(found):,} of {len(looked):,} rows have characters of a wrong encoding",
+        number=len(found),
+        unit=f"of {len(looked):,} rows",
+        evidence=[f"{place}: {text!r}" for place, text in found[:SHOWN]],
+        remedy="the file was written after reading it in another encoding; write it again from its source, as UTF-8",
+    )
+
+
+def broken(session: Session) -> list[tuple[str, str]]:
+    """Rows with a broken character, and the words around it."""
+    found = []
+    for row in session.once(rows):
+        match = next((m for text in text_of(row) if (m := MOJIBAKE.search(text))), None)
+        if match:
+            found.append((row.place, match.string[max(0, match.start() - 15) : match.end() + 15]))
+    return found
+
+
+def _control(session: Session) -> Finding | None:
+    """Content that was rendered already: the template's own tokens, as text that becomes those tokens again."""
+    looked, found = session.once(rows), session.once(controlled)
+    if len(found) <= CONTROL * len(looked):
+        return None
+    return failed(
+        f"{len(found):,} of {len(looked):,} rows have the template's tokens in their messages",
+        number=len(found),
+        unit=f"of {len(looked):,} rows",
+        evidence=[f"{place}: {token}" for place, token in found[:SHOWN]],
+        remedy="the messages were rendered before; give the plain messages, or the rendered text as column text",
+    )
+
+
+def controlled(session: Session) -> list[tuple[str, str]]:
+    """Conversations that have a control token of the template as text, and which."""
+    tokens = _control_tokens(session)
+    found = []
+    for row in session.once(rows):
+        if isinstance(row, Conversation):
+            texts = text_of(row)
+            token = next((one for one in tokens if any(one in text for text in texts)), None)
+            found += [(row.place, token)] if token else []
+    return found
+
+
+def _control_tokens(session: Session) -> list[str]:
+    """Special tokens that the template writes around messages."""
+    template = session.renderer.template
+    if template.template is None:
+        return []
+    prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
+    ids = {*template.encode([prompt])[prompt], *session.stops.turn_ends}
+    special = session.tokenizer.added_tokens_decoder
+    return [
+        str(special[index]) for index in sorted(ids) if index in special and special[index].special
+    ]
+
+
+def _notes(session: Session, look: Flat) -> list[str]:
+    notes = []
+    looked = f"of {len(session.once(rows)):,} rows"
+    if found := session.once(broken):
+        notes.append(
+            f"{len(found):,} {looked} have characters of a wrong encoding, as {found[0][0]}"
+        )
+    if found := session.once(controlled):
+        notes.append(f"{len(found):,} {looked} have {found[0][1]} in a message, as {found[0][0]}")
+    unknown = session.tokenizer.unk_token_id
+    if unknown is not None and (times := int((look.ids_T == unknown).sum())):
+        notes.append(f"{times:,} tokens are unknown")
+    vocabulary = session.tokenizer.get_vocab()
+    falls_back = [index for token, index in vocabulary.items() if BYTE.fullmatch(token)]
+    if falls_back and (times := int(np.isin(look.ids_T, falls_back).sum())):
+        notes.append(f"{times:,} tokens are single bytes")
+    return notes

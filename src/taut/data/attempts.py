@@ -1,0 +1,71 @@
+"""The rows of a source one by one, past those with errors: to say how many there are, and where.
+
+``dataset.py`` stops at the first, as it must; this goes on where it can and keeps nothing. Imported by checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from taut.data.columns import Columns, read_row
+from taut.data.dataset import BATCH_ROWS
+from taut.data.formats import Document, Row
+from taut.data.length import Limits, fit
+from taut.data.render import Renderer
+from taut.data.sources import Opened
+from taut.errors import DataError, RenderError, TautError
+from taut.types import Sample
+
+
+class Attempt(NamedTuple):
+    """A row, and what keeps it from being trained on; None: nothing does."""
+
+    place: str
+    error: TautError | None
+
+
+def attempt_rows(
+    found: Opened, columns: Columns, renderer: Renderer, limits: Limits
+) -> Iterator[Attempt]:
+    """Every row of a source, read, rendered and fitted."""
+    records = iter(found.attempts())
+    while batch := list(islice(records, BATCH_ROWS)):
+        read = [_read(record, f"{found.path}:{number}", columns) for number, record in batch]
+        rows = [row for row in read if not isinstance(row, TautError)]
+        rendered = iter(_render(rows, renderer))
+        for (number, _), row in zip(batch, read, strict=True):
+            error = row if isinstance(row, TautError) else _fit(row, next(rendered), limits)
+            yield Attempt(f"{found.path}:{number}", error)
+
+
+def _read(record: object, place: str, columns: Columns) -> Row | TautError:
+    if isinstance(record, DataError):
+        return record
+    try:
+        return read_row(record, place, columns)
+    except DataError as error:
+        return error
+
+
+def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[Sample] | TautError]:
+    """The samples of each row, or its error: all at once where none has one."""
+    try:
+        return list(renderer.render_all(rows))
+    except RenderError as error:
+        if len(rows) == 1:
+            return [error]
+    middle = len(rows) // 2
+    return _render(rows[:middle], renderer) + _render(rows[middle:], renderer)
+
+
+def _fit(row: Row, samples: list[Sample] | TautError, limits: Limits) -> TautError | None:
+    if isinstance(samples, TautError):
+        return samples
+    try:
+        for sample in samples:
+            fit(sample, limits, is_document=isinstance(row, Document))
+    except DataError as error:
+        return error
+    return None
