@@ -123,18 +123,26 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _set_stops(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
 ) -> None:
-    """Stop set, pad and cache in config and generation_config; sampling settings that have no
-    effect are dropped.
-    """
+    """Stop set, pad and cache in config and generation_config."""
     config: Any = model.config
-    generation = model.generation_config
-    if generation is None:
-        generation = GenerationConfig()
     for settings in {id(c): c for c in (config, config.get_text_config())}.values():
         settings.eos_token_id = stop_ids[0] if stop_ids else None
         settings.pad_token_id = tokenizer.pad_token_id
         if hasattr(settings, "use_cache"):
             settings.use_cache = True
+    model.generation_config = generation_to_save(model.generation_config, tokenizer, stop_ids)
+
+
+def generation_to_save(
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+) -> GenerationConfig:
+    """``generation`` itself, changed: the stop set and the pad in it, and no sampling settings that have no effect."""
+    if generation is None:
+        empty: Any = GenerationConfig  # has no types
+        generation = empty()
+    assert isinstance(generation, GenerationConfig)
     generation._from_model_config = False  # else the library derives it anew, with one stop
     generation.eos_token_id = list(stop_ids) or None
     generation.pad_token_id = tokenizer.pad_token_id
@@ -149,7 +157,7 @@ def _set_stops(
             "eta_cutoff",
         ):
             setattr(generation, name, None)
-    model.generation_config = generation
+    return generation
 
 
 def _require_same_ids(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

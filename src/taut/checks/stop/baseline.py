@@ -1,0 +1,102 @@
+"""The model as it came: how many answers it ends by itself, and with which token it would end the rows' answers.
+
+A model that was taught another end than the stop set's puts that token where the rows' answers end, and not inside
+them: then no server would stop at it. Whether it ends at all is no fault: that is what training is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from taut.attention.layout import Layout
+from taut.build import engine_of
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.session import Session
+from taut.data.pack import ALONE, pack
+from taut.evals.stopping import Asked, StopConfig, prepare
+from taut.rollout.engine import Sampling
+from taut.types import Sample
+
+PROMPTS, TOKENS = 8, 32
+LIKELY, UNLIKELY = 0.5, 0.05
+"""Of another end: how likely it is where answers end (the mean), and at most inside them and of the stop set's own."""
+
+
+class Other(NamedTuple):
+    """A special token beside the stop set."""
+
+    id: int
+    at_ends: float
+    """Its mean probability where answers end."""
+
+
+def ask(session: Session) -> Finding:
+    """Before training, does the model end with no other token than those of the stop set?"""
+    data = session.train if session.eval is None else session.eval
+    config = StopConfig(prompts=PROMPTS, tokens=TOKENS)
+    check = prepare(
+        config, data, session.stops.ids, engine_of(session.built), session.job, session.run.seed
+    )
+    if check.engine is None:
+        return skipped(check.obstacle.partition(";")[0])
+    sampling = Sampling(max_new_tokens=TOKENS, seed=session.run.seed)
+    done = check.engine.generate([one.prompt for one in check.asked], sampling)
+    number = sum(one.finish_reason == "stop" for one in done)
+    other = _other_end(session, list(check.asked))
+    if other is not None:
+        token = session.inputs.token(other.id)
+        return failed(
+            f"the model ends answers with {token}, which is not in the stop set",
+            number=number,
+            unit=f"of {len(done)} end",
+            evidence=[
+                f"where answers end, {token} (id {other.id}) has a probability of {other.at_ends:.2g}; inside them, "
+                f"and those of the stop set, at most {UNLIKELY:g}"
+            ],
+            remedy=f"add {other.id} to eos_token_id in the model's generation_config.json, or use the model's own "
+            "chat template",
+        )
+    return passed("answers that end before training", number, f"of {len(done)}")
+
+
+def _other_end(session: Session, asked: list[Asked]) -> Other | None:
+    """The special token that the model puts where answers end, and only there; None: there is none."""
+    tokenizer, stops = session.tokenizer, session.stops.ids
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    specials = sorted((added | set(tokenizer.all_special_ids)) - set(stops))
+    if not specials:
+        return None
+    at_ends, inside = [], []
+    for one in asked:
+        sample = one.reference
+        begun = int(one.prompt.ids_T.size)
+        share_TS = _shares(session, sample, [*specials, *stops])
+        at_ends.append(share_TS[-1])
+        inside.append(share_TS[begun - 1 : -1] if begun < sample.num_tokens - 1 else share_TS[:0])
+    end_S, inside_S = torch.stack(at_ends).mean(0), torch.cat(inside)
+    if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
+        return None
+    best = int(end_S[: len(specials)].argmax())
+    if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
+        return None
+    return Other(specials[best], float(end_S[best]))
+
+
+@torch.no_grad()
+def _shares(session: Session, sample: Sample, ids: list[int]) -> Tensor:
+    """Probabilities of ``ids`` after each token but the last: [T - 1, S]."""
+    at = np.arange(1, sample.num_tokens)
+    packed = pack([replace(sample, target_at_N=at, weight_N=np.ones(at.size))], ALONE)
+    scorer, device = session.scorer, session.ranks.device
+    layout = Layout(packed.reach_T.numpy(), device=device)
+    packed = packed.to(device)
+    with session.quiet():
+        logits = scorer.next_logits(
+            packed.ids_T, packed.position_ids, layout, packed.predictor_N
+        ).float()
+    return logits.softmax(-1)[:, ids].cpu()
