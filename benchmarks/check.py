@@ -2,7 +2,7 @@
 
     python benchmarks/check.py [--model DIR] [--data FILE] [--json FILE]
 
-Without arguments: SmolLM2-135M-Instruct from the cache (``make demo`` puts it there) and the demo's own data. Targets on
+Without arguments: SmolLM2-135M-Instruct from the cache (``make demo`` puts it there) and the demo's data. Targets on
 two cores: the quick part under 10 seconds, the full part under 180. Run it on a quiet machine; the total of the quick
 part is given as a ratio of one training step's time in the same run too.
 """

@@ -304,9 +304,11 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         job.emit(
             "check",
             name=one.name,
+            part=examination.part,
             outcome=finding.outcome,
             value=finding.number,
             unit=finding.unit,
             detail=finding.says,
             notes=finding.notes,
+            seconds=one.seconds,
         )

@@ -29,6 +29,7 @@ from tests.models import CARRIED, STATEFUL
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import taut
+from taut.checks import CHECKS
 from taut.data.dataset import DataConfig, build_renderer, load_dataset
 from taut.models.load import quiet_library
 from taut.models.precision import compute_context
@@ -102,13 +103,16 @@ def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
         assert {name: type(step[name]) for name in STEP_FIELDS} == STEP_FIELDS
         assert len(step["sample_ids"]) == 6
         assert step["num_tokens"] < step["num_tokens_unshared"]
-    checks = {line["name"]: line["outcome"] for line in lines if line["kind"] == "check"}
+    asked = {line["name"]: line["outcome"] for line in lines if line.get("part") == "quick"}
+    assert list(asked) == [name for name, check in CHECKS.items() if check.part == "quick"]
+    assert set(asked.values()) <= {"passed", "skipped"}
+    checks = {
+        line["name"]: line["outcome"]
+        for line in lines
+        if line["kind"] == "check" and line["name"] not in asked
+    }
     assert checks == dict.fromkeys(
         [
-            "attention",
-            "neighbour",
-            "future",
-            "head",
             "first_step",
             "weights",
             "reload",
@@ -330,7 +334,8 @@ def test_every_architecture_trains_packed_and_saves_what_it_trained(
     again = sft(model, train, tmp_path / "recomputed", activation_checkpointing=True, **keys)
     checks = {event["name"]: event["outcome"] for event in events(result.out, "check")}
     assert checks.pop("stop") == "skipped"  # tests.chats.QUIET asks for none
-    assert set(checks.values()) == {"passed"}
+    assert set(checks.values()) <= {"passed", "skipped"}
+    assert {checks["attention.packed"], checks["first_step"], checks["reload"]} == {"passed"}
     assert not events(result.out, "warning")
     assert sum(column(result.out, "num_tokens")) < sum(column(result.out, "num_tokens_unshared"))
     assert result.eval_loss == pytest.approx(mean_loss(result.model, train), rel=1e-6)
@@ -343,7 +348,7 @@ def test_chunked_attention_is_refused_before_anything_is_written(
     train: Path, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path / "model", "llama4_text")
-    with pytest.raises(taut.AttentionError, match=r"llama4_text .*chunked attention"):
+    with pytest.raises(taut.CheckFailed, match=r"llama4_text .*chunked attention"):
         sft(model, train, tmp_path / "out", steps=1)
     assert not (tmp_path / "out").exists()
 
@@ -371,7 +376,7 @@ def test_layers_with_state_run_one_sample_at_a_time(name: str, train: Path, tmp_
     assert "layers with state across tokens" in reason
     assert column(out, "num_tokens") == column(out, "num_tokens_unshared")
     outcomes = {event["name"]: event["outcome"] for event in events(out, "check")}
-    assert outcomes["neighbour"] == "skipped"
+    assert outcomes["attention.neighbour"] == "skipped"
     assert outcomes["first_step"] == "passed"
 
 

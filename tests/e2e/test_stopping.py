@@ -21,6 +21,7 @@ from tests.tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import taut
+from taut import build as build_module
 from taut import run as run_module
 from taut.commands import verify
 from taut.commands.verify import Verify
@@ -145,7 +146,7 @@ def test_a_pad_that_is_the_end_does_not_unteach_it(
     with pytest.raises(DataError, match="none of 32 samples has a token that ends an answer"):
         sft(base, train, tmp_path / "refused", **TRAINING, **cache)
     monkeypatch.setattr(run_module, "_taught_ends", lambda *_: [])
-    planted = sft(base, train, tmp_path / "planted", **TRAINING, **cache)
+    planted = sft(base, train, tmp_path / "planted", check="off", **TRAINING, **cache)
     assert sampled(planted.model).ended < 0.1
     assert not is_reported(result)
 
@@ -199,8 +200,8 @@ def test_an_end_that_was_never_trained_is_trained_beside_adapters(
         sft(base, train, tmp_path / "refused", **never)
     with pytest.raises(ModelError, match=r"never trained.* out of freeze"):
         sft(base, train, tmp_path / "frozen", **TRAINING, freeze=["*embed_tokens*"])
-    monkeypatch.setattr(run_module, "require_trained", lambda *_: None)
-    planted = sft(base, train, tmp_path / "planted", **never)
+    monkeypatch.setattr(build_module, "require_trained", lambda *_: None)
+    planted = sft(base, train, tmp_path / "planted", check="off", **never)
     monkeypatch.undo()
     more = {"steps": 1, "dtype": "float32"}
     with pytest.raises(ModelError, match=r"with lora.adapter, merge it into its model first"):

@@ -42,6 +42,7 @@ class ConsoleReport:
         self._steps: list[Event] = []
         self._evals: list[Event] = []
         self._best: Event | None = None
+        self._asked: list[Event] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shows = {
@@ -58,6 +59,10 @@ class ConsoleReport:
         }
 
     def __call__(self, event: Event) -> None:
+        if event["kind"] == "check" and event.get("part"):
+            self._asked.append(event)
+            return
+        self._show_asked()
         self._shows[event["kind"]](event)
 
     def close(self) -> None:
@@ -111,6 +116,17 @@ class ConsoleReport:
             return None
         seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
         return timedelta(seconds=round(seconds))
+
+    def _show_asked(self) -> None:
+        """What was asked before training, in a line: all of it passed, or could not be asked."""
+        if not self._asked:
+            return
+        passed = sum(event["outcome"] == "passed" for event in self._asked)
+        skipped = [event["name"] for event in self._asked if event["outcome"] == "skipped"]
+        seconds = sum(event["seconds"] for event in self._asked)
+        beside = f"; skipped: {', '.join(skipped)}" if skipped else ""
+        self._say(f"checks  {passed} passed in {seconds:.1f} s{beside}", STYLES["passed"])
+        self._asked = []
 
     def _show_check(self, event: Event) -> None:
         outcome = event.get("outcome", "")

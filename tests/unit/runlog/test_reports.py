@@ -107,6 +107,22 @@ def test_a_loss_that_is_not_finite_can_be_shown() -> None:
     assert "loss nan" in told(START, step(1, loss=float("nan")))
 
 
+def test_what_is_asked_before_training_is_one_line() -> None:
+    asked = [
+        {
+            "kind": "check",
+            "time": 0,
+            "part": "quick",
+            "name": name,
+            "outcome": outcome,
+            "seconds": 0.25,
+        }
+        for name, outcome in (("a.b", "passed"), ("a.c", "skipped"), ("a.d", "passed"))
+    ]
+    text = told(*asked, {"kind": "resume", "time": 0, "from_step": 3})
+    assert text.splitlines() == ["checks  2 passed in 0.8 s; skipped: a.c", "resumed after step 3"]
+
+
 def test_checks_warnings_and_the_rest_have_a_line_each() -> None:
     text = told(
         {
