@@ -42,6 +42,25 @@ from taut.checks.model import loads, trains
 from taut.checks.rewards import gold
 from taut.checks.run import in_force, output, saved, steps
 from taut.checks.session import Session
+from taut.checks.stop import baseline, generation
+from taut.checks.stop import rows as stop_rows
+from taut.checks.stop import saved as stop_saved
+from taut.checks.stop import set as stop_set
+from taut.checks.stop import targets as stop_targets
+from taut.checks.template import (
+    bos,
+    boundary,
+    content,
+    lossless,
+    markup,
+    parts,
+    prompt,
+    system,
+    takes,
+    thinking,
+    tools,
+)
+from taut.checks.template import targets as template_targets
 
 Part: TypeAlias = Literal["quick", "full"]
 
@@ -58,6 +77,10 @@ class Check(NamedTuple):
         return (self.ask.__doc__ or "").partition("\n")[0]
 
 
+_TAKES = ("data.images", "data.columns", "template.takes")
+_SAID = (*_TAKES, "template.lossless", "template.markup", "template.content", "template.thinking")
+_MEETS = (*_SAID, "template.tools", "template.prompt", "template.boundary", "template.bos")
+_RENDERS = (*_MEETS, "template.system", "template.parts", "stop.set")
 _READ = ("data.images", "data.columns", "data.rows")
 _RUNS = ("model.loads", "model.trains")
 _CAUSAL = (*_RUNS, "attention.calls", "attention.future")
@@ -67,15 +90,32 @@ _ENGINE = (*_ALONE, "attention.packed", "attention.shared")
 CHECKS: dict[str, Check] = {
     "data.images": Check(images.ask),
     "data.columns": Check(columns.ask, after=("data.images",)),
-    "data.rows": Check(rows.ask, after=("data.images", "data.columns")),
+    "template.takes": Check(takes.ask, after=("data.images", "data.columns")),
+    "template.lossless": Check(lossless.ask, after=_TAKES),
+    "template.markup": Check(markup.ask, after=_TAKES),
+    "template.system": Check(system.ask, after=_TAKES),
+    "template.content": Check(content.ask, after=(*_TAKES, "template.lossless")),
+    "template.thinking": Check(thinking.ask, after=(*_TAKES, "template.content")),
+    "template.tools": Check(tools.ask, after=(*_TAKES, "template.content")),
+    "template.bos": Check(bos.ask, after=_TAKES),
+    "template.prompt": Check(prompt.ask, after=_SAID),
+    "template.boundary": Check(boundary.ask, after=(*_SAID, "template.prompt")),
+    "template.parts": Check(parts.ask, after=_SAID),
+    "stop.set": Check(stop_set.ask, after=_TAKES),
+    "template.targets": Check(template_targets.ask, after=_RENDERS),
+    "data.rows": Check(rows.ask, after=(*_RENDERS, "template.targets")),
     "data.tokens": Check(tokens.ask, after=_READ),
     "data.targets": Check(targets.ask, after=_READ),
     "data.truncation": Check(truncation.ask, after=_READ),
+    "stop.targets": Check(stop_targets.ask, after=(*_READ, "data.truncation")),
+    "stop.saved": Check(stop_saved.ask, after=_READ),
     "data.lengths": Check(lengths.ask, after=_READ),
     "data.leak": Check(leak.ask, after=_READ),
     "data.overlap": Check(overlap.ask, after=_READ),
     "model.loads": Check(loads.ask, after=("data.tokens",)),
     "model.trains": Check(trains.ask, after=("model.loads",)),
+    "stop.generation": Check(generation.ask, after=("model.loads",)),
+    "stop.rows": Check(stop_rows.ask, after=_RUNS),
     "data.packing": Check(packing.ask, after=_RUNS),
     "attention.calls": Check(calls.ask, after=_RUNS),
     "attention.future": Check(future.ask, after=(*_RUNS, "attention.calls")),
@@ -88,7 +128,8 @@ CHECKS: dict[str, Check] = {
     "run.in_force": Check(in_force.ask, after=(*_RUNS, "attention.calls")),
     "run.steps": Check(steps.ask, after=_RUNS),
     "run.output": Check(output.ask, after=_RUNS),
-    "run.saved": Check(saved.ask, "full", after=_ENGINE),
+    "run.saved": Check(saved.ask, "full", after=(*_ENGINE, "stop.generation", "stop.saved")),
+    "stop.baseline": Check(baseline.ask, "full", after=_ENGINE),
     "rewards.gold": Check(gold.ask, after=_RUNS),
     "engine.logps": Check(engine_logps.ask, "full", after=_ENGINE),
     "engine.seed": Check(engine_seed.ask, "full", after=(*_ENGINE, "engine.logps")),

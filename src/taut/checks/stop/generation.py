@@ -10,9 +10,10 @@ from transformers import GenerationConfig
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
+from taut.checks.stop.served import served
 from taut.data.stops import described
 from taut.models.load import quiet_library
-from taut.models.save import generation_to_save, serving_tokenizer
+from taut.models.save import generation_to_save
 
 FILE = "the model's generation_config.json"
 
@@ -20,8 +21,7 @@ FILE = "the model's generation_config.json"
 def ask(session: Session) -> Finding:
     """Will the saved generation_config let a server stop?"""
     stops, before = session.stops, session.model.generation_config
-    tokenizer = serving_tokenizer(session.tokenizer, stops.ids, None)
-    generation = generation_to_save(copy.deepcopy(before), tokenizer, stops.ids)
+    generation = generation_to_save(copy.deepcopy(before), served(session), stops.ids)
     trouble = _refused(generation)
     if trouble:
         return failed(

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
+from taut.checks.stop.served import served
 from taut.data.formats import Completion, Conversation, Row
 from taut.data.render import Renderer
 from taut.data.template import Ids, Text, common_length
 from taut.errors import TautError
 from taut.models.load import load_tokenizer, quiet_library
-from taut.models.save import serving_tokenizer
 
 ROWS = 16
 CHARACTERS = 100_000
@@ -30,26 +30,26 @@ def ask(session: Session) -> Finding:
     if not prompts:
         return skipped("no row could be rendered")
     try:
-        served = _reloaded(session)
+        reader = _reloaded(session)
     except TautError as error:
         return failed(
             "the saved tokenizer cannot be loaded",
             evidence=[str(error)],
             remedy="load the base model's tokenizer with AutoTokenizer and save it again",
         )
-    served.template.day = session.renderer.template.day
+    reader.template.day = session.renderer.template.day
     for number, (row, ids) in enumerate(prompts):
         try:
-            found = _ids(row, served)
+            found = _ids(row, reader)
         except TautError as error:
             return _failed(number, prompts, [str(error)])
         if found != ids:
-            quoted, at = served.template.quoted, common_length(found, ids)
+            quoted, at = reader.template.quoted, common_length(found, ids)
             where = (
                 f"{row.place}: after {quoted(ids[max(0, at - 4) : at])} trained on "
                 f"{quoted(ids[at : at + 4])}, served {quoted(found[at : at + 4])}"
             )
-            kind = f"it reads back as {type(served.tokenizer).__name__}, eos {served.tokenizer.eos_token}"
+            kind = f"it reads back as {type(reader.tokenizer).__name__}, eos {reader.tokenizer.eos_token}"
             return _failed(number, prompts, [where, kind])
     return passed("the same tokens", len(prompts), "prompts")
 
@@ -89,11 +89,9 @@ def _ids(row: Row, renderer: Renderer) -> Ids:
 
 
 def _reloaded(session: Session) -> Renderer:
-    renderer, config = session.renderer, copy.deepcopy(session.language.config)
-    template = renderer.template.template
-    served = serving_tokenizer(session.tokenizer, session.stops.ids, template)
+    config = copy.deepcopy(session.language.config)
     with tempfile.TemporaryDirectory() as place:
         with quiet_library():
             config.save_pretrained(place)
-            served.save_pretrained(place)
+            served(session).save_pretrained(place)
         return Renderer(load_tokenizer(place, session.run.trust_remote_code))

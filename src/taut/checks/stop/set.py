@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from taut.checks.finding import Finding, passed
 from taut.checks.session import Session
+from taut.checks.stop.served import served
 from taut.data.stops import described
-from taut.models.save import serving_tokenizer
 
 
 def ask(session: Session) -> Finding:
@@ -13,11 +13,10 @@ def ask(session: Session) -> Finding:
     stops, template = session.stops, session.language.renderer.template
     tokens, reasons = described(stops, template)
     notes = reasons.split("; ")
-    tokenizer = session.tokenizer
-    served = serving_tokenizer(tokenizer, stops.ids, None)
-    if tokenizer.eos_token != served.eos_token:
-        notes.append(f"the tokenizer's eos is {tokenizer.eos_token}; saved as {served.eos_token}")
+    tokenizer, saved = session.tokenizer, served(session)
+    if tokenizer.eos_token != saved.eos_token:
+        notes.append(f"the tokenizer's eos is {tokenizer.eos_token}; saved as {saved.eos_token}")
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
         said = f"pad is eos ({tokenizer.pad_token}): taut neither pads nor masks by id"
-        notes.append(f"{said}; saved with pad {served.pad_token}")
+        notes.append(f"{said}; saved with pad {saved.pad_token}")
     return passed(f"an answer ends at {tokens}", len(stops.ids), "tokens", notes)
