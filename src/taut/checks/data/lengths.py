@@ -47,4 +47,10 @@ def histogram(lengths_S: IntArray) -> str:
     """How many samples have up to 32, 64, ... tokens, on one line."""
     bins = np.maximum(4, np.ceil(np.log2(lengths_S))).astype(int)
     shares = [(2**at, int((bins == at).sum()) / bins.size) for at in np.unique(bins)]
-    return "samples by tokens: " + ", ".join(f"to {top:,} {share:.0%}" for top, share in shares)
+    return "samples by tokens: " + ", ".join(
+        f"to {top:,} {_percent(share)}" for top, share in shares
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "<1%"

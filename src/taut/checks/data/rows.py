@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 
 from taut.checks.data.records import splits
@@ -16,6 +18,8 @@ from taut.errors import TautError
 from taut.run import longest_sample
 
 SHOWN = 4
+PARTICULAR = re.compile(r"\d+|'[^']*'")
+"""What differs between errors of one kind."""
 MOST_ROWS = 200_000
 """Rows of a source that are gone through once there is an error."""
 MOST_COMPARED = 20_000
@@ -53,14 +57,11 @@ def _failed(session: Session, error: TautError) -> Finding:
     says, _, remedy = str(error).rpartition("; ")
     if not bad:
         return failed(says or remedy, remedy=remedy)
-    evidence = [_first_words(one.error) for one in bad[:SHOWN]]
-    if len(bad) > SHOWN:
-        evidence.append(f"and {len(bad) - SHOWN:,} more")
     return failed(
         f"{len(bad):,} of {num_rows:,} rows cannot be trained on",
         number=len(bad),
         unit=f"of {num_rows:,} rows",
-        evidence=evidence,
+        evidence=_kinds(bad),
         remedy=remedy,
     )
 
@@ -84,7 +85,13 @@ def _bad_rows(session: Session) -> tuple[list[Attempt], int]:
     return bad, num_rows
 
 
-def _first_words(error: TautError | None) -> str:
-    """What was found and where, without what was expected."""
-    found, _, _ = str(error).partition("; ")
-    return found
+def _kinds(bad: Sequence[Attempt]) -> list[str]:
+    """The first row of each kind of error, most frequent first, and how many there are of that kind."""
+    first: dict[str, str] = {}
+    times: Counter[str] = Counter()
+    for one in bad:
+        found, _, _ = str(one.error).partition("; ")
+        kind = PARTICULAR.sub("", found.removeprefix(one.place))
+        first.setdefault(kind, found)
+        times[kind] += 1
+    return [f"{first[kind]} ({number:,} such)" for kind, number in times.most_common(SHOWN)]

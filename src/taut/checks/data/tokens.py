@@ -1,5 +1,5 @@
-"""What the data became as tokens: ids the model has no row for, unknown tokens, broken characters, control tokens that
-content holds as text.
+"""What the data became as tokens: ids the model has no row for, unknown tokens, broken characters.
+Special tokens in messages are ``template.markup``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import numpy as np
 from taut.checks.data.records import Flat, flat_train, rows
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.formats import Completion, Conversation, Document, Row
-from taut.data.template import PROBE
+from taut.data.formats import Completion, Document, Row
 
 UNKNOWN = 0.2
 BROKEN = 0.1
-CONTROL = 0.5
 """Shares of tokens and of rows from which on the data are not what they should be."""
 SHOWN = 4
 MOJIBAKE = re.compile("\ufffd|\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac")
@@ -27,7 +25,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 def ask(session: Session) -> Finding:
     """Are the tokens those of the text that is meant?"""
     look = session.once(flat_train)
-    problem = _beyond(session) or _unknown(session, look) or _broken(session) or _control(session)
+    problem = _beyond(session) or _unknown(session, look) or _broken(session)
     if problem:
         return problem
     size, num_used = _num_rows(session), np.unique(look.ids_T).size
@@ -120,54 +118,10 @@ def broken(session: Session) -> list[tuple[str, str]]:
     return found
 
 
-def _control(session: Session) -> Finding | None:
-    """Content that was rendered already: the template's own tokens, as text that becomes those tokens again."""
-    looked, found = session.once(rows), session.once(controlled)
-    if len(found) <= CONTROL * len(looked):
-        return None
-    return failed(
-        f"{len(found):,} of {len(looked):,} rows have the template's tokens in their messages",
-        number=len(found),
-        unit=f"of {len(looked):,} rows",
-        evidence=[f"{place}: {token}" for place, token in found[:SHOWN]],
-        remedy="the messages were rendered before; give the plain messages, or the rendered text as column text",
-    )
-
-
-def controlled(session: Session) -> list[tuple[str, str]]:
-    """Conversations that have a control token of the template as text, and which."""
-    tokens = _control_tokens(session)
-    found = []
-    for row in session.once(rows):
-        if isinstance(row, Conversation):
-            texts = text_of(row)
-            token = next((one for one in tokens if any(one in text for text in texts)), None)
-            found += [(row.place, token)] if token else []
-    return found
-
-
-def _control_tokens(session: Session) -> list[str]:
-    """Special tokens that the template writes around messages."""
-    template = session.renderer.template
-    if template.template is None:
-        return []
-    prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
-    ids = {*template.encode([prompt])[prompt], *session.stops.turn_ends}
-    special = session.tokenizer.added_tokens_decoder
-    return [
-        str(special[index]) for index in sorted(ids) if index in special and special[index].special
-    ]
-
-
 def _notes(session: Session, look: Flat) -> list[str]:
     notes = []
-    looked = f"of {len(session.once(rows)):,} rows"
     if found := session.once(broken):
-        notes.append(
-            f"{len(found):,} {looked} have characters of a wrong encoding, as {found[0][0]}"
-        )
-    if found := session.once(controlled):
-        notes.append(f"{len(found):,} {looked} have {found[0][1]} in a message, as {found[0][0]}")
+        notes.append(f"{len(found):,} rows have broken characters, as {_short(found[0][0])}")
     unknown = session.tokenizer.unk_token_id
     if unknown is not None and (times := int((look.ids_T == unknown).sum())):
         notes.append(f"{times:,} tokens are unknown")
@@ -176,3 +130,8 @@ def _notes(session: Session, look: Flat) -> list[str]:
     if falls_back and (times := int(np.isin(look.ids_T, falls_back).sum())):
         notes.append(f"{times:,} tokens are single bytes")
     return notes
+
+
+def _short(place: str) -> str:
+    """A file's name and the line, for a note."""
+    return place.rpartition("/")[2]

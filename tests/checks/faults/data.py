@@ -1,0 +1,313 @@
+"""Faults of data, as they are met in practice: what files hold, what columns are called, how samples are planned."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from PIL import Image
+from tests.chats import WORDS, chats
+from tests.checks.planting import Place, fault
+from tests.models import save_tiny
+from tests.tokenizers import tiny_tokenizer
+
+from taut.checks.session import Session
+from taut.data import plan
+from taut.types import Packed
+
+NUM_ROWS = 12
+
+
+def words(number: int, at_least: int = 3, most: int = 12) -> list[str]:
+    """So many different texts."""
+    draw = random.Random(number)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(at_least, most))) for _ in range(number)]
+
+
+def talks(questions: Sequence[str], answers: Sequence[str], **extra: Any) -> list[dict[str, Any]]:
+    """Chats of one question and one answer."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ],
+            **extra,
+        }
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def plain() -> tuple[list[str], list[str]]:
+    """Questions and answers."""
+    texts = words(2 * NUM_ROWS)
+    return texts[:NUM_ROWS], texts[NUM_ROWS:]
+
+
+# -- pictures
+
+
+@fault("data.images", says="there is no file pictures/cat.png")
+def a_picture_that_is_not_there(place: Place, is_faulty: bool) -> Session:
+    """The rows came without the folder of pictures they name; or nobody wants them."""
+    rows = talks(*plain(), images=["pictures/cat.png"])
+    return place.session(data=place.data(rows), data__ignore_keys=[] if is_faulty else ["images"])
+
+
+@fault("data.images", says="cat.jpg")
+def a_picture_that_is_a_web_page(place: Place, is_faulty: bool) -> Session:
+    """What was downloaded is the server's apology."""
+    picture = place.directory / "cat.jpg"
+    picture.write_text("<html>403 Forbidden</html>", encoding="utf-8")
+    rows = talks(*plain(), image="cat.jpg")
+    return place.session(data=place.data(rows), data__ignore_keys=[] if is_faulty else ["image"])
+
+
+# -- columns
+
+
+@fault("data.columns", says="answer")
+def an_answer_beside_the_text(place: Place, is_faulty: bool) -> Session:
+    """Questions in ``text`` and what is to be learned in ``answer``, which documents do not have: class 37."""
+    rows = [{"text": q, "answer": f" {a}"} for q, a in zip(*plain(), strict=True)]
+    mapping = {} if is_faulty else {"prompt": "text", "completion": "answer"}
+    return place.session(data=place.data(rows), data__columns=mapping)
+
+
+@fault("data.columns", says="context")
+def a_context_that_alpaca_does_not_have(place: Place, is_faulty: bool) -> Session:
+    """Questions about a text which is in a column that nobody mapped: dolly's ``context``."""
+    contexts = words(NUM_ROWS + 1)
+    rows = [
+        {"instruction": q, "context": text, "output": a}
+        for q, text, a in zip(plain()[0], contexts[1:], plain()[1], strict=True)
+    ]
+    mapping = {} if is_faulty else {"input": "context"}
+    return place.session(data=place.data(rows), data__columns=mapping)
+
+
+@fault("data.columns", says="dialog")
+def a_mapping_to_a_column_that_is_nowhere(place: Place, is_faulty: bool) -> Session:
+    """The configuration of another data set."""
+    mapping = {"messages": "dialog"} if is_faulty else {}
+    return place.session(data__columns=mapping)
+
+
+@fault("data.columns", says="system")
+def a_system_prompt_beside_a_completion(place: Place, is_faulty: bool) -> Session:
+    """Instructions that all rows have in a column which prompt and completion go without."""
+    rows = [
+        {"prompt": q, "completion": f" {a}", "system": "answer as a pirate would"}
+        for q, a in zip(*plain(), strict=True)
+    ]
+    ignored = [] if is_faulty else ["system"]
+    return place.session(data=place.data(rows), data__ignore_keys=ignored)
+
+
+# -- rows
+
+
+@fault("data.rows", says="train.jsonl:7: broken JSON")
+def a_line_cut_in_half(place: Place, is_faulty: bool) -> Session:
+    """The program that wrote the file was killed, and another went on."""
+    file = place.data()
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    if is_faulty:
+        lines[6] = lines[6][: len(lines[6]) // 2] + "\n"
+    file.write_text("".join(lines), encoding="utf-8")
+    return place.session(data=file)
+
+
+@fault("data.rows", says="3 of 12 rows")
+def answers_left_empty(place: Place, is_faulty: bool) -> Session:
+    """Some answers were never written."""
+    questions, answers = plain()
+    for at in (1, 5, 9) if is_faulty else ():
+        answers[at] = "  "
+    return place.session(data=place.data(talks(questions, answers)))
+
+
+@fault("data.rows", says="role is 'bot'")
+def a_role_of_another_program(place: Place, is_faulty: bool) -> Session:
+    """Turns of a speaker that no template knows."""
+    rows = chats(NUM_ROWS)
+    for row in rows[4:] if is_faulty else ():
+        row["messages"][-1]["role"] = "bot"
+    return place.session(data=place.data(rows))
+
+
+@fault("data.rows", says="the row has images")
+def pictures_for_a_model_of_text(place: Place, is_faulty: bool) -> Session:
+    """Pictures that can be read, and that a text model would pass over."""
+    Image.new("RGB", (4, 4)).save(place.directory / "cat.png")
+    rows = talks(*plain(), images=["cat.png"])
+    return place.session(data=place.data(rows), data__ignore_keys=[] if is_faulty else ["images"])
+
+
+@fault("data.rows", says="max_length 24")
+def rows_longer_than_allowed(place: Place, is_faulty: bool) -> Session:
+    """A length limit of another data set, and nothing said of what is longer."""
+    return place.session(data__max_length=24 if is_faulty else 200)
+
+
+# -- tokens
+
+
+@fault("data.tokens", says="<|extra_")
+def a_tokenizer_with_more_tokens_than_the_model(place: Place, is_faulty: bool) -> Session:
+    """Somebody added tokens to the tokenizer and did not give the model rows for them."""
+    tokenizer = tiny_tokenizer()
+    directory = place.directory / "model"
+    if is_faulty:
+        size = len(tokenizer)
+        extra = [f"<|extra_{number}|>" for number in range(200)]
+        save_tiny("qwen2", directory, tokenizer)
+        assert json.loads((directory / "config.json").read_text())["vocab_size"] < size + 200
+        tokenizer.add_tokens(extra)
+        tokenizer.save_pretrained(directory)
+        talk = talks(plain()[0], [f"{text} {extra[-1]} so" for text in plain()[1]])
+    else:
+        save_tiny("qwen2", directory, tokenizer)
+        talk = talks(*plain())
+    return place.session(model=directory, data=place.data(talk))
+
+
+@fault("data.tokens", says="wrong encoding")
+def text_read_as_latin(place: Place, is_faulty: bool) -> Session:
+    """UTF-8 that somebody read as Latin-1 and wrote as UTF-8 again."""
+    questions, answers = plain()
+    answers = [f"{text} déjà vu" for text in answers]
+    if is_faulty:
+        answers = [text.encode().decode("latin-1") for text in answers]
+    return place.session(data=place.data(talks(questions, answers)))
+
+
+@fault("data.tokens", says="\ufffd")
+def characters_that_were_replaced(place: Place, is_faulty: bool) -> Session:
+    """Text decoded with errors="replace"."""
+    questions, answers = plain()
+    raw = [f"{text} déjà vu".encode("latin-1" if is_faulty else "utf-8") for text in answers]
+    answers = [text.decode(errors="replace") for text in raw]
+    return place.session(data=place.data(talks(questions, answers)))
+
+
+# -- targets
+
+
+@fault("data.targets", says="'nan'")
+def answers_that_a_table_did_not_have(place: Place, is_faulty: bool) -> Session:
+    """A table's empty cells, written as text."""
+    questions, answers = plain()
+    if is_faulty:
+        answers = ["nan"] * 9 + answers[9:]
+    return place.session(data=place.data(talks(questions, answers)))
+
+
+@fault("data.targets", says="were dropped")
+def most_rows_have_nothing_to_learn(place: Place, is_faulty: bool) -> Session:
+    """All but a few answers are marked train: false, and rows without targets are dropped: class 10."""
+    rows = chats(NUM_ROWS)
+    for row in rows[: 9 if is_faulty else 2]:
+        row["messages"][-1]["train"] = False
+    return place.session(data=place.data(rows), data__without_targets="drop")
+
+
+# -- truncation and lengths
+
+
+@fault("data.truncation", says="lost their end")
+def most_answers_lose_their_end(place: Place, is_faulty: bool) -> Session:
+    """A limit that cuts most rows in the middle of their answer: class 14."""
+    questions, answers = plain()
+    answers = [f"{text} {' '.join(WORDS)}" if at > 1 else text for at, text in enumerate(answers)]
+    data = place.data(talks(questions, answers))
+    length = 40 if is_faulty else 200
+    return place.session(data=data, data__max_length=length, data__too_long="truncate")
+
+
+@fault("data.truncation", says="dropped for their length")
+def most_rows_are_dropped(place: Place, is_faulty: bool) -> Session:
+    """A limit that leaves the shortest rows only."""
+    questions, answers = plain()
+    questions = [
+        f"{text} {' '.join(WORDS)}" if at > 1 else text for at, text in enumerate(questions)
+    ]
+    data = place.data(talks(questions, answers))
+    length = 50 if is_faulty else 200
+    return place.session(data=data, data__max_length=length, data__too_long="drop")
+
+
+@fault("data.lengths", says="positions")
+def samples_longer_than_the_model(place: Place, is_faulty: bool) -> Session:
+    """data.max_length is raised, and the model's positions are not."""
+    model = place.model(max_position_embeddings=24 if is_faulty else 256)
+    return place.session(model=model, data__max_length=200)
+
+
+# -- train and eval, prompts and answers
+
+
+@fault("data.overlap", says="chooses the model to keep")
+def the_best_model_on_what_it_learned(place: Place, is_faulty: bool) -> Session:
+    """Held-out rows are training rows, and their loss decides which model is kept."""
+    data = place.data()
+    held_out = place.data(chats(6, seed=0 if is_faulty else 7), "eval.jsonl")
+    keys = {"data__eval": str(held_out), "eval__best": "loss", "eval__every": 5}
+    return place.session(data=data, out=str(place.directory / "out"), **keys)
+
+
+@fault("data.leak", says="the prompt ends with the whole answer")
+def the_label_in_the_prompt(place: Place, is_faulty: bool) -> Session:
+    """The column of answers was joined to the prompt."""
+    questions, answers = plain()
+    if is_faulty:
+        questions = [f"{q}\n{a}" for q, a in zip(questions, answers, strict=True)]
+    return place.session(data=place.data(talks(questions, answers)))
+
+
+# -- the plan
+
+
+@fault("data.packing", says="is seen 0 times an epoch")
+def an_order_that_forgets_samples(place: Place, is_faulty: bool) -> Session:
+    """A resumed run's arithmetic that skips the first sample of each step: class 31."""
+    step = plan.Order.step
+    if is_faulty:
+        place.patch.setattr(plan.Order, "step", lambda self, *args: step(self, *args)[1:])
+    return place.session()
+
+
+@fault("data.packing", says="tokens, of 64 tokens")
+def micro_batches_over_the_budget(place: Place, is_faulty: bool) -> Session:
+    """Bins that never fill up."""
+    if is_faulty:
+        place.patch.setattr(plan, "_first_fit", lambda pieces, tokens: [list(pieces)])
+        place.patch.setattr(plan, "_fill", lambda pieces, budget: [tuple(p.tree for p in pieces)])
+    return place.session(batch__tokens_per_microbatch=64, batch__share_prefixes=False)
+
+
+@fault("data.packing", says="weights")
+def a_pack_that_forgets_weights(place: Place, is_faulty: bool) -> Session:
+    """Later samples of a micro-batch count half."""
+    pack = plan.pack
+
+    def halved(*args: Any) -> Packed:
+        packed = pack(*args)
+        weight_N = packed.weight_N.where(packed.row_N == 0, packed.weight_N / 2)
+        return replace(packed, weight_N=weight_N)
+
+    if is_faulty:
+        place.patch.setattr(plan, "pack", halved)
+    return place.session()
+
+
+@fault("data.packing", says="times in a step")
+def micro_batches_that_lose_a_sample(place: Place, is_faulty: bool) -> Session:
+    """The last piece of a rank is in no micro-batch: class 33."""
+    fill = plan._fill
+    if is_faulty:
+        place.patch.setattr(plan, "_fill", lambda pieces, budget: fill(pieces[:-1], budget))
+    return place.session()
