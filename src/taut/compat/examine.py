@@ -1,0 +1,56 @@
+"""``examine("trl:recipe.yaml")``: which known traps a recipe of another framework walks into, and the same run in taut.
+
+The recipe is named FRAMEWORK:FILE, FRAMEWORK==VERSION:FILE where the library is not the newest known, and
+FRAMEWORK.METHOD:FILE where a file of settings does not tell which method it is for.
+
+Imports the rest of ``compat``. The command line imports it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from taut.compat import open_r1, openrlhf, swift, trl
+from taut.compat.carry import carry
+from taut.compat.dialect import Dialect, read
+from taut.compat.facts import Facts
+from taut.compat.report import RecipeReport
+from taut.compat.traps import judge
+from taut.errors import ConfigError
+
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (trl.DIALECT, open_r1.DIALECT, swift.DIALECT, openrlhf.DIALECT)
+}
+SPEC = re.compile(
+    r"(?P<framework>[\w-]+)(?:\.(?P<method>\w+))?(?:==(?P<version>[^:]+))?:(?P<file>.+)"
+)
+
+
+def examine(spec: str) -> RecipeReport:
+    """What is known of a recipe. Raises ConfigError where there is none to be read."""
+    match = SPEC.fullmatch(spec)
+    if match is None:
+        raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
+    dialect = DIALECTS.get(match["framework"])
+    if dialect is None:
+        near = difflib.get_close_matches(match["framework"], DIALECTS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}" if near else f"expected one of {', '.join(DIALECTS)}"
+        raise ConfigError(f"recipe={spec}: unknown framework {match['framework']}; {hint}")
+    if match["version"] is not None:
+        _require_version(match["version"], spec)
+    path = Path(match["file"]).expanduser()
+    recipe = read(dialect, path, match["method"], match["version"])
+    judged = judge(recipe, Facts(recipe, path.parent))
+    return RecipeReport(recipe, str(path), tuple(judged), carry(recipe))
+
+
+def _require_version(text: str, spec: str) -> None:
+    try:
+        Version(text)
+    except InvalidVersion:
+        raise ConfigError(f"recipe={spec}: {text} is no version; expected e.g. 0.18.0") from None

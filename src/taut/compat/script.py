@@ -1,0 +1,268 @@
+"""The commands of a shell script, as far as they can be known without running it.
+
+Read: assignments (``NAME=value``, ``export``, lists), ``read -r -d '' NAME <<EOF``, ``bash -c "..."``, continued lines,
+quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``. Not read: conditions and loops (each of
+their commands counts as run), command substitution, arithmetic, ``$1``. A word that needs these carries the reason;
+nothing is guessed.
+
+Imports errors only. ``dialect.py`` imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from taut.errors import ConfigError
+
+LITERAL, QUOTED, CONTINUED = "\x01", "\x02", "\r"
+"""A dollar sign that means itself; one inside double quotes, whose value is not split into words; a line that goes on
+inside them."""
+TOKEN = re.compile(
+    r"""(?P<space>(?:[ \t\r]|\\\r?\n)+) | (?P<newline>\n) | (?P<comment>\#[^\n]*) | (?P<operator>[;&|()<>]+)
+    | (?P<ansi>\$'(?:\\.|[^'\\])*') | (?P<single>'[^']*') | (?P<double>"(?:\\.|[^"\\])*") | (?P<escape>\\.)
+    | (?P<substitution>\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\) | `[^`]*`) | (?P<variable>\$\{[^}]*\})
+    | (?P<text>[^\s;&|()<>'"\\`$#]+ | \$ | \#)""",
+    re.VERBOSE | re.DOTALL,
+)
+EXPANSION = re.compile(
+    rf"[{QUOTED}$](?:(?P<name>\w+)|\{{(?P<braced>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}}]*))?\}}|(?P<other>[({{@*#?!-]))"
+)
+ASSIGNED = re.compile(r"(\w+)\+?=")
+DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+ANSI = {r"\n": "\n", r"\t": "\t", r"\'": "'", r"\"": '"', "\\\\": "\\"}
+
+
+class Word(NamedTuple):
+    """A word of a command."""
+
+    text: str
+    line: int
+    obstacle: str = ""
+    """Why the text is not known: the part of it that would have to be run."""
+
+
+@dataclass
+class _Command:
+    """Words between two separators; ``body``: of a here-document."""
+
+    words: list[Word] = field(default_factory=list)
+    lists: dict[str, list[Word]] = field(default_factory=dict)
+    body: list[Word] | None = None
+
+
+def commands(text: str, place: str) -> list[list[Word]]:
+    """Every command's words, expanded. Raises ConfigError where a quote is never closed."""
+    return _run(_commands(text, place), {}, place)
+
+
+def _run(parsed: list[_Command], values: dict[str, list[Word]], place: str) -> list[list[Word]]:
+    """Assignments taken, the other commands expanded."""
+    found = []
+    for command in parsed:
+        for name, words in command.lists.items():
+            values[name] = _expanded(words, values)
+        if command.body is not None and "read" in (word.text for word in command.words):
+            values[command.words[-1].text] = _expanded(command.body, values)
+            continue
+        words = command.words
+        if words and words[0].text in DECLARATIONS:
+            words = [word for word in words[1:] if not word.text.startswith("-")]
+        if all(ASSIGNED.match(word.text) for word in words):
+            for word in words:
+                name, _, value = word.text.partition("=")
+                values[name] = _substituted(word._replace(text=value), values)
+            continue
+        expanded = _expanded(words, values)
+        found.append(expanded)
+        for shell, option, inner in zip(expanded, expanded[1:], expanded[2:], strict=False):
+            if shell.text in ("bash", "sh") and option.text == "-c":
+                found += _run(_commands(inner.text, place, inner.line), values, place)
+    return found
+
+
+def _expanded(words: list[Word], values: dict[str, list[Word]]) -> list[Word]:
+    return [one for word in words for one in _expand(word, values)]
+
+
+def _expand(word: Word, values: dict[str, list[Word]]) -> list[Word]:
+    """A word with its variables put in; an unquoted one is split where its value has spaces."""
+    match = EXPANSION.fullmatch(word.text)
+    name = match and (match["name"] or match["braced"])
+    if not match or name not in values:
+        return _substituted(word, values)
+    if "[" in word.text:
+        return values[str(name)]
+    if word.text.startswith(QUOTED):
+        return [_joined(values[str(name)], word.line)]
+    return [
+        Word(part[0], one.line + _num_lines(one.text[: part.start()]), one.obstacle)
+        for one in values[str(name)]
+        for part in re.finditer(r"(?s).+" if one.obstacle else r"\S+", one.text)
+    ]
+
+
+def _num_lines(text: str) -> int:
+    return text.count("\n") + text.count(CONTINUED)
+
+
+def _joined(words: list[Word], line: int) -> Word:
+    obstacle = ", ".join(dict.fromkeys(word.obstacle for word in words if word.obstacle))
+    return Word(" ".join(word.text for word in words), line, obstacle)
+
+
+def _substituted(word: Word, values: dict[str, list[Word]]) -> list[Word]:
+    """The word with the values of its variables, as one word."""
+    obstacles = [word.obstacle] if word.obstacle else []
+
+    def put_in(match: re.Match[str]) -> str:
+        name = match["name"] or match["braced"]
+        if name in values:
+            whole = _joined(values[name], word.line)
+            obstacles.extend([whole.obstacle] if whole.obstacle else [])
+            return whole.text
+        if match["default"] is not None:
+            return match["default"]
+        obstacles.append(match[0].replace(QUOTED, "$"))
+        return match[0]
+
+    text = EXPANSION.sub(put_in, word.text).replace(LITERAL, "$").replace(QUOTED, "$")
+    return [Word(text, word.line, ", ".join(dict.fromkeys(obstacles)))]
+
+
+def _commands(text: str, place: str, first_line: int = 1) -> list[_Command]:
+    """The commands of a text, nothing expanded."""
+    return _Lexer(text.replace("\r\n", "\n"), place, first_line).run()
+
+
+class _Lexer:
+    """Splits a text into commands of words, each with its line."""
+
+    def __init__(self, text: str, place: str, first_line: int) -> None:
+        self.text, self.place, self.line, self.at = text, place, first_line, 0
+        self.done: list[_Command] = [_Command()]
+        self.word: str | None = None
+        self.word_line = first_line
+        self.obstacle = ""
+        self.list_name: str | None = None
+        self.end_of_body: str | None = None
+        self.skips_word = self.awaits_body = False
+
+    def run(self) -> list[_Command]:
+        while self.at < len(self.text):
+            match = TOKEN.match(self.text, self.at)
+            if match is None:
+                quote = self.text[self.at]
+                raise ConfigError(
+                    f"{self.place}:{self.line} opens {quote} and never closes it; expected a shell script"
+                )
+            self.at = match.end()
+            self._take(str(match.lastgroup), match[0])
+            self.line += _num_lines(match[0])
+            if match.lastgroup == "newline" and self.end_of_body is not None:
+                self._take_body()
+        self._end_word()
+        return [command for command in self.done if command.words or command.lists]
+
+    def _take(self, kind: str, text: str) -> None:
+        if kind == "comment" and self.word is None:
+            return
+        if kind in ("space", "newline"):
+            self._end_word()
+            if kind == "newline" and self.list_name is None and self.end_of_body is None:
+                self.done.append(_Command())
+        elif kind == "operator":
+            self._operator(text)
+        else:
+            self._add(kind, text)
+
+    def _operator(self, text: str) -> None:
+        if self.list_name is not None and text[0] == ")":
+            self._end_word()
+            self.list_name = None
+        elif text == "(" and self.word is not None and self.word.endswith("="):
+            self.list_name, self.word = self.word.rstrip("+="), None
+            self.done[-1].lists[self.list_name] = []
+        elif "<" in text or ">" in text:
+            if self.word is not None and self.word.isdigit():
+                self.word = None  # the 2 of 2>&1
+            self._end_word()
+            self.awaits_body = text in ("<<", "<<-")
+            self.skips_word = True
+        else:
+            self._end_word()
+            self.done.append(_Command())
+
+    def _add(self, kind: str, text: str) -> None:
+        """A piece of the word that is open."""
+        if self.word is None:
+            self.word, self.word_line = "", self.line
+        if kind == "single":
+            text = text[1:-1].replace("$", LITERAL)
+        elif kind == "ansi":
+            text = re.sub(r"\\.", lambda match: ANSI.get(match[0], match[0]), text[2:-1])
+            text = text.replace("$", LITERAL)
+        elif kind == "double":
+            if re.search(r"(?<!\\)(\$\(|`)", text):
+                self.obstacle = text
+            text = re.sub(r"(?<!\\)\$", QUOTED, text[1:-1])
+            text = text.replace("\\\n", CONTINUED).replace(r"\$", LITERAL)
+            text = re.sub(r'\\(["\\`])', r"\1", text)
+        elif kind == "escape":
+            text = text[1].replace("$", LITERAL)
+        elif kind == "substitution":
+            self.obstacle = text
+            text = text.replace("$", LITERAL)
+        self.word += text
+
+    def _end_word(self) -> None:
+        if self.word is None:
+            return
+        word = Word(self.word, self.word_line, " ".join(self.obstacle.split()))
+        self.word, self.obstacle = None, ""
+        if self.skips_word:
+            self.skips_word = False
+            if self.awaits_body:
+                self.end_of_body = word.text
+        elif self.list_name is not None:
+            self.done[-1].lists[self.list_name].append(word)
+        else:
+            self.done[-1].words.append(word)
+
+    def _take_body(self) -> None:
+        """The lines of a here-document, up to its end; they are words of what reads it."""
+        lines = self.text[self.at :].splitlines(keepends=True)
+        ends = (number for number, line in enumerate(lines) if line.strip() == self.end_of_body)
+        number = next(ends, None)
+        if number is None:
+            raise ConfigError(
+                f"{self.place}:{self.line} opens a here-document; expected a line {self.end_of_body} that ends it"
+            )
+        body = "".join(lines[:number])
+        inner = _commands(body, self.place, self.line)
+        self.done[-1].body = [word for command in inner for word in command.words]
+        self.at += sum(map(len, lines[: number + 1]))
+        self.line += number + 1
+        self.end_of_body = None
+        self.done.append(_Command())
+
+
+def pairs(words: list[Word]) -> Iterator[tuple[Word, list[Word]]]:
+    """The options of a command with the words that follow each: ``--key value``, ``--key=value``, ``--key``.
+
+    Words before the first option are given with an empty option.
+    """
+    option, values = Word("", 0), list[Word]()
+    for word in words:
+        if not re.match(r"--?[A-Za-z]", word.text):
+            values.append(word)
+            continue
+        if option.text or values:
+            yield option, values
+        name, equals, value = word.text.partition("=")
+        option = word._replace(text=name, obstacle="" if equals else word.obstacle)
+        values = [word._replace(text=value)] if equals else []
+    if option.text or values:
+        yield option, values

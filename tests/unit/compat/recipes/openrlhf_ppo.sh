@@ -1,0 +1,14 @@
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture \
+   --reward.remote_url reward.py \
+   --algo.advantage.estimator group_norm \
+   --rollout.n_samples_per_prompt 8 \
+   --algo.kl.use_loss \
+   --algo.kl.init_coef 1e-3 \
+   --algo.advantage.is_correction_enable \
+   --rollout.top_p 0.95 \
+   --ds.lora.rank 32 \
+   --ds.packing_samples \
+   --data.prompt_dataset prompts.jsonl
