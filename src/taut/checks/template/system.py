@@ -30,16 +30,17 @@ def ask(session: Session) -> Finding:
         lost = next((text for text in words if text not in chat.whole.text), None)
         if lost is not None:
             dropped.append(f"{short(chat.place)}: {cut(lost)} is not in {cut(chat.whole.text)}")
+    default = _default(session)
     if dropped:
+        instead = [f"the template writes {cut(default)} in every row"] if default else []
         return failed(
             f"the template leaves out the system message of {len(dropped)} of {with_system} rows",
             number=len(dropped),
             unit=f"of {with_system} rows",
-            evidence=dropped[:SHOWN],
+            evidence=[*dropped[:SHOWN], *instead],
             remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
             "first user message",
         )
-    default = _default(session)
     notes = []
     if default:
         without = len(chats) - with_system

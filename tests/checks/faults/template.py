@@ -1,0 +1,421 @@
+"""Faults of chat templates and tokenizers, as they are met in models that people share and in templates they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tests.chats import chats
+from tests.checks.planting import Place, fault
+from tests.models import save_tiny
+from tests.tokenizers import CHATML, LLAMA3, QWEN3, QWEN25, TEMPLATES, tiny_tokenizer
+
+from taut.checks.session import Session
+from taut.data.render import Renderer
+from taut.types import Sample
+
+Rows = Sequence[Mapping[str, Any]]
+WORDS = (
+    "the cat",
+    "a big red house",
+    "some birds",
+    "the blue sky",
+    "the dog ran",
+    "two plus three",
+)
+CALL = {"function": {"name": "weather", "arguments": {"city": "Paris", "days": 3}}}
+TOOL = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def rows_of(*kinds: str, number: int = 8, **fields: Any) -> list[dict[str, Any]]:
+    """Chats of these roles, with other words each; ``fields`` go to the assistant's messages."""
+    found = []
+    for row in range(number):
+        messages = []
+        for at, role in enumerate(kinds):
+            words = (
+                f"{WORDS[(row + at) % len(WORDS)]} and {WORDS[(row + 2 * at) % len(WORDS)]} {row}"
+            )
+            more = fields if role == "assistant" else {}
+            messages.append({"role": role, "content": words, **more})
+        found.append({"messages": messages})
+    return found
+
+
+PLAIN = rows_of("user", "assistant")
+LONGER = rows_of("user", "assistant", "user", "assistant")
+THOUGHT = rows_of("user", "assistant", reasoning_content="the question is about birds")
+
+
+def templated(place: Place, text: str, rows: Rows | None = None, **keys: Any) -> Session:
+    """A session whose template is a file."""
+    path = place.directory / "template.jinja"
+    path.write_text(text, encoding="utf-8")
+    return place.session(
+        data=place.data(PLAIN if rows is None else rows), data__template=str(path), **keys
+    )
+
+
+def tokenized(place: Place, name: str | None, rows: Rows, **keys: Any) -> Session:
+    """A session with the tokenizer and template of that name."""
+    eos = None if name else "<|endoftext|>"
+    model = save_tiny("llama", place.directory / "llama", tiny_tokenizer(name, eos=eos))
+    return place.session(model, place.data(rows), **keys)
+
+
+def normalized(place: Place, normalizer: Mapping[str, Any] | None, rows: Rows = PLAIN) -> Session:
+    """A session with another normalizer in tokenizer.json."""
+    model = save_tiny("llama", place.directory / "llama", tiny_tokenizer())
+    path = model / "tokenizer.json"
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**saved, "normalizer": normalizer}), encoding="utf-8")
+    return place.session(model, place.data(rows))
+
+
+# -- template.takes
+
+
+@fault("template.takes", says="no chat template")
+def a_base_model_without_a_template(place: Place, is_faulty: bool) -> Session:
+    """Chats for a base model whose tokenizer has no chat template."""
+    return tokenized(place, None if is_faulty else "chatml", PLAIN)
+
+
+@fault("template.takes", says="System role not supported")
+def system_messages_for_gemma(place: Place, is_faulty: bool) -> Session:
+    """Every row has a system message, which Gemma's template refuses."""
+    return tokenized(place, "gemma", chats(8) if is_faulty else PLAIN)
+
+
+@fault("template.takes", says="must alternate")
+def two_user_messages_running(place: Place, is_faulty: bool) -> Session:
+    """Mistral's template wants user and assistant in turn."""
+    kinds = ("user", "user", "assistant") if is_faulty else ("user", "assistant")
+    return tokenized(place, "mistral", rows_of(*kinds))
+
+
+@fault("template.takes", says="data.template")
+def a_slip_in_the_template(place: Place, is_faulty: bool) -> Session:
+    """A misspelt key, which jinja gives no value."""
+    return templated(place, CHATML.replace("['content']", "['contents']") if is_faulty else CHATML)
+
+
+# -- template.lossless
+
+
+@fault("template.lossless", says="becomes")
+def a_tokenizer_that_lowers_the_case(place: Place, is_faulty: bool) -> Session:
+    """An uncased vocabulary: what is in capitals cannot be said."""
+    rows = rows_of("user", "assistant")
+    for row in rows:
+        for message in row["messages"]:
+            message["content"] = message["content"].title()
+    return normalized(place, {"type": "Lowercase"} if is_faulty else None, rows)
+
+
+@fault("template.lossless", says="becomes")
+def a_tokenizer_that_has_no_line_breaks(place: Place, is_faulty: bool) -> Session:
+    """As T5's: a line break is a space, and code or lists cannot be learned."""
+    replace = {"type": "Replace", "pattern": {"String": "\n"}, "content": " "}
+    return normalized(place, replace if is_faulty else None)
+
+
+# -- template.markup
+
+
+@fault("template.markup", says="rendered already")
+def rows_that_were_rendered_before(place: Place, is_faulty: bool) -> Session:
+    """The user's message is a whole ChatML prompt, and the template is put around it once more."""
+    rows = rows_of("user", "assistant")
+    for row in rows:
+        words = row["messages"][0]["content"]
+        if is_faulty:
+            row["messages"][0]["content"] = (
+                f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
+            )
+    return place.session(data=place.data(rows))
+
+
+# -- template.system
+
+
+@fault("template.system", says="leaves out the system message")
+def a_template_without_system_messages(place: Place, is_faulty: bool) -> Session:
+    """A hand-written template that knows two roles."""
+    ignoring = CHATML.replace(
+        "%}{{ '<|im_start|>'", "%}{% if message['role'] != 'system' %}{{ '<|im_start|>'", 1
+    )
+    ignoring = ignoring.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    return templated(place, ignoring if is_faulty else CHATML, chats(12))
+
+
+@fault("template.system", says="You are a helpful assistant")
+def a_default_in_place_of_the_system_message(place: Place, is_faulty: bool) -> Session:
+    """The model's own system prompt stands where the rows have theirs."""
+    fixed = (
+        "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+        + CHATML.replace(
+            "for message in messages", "for message in messages if message['role'] != 'system'"
+        )
+    )
+    return templated(place, fixed if is_faulty else QWEN25, chats(12))
+
+
+# -- template.content
+
+
+def _changed(place: Place, is_faulty: bool, change: str, rows: Rows = PLAIN) -> Session:
+    text = (
+        CHATML.replace("message['content']", f"message['content']{change}") if is_faulty else CHATML
+    )
+    return templated(place, text, rows)
+
+
+@fault("template.content", says="changes words")
+def a_template_in_capitals(place: Place, is_faulty: bool) -> Session:
+    """A filter left over from another data set."""
+    return _changed(place, is_faulty, " | upper")
+
+
+@fault("template.content", says="changes words")
+def a_template_that_cuts_messages(place: Place, is_faulty: bool) -> Session:
+    """Messages are cut to a number of characters."""
+    return _changed(place, is_faulty, "[:16]")
+
+
+@fault("template.content", says="changes words")
+def a_template_that_escapes_html(place: Place, is_faulty: bool) -> Session:
+    """Quotes and angle brackets become entities."""
+    rows = rows_of("user", "assistant")
+    for row in rows:
+        row["messages"][1]["content"] += " is <b>2 > 1</b>"
+    return _changed(place, is_faulty, ".replace('<', '&lt;')", rows)
+
+
+@fault("template.content", says="(tool)")
+def a_template_that_skips_what_tools_say(place: Place, is_faulty: bool) -> Session:
+    """The answer rests on a tool's result that the model never sees."""
+    skipping = CHATML.replace(
+        "for message in messages", "for message in messages if message['role'] != 'tool'"
+    )
+    return templated(
+        place, skipping if is_faulty else CHATML, rows_of("user", "assistant", "tool", "assistant")
+    )
+
+
+@fault("template.content", says="assistant with calls")
+def words_beside_a_call_are_dropped(place: Place, is_faulty: bool) -> Session:
+    """As in Llama 3.1's template: a turn with calls has calls only."""
+    dropping = QWEN25.replace("{%- if content %}{{- content }}{%- endif %}", "")
+    rows = rows_of("user", "assistant", tool_calls=[CALL])
+    return templated(place, dropping if is_faulty else QWEN25, rows)
+
+
+# -- template.thinking
+
+
+@fault("template.thinking", says="leaves out the reasoning")
+def reasoning_is_cut_from_the_answer_being_trained(place: Place, is_faulty: bool) -> Session:
+    """As in the templates of the R1 distillations: what is before </think> goes, from every answer."""
+    cutting = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    rows = rows_of("user", "assistant")
+    for row in rows:
+        message = row["messages"][1]
+        message["content"] = f"<think>\nwhat about birds?\n</think>\n\n{message['content']}"
+    return templated(place, cutting if is_faulty else CHATML, rows)
+
+
+@fault("template.thinking", says="leaves out the reasoning")
+def a_field_of_reasoning_that_is_passed_over(place: Place, is_faulty: bool) -> Session:
+    """A template without thinking for rows with reasoning_content."""
+    return templated(place, CHATML if is_faulty else QWEN3, THOUGHT)
+
+
+OPENING = QWEN3.replace(
+    "{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+    "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+)
+CLOSING = OPENING.replace(
+    "<think>\\n' }}{%- endif %}", "<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
+assert len({QWEN3, OPENING, CLOSING}) == 3
+
+
+@fault("template.thinking", says="opens <think>")
+def a_thinking_prompt_for_plain_answers(place: Place, is_faulty: bool) -> Session:
+    """The generation prompt of a reasoning model, and rows without reasoning."""
+    return templated(place, OPENING, PLAIN if is_faulty else THOUGHT)
+
+
+@fault("template.thinking", says="closes </think>")
+def a_prompt_without_thinking_for_thoughtful_answers(place: Place, is_faulty: bool) -> Session:
+    """The generation prompt of a hybrid model with thinking switched off, and rows with reasoning."""
+    return templated(place, CLOSING, THOUGHT if is_faulty else PLAIN)
+
+
+# -- template.tools
+
+OFFERED = [{**row, "tools": [TOOL]} for row in rows_of("user", "assistant", tool_calls=[CALL])]
+
+
+@fault("template.tools", says="leaves out tools")
+def tools_on_offer_are_not_written(place: Place, is_faulty: bool) -> Session:
+    """The model is to call functions that it never reads of."""
+    without = QWEN25.replace("{%- if tools %}", "{%- if tools and false %}")
+    rows = [
+        {"messages": row["messages"][:1] + PLAIN[0]["messages"][1:], "tools": [TOOL]}
+        for row in OFFERED
+    ]
+    return templated(place, without if is_faulty else QWEN25, rows, data__max_length=256)
+
+
+@fault("template.tools", says="as Python")
+def arguments_in_python(place: Place, is_faulty: bool) -> Session:
+    """Single quotes: no parser of JSON reads the calls that the model learns to write."""
+    python = QWEN25.replace("tool_call.arguments | tojson", "tool_call.arguments | string")
+    return templated(place, python if is_faulty else QWEN25, OFFERED, data__max_length=256)
+
+
+@fault("template.tools", says="leaves out arguments")
+def calls_without_arguments(place: Place, is_faulty: bool) -> Session:
+    """The name of the function is all that is written."""
+    bare = QWEN25.replace("{{- tool_call.arguments | tojson }}", "{{- '{}' }}")
+    return templated(place, bare if is_faulty else QWEN25, OFFERED, data__max_length=256)
+
+
+# -- template.bos
+
+
+@fault("template.bos", says="twice running")
+def bos_from_the_template_twice(place: Place, is_faulty: bool) -> Session:
+    """As bos_token, and once more by name."""
+    twice = LLAMA3.replace("bos_token + content", "bos_token + '<|begin_of_text|>' + content")
+    place.patch.setitem(TEMPLATES, "llama3", twice if is_faulty else LLAMA3)
+    return tokenized(place, "llama3", PLAIN)
+
+
+@fault("template.bos", says="twice running")
+def bos_from_rows_and_tokenizer(place: Place, is_faulty: bool) -> Session:
+    """Texts that begin with BOS, and a tokenizer that puts one before each text."""
+    model = save_tiny("llama", place.directory / "llama", tiny_tokenizer("gemma", adds_bos=True))
+    bos = "<bos>" if is_faulty else ""
+    rows = [{"text": f"{bos}{words} and {WORDS[0]}"} for words in WORDS]
+    return place.session(model, place.data(rows))
+
+
+# -- template.prompt
+
+
+@fault("template.prompt", says="'assistant")
+def a_generation_prompt_of_another_template(place: Place, is_faulty: bool) -> Session:
+    """The header of answers and the generation prompt differ by a word."""
+    other = CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>model\\n")
+    return templated(place, other if is_faulty else CHATML)
+
+
+@fault("template.prompt", says="add_generation_prompt")
+def a_template_without_a_generation_prompt(place: Place, is_faulty: bool) -> Session:
+    """The model would have to write its own header, and servers would show it."""
+    without = CHATML.partition("{% if add_generation_prompt %}")[0]
+    return templated(place, without if is_faulty else CHATML)
+
+
+@fault("template.prompt", says="the prompt has")
+def a_system_prompt_at_inference_only(place: Place, is_faulty: bool) -> Session:
+    """Words that the template writes where it prompts, and not where it trains."""
+    hint = "{% if add_generation_prompt %}{{ 'Answer the question.' }}{% endif %}" + CHATML
+    return templated(place, hint if is_faulty else CHATML)
+
+
+# -- template.boundary
+
+SPOKEN = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Question: ' + message['content'] + '\\n' }}"
+    "{% else %}{{ 'Answer: ' + message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Answer:PADDED' }}{% endif %}"
+)
+
+
+@fault("template.boundary", says="white space")
+def a_space_at_the_end_of_the_generation_prompt(place: Place, is_faulty: bool) -> Session:
+    """'Answer: ' ends in a token that no row has: there the space belongs to the word after it."""
+    return templated(place, SPOKEN.replace("PADDED", " " if is_faulty else ""))
+
+
+@fault("template.boundary", says="white space")
+def a_space_at_the_end_of_prompts(place: Place, is_faulty: bool) -> Session:
+    """The same in prompts with completions."""
+    space = (" ", "") if is_faulty else ("", " ")
+    rows = [
+        {"prompt": f"{words} and:{space[0]}", "completion": f"{space[1]}{words}"} for words in WORDS
+    ]
+    return place.session(data=place.data(rows))
+
+
+@fault("template.boundary", says="in the row")
+def answers_that_begin_with_a_line_break(place: Place, is_faulty: bool) -> Session:
+    """Two line breaks are one token, the generation prompt ends with one line break."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["\n\n"])
+    model = save_tiny("llama", place.directory / "llama", tokenizer)
+    rows = rows_of("user", "assistant")
+    for row in rows:
+        row["messages"][1]["content"] = ("\n" if is_faulty else "") + row["messages"][1]["content"]
+    return place.session(model, place.data(rows))
+
+
+# -- template.parts
+
+
+@fault("template.parts", says="targets=assistant")
+def history_is_trained_without_its_reasoning(place: Place, is_faulty: bool) -> Session:
+    """With targets=all the answers of earlier turns are learned as the template rewrites them: without thought."""
+    rows = rows_of("user", "assistant", "user", "assistant", reasoning_content="what about birds?")
+    targets = "all" if is_faulty else "assistant"
+    return templated(place, QWEN3, rows, data__targets=targets)
+
+
+# -- template.targets
+
+
+@fault("template.targets", says="is a target")
+def a_template_that_repeats_the_question(place: Place, is_faulty: bool) -> Session:
+    """The answer begins with what was asked, so that the model learns to say it again."""
+    again = CHATML.replace(
+        "message['content']",
+        "(messages[loop.index0 - 1]['content'] + '\\n' if message['role'] == 'assistant' else '') + message['content']",
+    )
+    return templated(place, again if is_faulty else CHATML)
+
+
+@fault("template.targets", says="is a target")
+def every_token_is_a_target(place: Place, is_faulty: bool) -> Session:
+    """A mask of assistant tokens that is all ones."""
+    made = Renderer._sample
+
+    def all_ones(self: Renderer, name: str, ids: list[int], target_at: Any) -> Sample:
+        return made(self, name, ids, range(1, len(ids)))
+
+    if is_faulty:
+        place.patch.setattr(Renderer, "_sample", all_ones)
+    return place.session()
+
+
+@fault("template.targets", says="is no target")
+def the_first_token_of_answers_is_no_target(place: Place, is_faulty: bool) -> Session:
+    """Labels that are shifted once too often."""
+    made = Renderer._sample
+
+    def shifted(self: Renderer, name: str, ids: list[int], target_at: Any) -> Sample:
+        at = np.asarray(list(target_at))
+        return made(self, name, ids, at[at.size > 1 :])
+
+    if is_faulty:
+        place.patch.setattr(Renderer, "_sample", shifted)
+    return place.session()
