@@ -26,10 +26,10 @@ def ask(session: Session) -> Finding:
         return _failed(changed, len(answers), "asked the same again")
     if session.dtype == torch.bfloat16:
         return passed("the same when asked again", len(answers), "completions")
-    apart = range(0, len(prompts), 2)
+    apart = range(1, len(prompts), 2)
     few = engine.generate([prompts[at] for at in apart], sampling(session))
     changed = _changed([answers[at] for at in apart], few)
-    if len(changed) > 1 or len(changed) == len(prompts):
+    if len(changed) > 1:
         return _failed(changed, len(few), "asked beside fewer others")
     return passed("the same when asked again, and beside fewer others", len(answers), "completions")
 

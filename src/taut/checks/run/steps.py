@@ -1,24 +1,20 @@
-"""Which samples each step has, looked at as the method gives them: again, after a resume, and summed over an epoch.
+"""How many steps there are, and that each has the samples it should: asked again, and after a resume.
 
 The order is a pure function of the seed and the step; so a second object of it must say the same, whatever was asked of
-the first before, and so must the one that a resumed run makes of a cursor.
+the first before, and so must the one that a resumed run makes of a cursor. That an epoch has each sample as often as it
+should is ``data.packing``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-
-import numpy as np
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.data.plan import Order
 from taut.methods.sft import Sft
-from taut.types import IntArray, Tree
+from taut.types import Tree
 
-MOST = 200_000
-"""Samples looked at of a long run."""
 ORDER = (
     "the run could not be gone on with as it began; train without shuffle, and please report this"
 )
@@ -29,7 +25,7 @@ def ask(session: Session) -> Finding:
     method = session.job.method
     if not isinstance(method, Sft):
         return skipped("the method prepares its steps itself")
-    return _count(session) or _repeats(method, session) or _coverage(method, session)
+    return _count(session) or _repeats(method, session) or _said(method, session)
 
 
 def _count(session: Session) -> Finding | None:
@@ -80,54 +76,16 @@ def _repeats(method: Sft, session: Session) -> Finding | None:
     return None
 
 
-def _coverage(method: Sft, session: Session) -> Finding:
-    """How often each sample is seen."""
+def _said(method: Sft, session: Session) -> Finding:
+    """How often round the data, and what the last step has."""
     order, last = method.order, session.job.num_steps
-    sizes, seen = [], []
-    for step in range(order.origin.step + 1, last + 1):
-        chosen = order.step(step, method.epochs)
-        sizes.append(len(chosen))
-        seen.extend(chosen)
-        if len(seen) >= MOST:
-            break
-    counts = np.bincount(seen[: order.epoch_size], minlength=order.weights.size)
-    if order.origin.samples == 0:
-        most, least = np.ceil(order.weights), np.floor(order.weights)
-        is_whole = len(seen) >= order.epoch_size
-        wrong = (counts > most) | ((counts < least) & is_whole)
-        if wrong.any():
-            return _uneven(session, counts, int(np.flatnonzero(wrong)[0]), int(wrong.sum()))
-    full = session.run.batch.samples_per_step
-    short = [size for size in sizes[:-1] if size != full]
-    if short:
-        return failed(
-            f"a step has {short[0]} samples in place of {full}",
-            number=len(short),
-            unit=f"of {len(sizes)} steps",
-            evidence=[f"sizes of steps: {dict(Counter(sizes))}"],
-            remedy=ORDER,
-        )
-    notes = [f"the last step has {sizes[-1]} of {full} samples"] if sizes[-1] != full else []
+    size, full = len(order.step(last, method.epochs)), order.samples_per_step
+    notes = [f"the last step has {size} of {full} samples"] if size != full else []
     if order.epoch_size < full:
         notes.append(f"a step has more samples than the data ({order.epoch_size})")
-    times = len(seen) / order.epoch_size if len(seen) < MOST else last * full / order.epoch_size
-    return passed(
-        f"{last:,} steps of {full} samples, the same when run again",
-        round(times, 2),
-        "times round the data",
-        notes,
-    )
-
-
-def _uneven(session: Session, counts: IntArray, index: int, number: int) -> Finding:
-    name = session.train.sample_id(index)
-    return failed(
-        f"{number} samples are seen more or less often than an epoch has them",
-        number=number,
-        unit=f"of {counts.size} samples",
-        evidence=[f"{name}: {counts[index]} times in the first epoch"],
-        remedy="parts of the data would be left out or learned twice; please report this",
-    )
+    times = round(method.cursor(last).samples / order.epoch_size, 2)
+    said = f"{last:,} steps of {full} samples, the same when run again"
+    return passed(said, times, "times round", notes)
 
 
 def _order(session: Session) -> Order:

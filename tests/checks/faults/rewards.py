@@ -1,0 +1,59 @@
+"""Faults of rewards: functions that fail, or do not know a right answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.chats import chats, write_rows
+from tests.checks.planting import Place, fault
+
+from taut.checks.session import Session
+
+SOUND = """\
+def judged(text, references, row):
+    return float(text.strip() in references)
+"""
+
+
+def _judging(place: Place, code: str | None) -> Session:
+    """A run that is evaluated with a function: a sound one where ``code`` is None."""
+    path: Path = place.directory / "judged.py"
+    path.write_text(SOUND if code is None else code)
+    questions = write_rows(place.directory / "eval.jsonl", chats(8, seed=5))
+    return place.session(
+        eval__answers__rewards=f"{path}:judged", eval__answers__data=str(questions)
+    )
+
+
+@fault("rewards.gold", says="KeyError: 'answer'")
+def a_function_that_wants_another_column(place: Place, is_faulty: bool) -> Session:
+    """The reward reads a column that no row has, and fails on all of them."""
+    code = "def judged(text, references, row):\n    return float(text == row['answer'])\n"
+    return _judging(place, code if is_faulty else None)
+
+
+@fault("rewards.gold", says="the same as any other answer")
+def a_function_that_swallows_its_own_errors(place: Place, is_faulty: bool) -> Session:
+    """What the reward cannot do, it calls 0: every answer is as good as none."""
+    code = (
+        "def judged(text, references, row):\n"
+        "    try:\n"
+        "        return float(text == row['solution'])\n"
+        "    except KeyError:\n"
+        "        return 0.0\n"
+    )
+    return _judging(place, code if is_faulty else None)
+
+
+@fault("rewards.gold", says="less than other rows' answers")
+def a_function_that_rewards_the_wrong_way(place: Place, is_faulty: bool) -> Session:
+    """A distance is given where a likeness is wanted."""
+    code = "def judged(text, references, row):\n    return float(text not in references)\n"
+    return _judging(place, code if is_faulty else None)
+
+
+@fault("rewards.gold", says="applies to none")
+def a_function_that_never_applies(place: Place, is_faulty: bool) -> Session:
+    """The reward returns nothing for every row, so nothing is measured."""
+    code = "def judged(text, references, row):\n    return None\n"
+    return _judging(place, code if is_faulty else None)

@@ -1,0 +1,246 @@
+"""Faults of the run as it was built: what was asked and is not in force, steps, the disk, what is saved."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from peft.tuners.tuners_utils import BaseTuner
+from tests.checks.planting import Place, fault
+from torch import nn
+from transformers import PreTrainedModel
+
+from taut import build, optim
+from taut.checks.session import Session
+from taut.data import plan
+from taut.data.pack import PackPolicy
+from taut.models import lora
+from taut.models.precision import ChosenDtype
+
+# -- what was asked is not in force
+
+
+@fault("run.in_force", says="freeze *.mlp.*: asked frozen")
+def freezing_that_names_and_does_not_freeze(place: Place, is_faulty: bool) -> Session:
+    """The names are found and told, and the parameters train on."""
+    if is_faulty:
+        place.patch.setattr(build, "freeze", lambda model, patterns: ["model.layers.0.mlp"])
+    return place.session(freeze=["*.mlp.*"])
+
+
+@fault("run.in_force", says="activation_checkpointing: asked in 2 layers, found in 0 layers")
+def checkpointing_that_no_layer_hears_of(place: Place, is_faulty: bool) -> Session:
+    """The model takes the request and passes it on to nobody."""
+    if is_faulty:
+        place.patch.setattr(
+            PreTrainedModel, "activation_checkpointing_enable", lambda *_, **__: None, raising=True
+        )
+    return place.session(activation_checkpointing=True)
+
+
+@fault("run.in_force", says="lora.alpha: asked a scale of 4")
+def an_alpha_that_is_not_read(place: Place, is_faulty: bool) -> Session:
+    """Adapters are made with the default scale."""
+    make = lora._peft_config
+
+    def forgetful(model: PreTrainedModel, config: lora.LoraConfig, rows: Any) -> Any:
+        return make(model, replace(config, alpha=None), rows)
+
+    if is_faulty:
+        place.patch.setattr(lora, "_peft_config", forgetful)
+    return place.session(lora__rank=2, lora__alpha=8.0)
+
+
+@fault("run.in_force", says="not model.layers.0.mlp.down_proj")
+def adapters_on_attention_alone(place: Place, is_faulty: bool) -> Session:
+    """All linear modules were asked for, and the library's own short list is used."""
+    make = lora._peft_config
+
+    def short(model: PreTrainedModel, config: lora.LoraConfig, rows: Any) -> Any:
+        return make(model, replace(config, targets=["q_proj", "v_proj"]), rows)
+
+    if is_faulty:
+        place.patch.setattr(lora, "_peft_config", short)
+    return place.session(lora__rank=2)
+
+
+@fault("run.in_force", says="optim.weight_decay: asked 0.1 on matrices")
+def norms_that_decay(place: Place, is_faulty: bool) -> Session:
+    """Weight decay is put on norms and biases too, and pulls them to zero."""
+    if is_faulty:
+        place.patch.setattr(optim, "_is_exempt", lambda name, parameter: False)
+    return place.session(optim__weight_decay=0.1)
+
+
+@fault("run.in_force", says="optim.beta2: asked 0.95, found 0.999")
+def optimizer_settings_that_get_lost(place: Place, is_faulty: bool) -> Session:
+    """The optimizer is made with its own defaults beside the learning rate."""
+    make = optim.build_optimizer
+
+    def plain(model: nn.Module, config: optim.OptimConfig) -> torch.optim.AdamW:
+        return make(model, optim.OptimConfig(learning_rate=config.learning_rate))
+
+    if is_faulty:
+        place.patch.setattr(build, "build_optimizer", plain)
+    return place.session(optim__beta2=0.95)
+
+
+@fault("run.in_force", says="batch.share_prefixes: asked True, found False")
+def sharing_that_is_dropped_without_a_word(place: Place, is_faulty: bool) -> Session:
+    """Prefixes are computed again and again, and no decision says why."""
+    if is_faulty:
+        place.patch.setattr(build, "build_policy", lambda *_, **__: (PackPolicy(False, 16), []))
+    return place.session()
+
+
+@fault("run.in_force", says="dtype: asked float64, found float32")
+def a_dtype_that_is_not_used(place: Place, is_faulty: bool) -> Session:
+    """float64 was asked for, and the model computes in float32."""
+    other = ChosenDtype(torch.float32, "asked for by name")
+    if is_faulty:
+        place.patch.setattr(build, "resolve_dtype", lambda requested, device: other)
+    return place.session(dtype="float64")
+
+
+@fault("run.in_force", says="noise.neftune_alpha: asked 5, found 0")
+def noise_that_is_not_installed(place: Place, is_faulty: bool) -> Session:
+    """NEFTune was asked for, and no hook adds it."""
+    if is_faulty:
+        place.patch.setattr(build, "install_noise", lambda model, config, seed: None)
+    return place.session(noise__neftune_alpha=5.0)
+
+
+@fault("run.in_force", says="optim.clip_grad_norm: asked 0.5, found None")
+def clipping_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
+    """The job is made without the largest norm."""
+    make = build.Job
+    if is_faulty:
+        place.patch.setattr(build, "Job", lambda **parts: make(**{**parts, "clip_grad_norm": None}))
+    return place.session(optim__clip_grad_norm=0.5)
+
+
+# -- which samples a step has
+
+
+@fault("run.steps", says="other samples when it is prepared again")
+def an_order_without_a_seed(place: Place, is_faulty: bool) -> Session:
+    """Each process shuffles in its own way, so a resumed run sees other samples."""
+    make = plan.Order._make_epoch
+    random = np.random.default_rng()
+    if is_faulty:
+        place.patch.setattr(
+            plan.Order, "_make_epoch", lambda order, epoch: random.permutation(make(order, epoch))
+        )
+    return place.session()
+
+
+@fault("run.steps", says="after a resume step")
+def a_resume_that_begins_a_step_late(place: Place, is_faulty: bool) -> Session:
+    """Going on from a cursor skips the samples of a step."""
+
+    def late(order: plan.Order, cursor: plan.Cursor, epochs: float | None) -> plan.Order:
+        return replace(
+            order, origin=plan.Cursor(cursor.step, cursor.samples + order.samples_per_step)
+        )
+
+    if is_faulty:
+        going_on = plan.Order.going_on_from
+        place.patch.setattr(
+            plan.Order,
+            "going_on_from",
+            lambda order, cursor, epochs: (
+                late(order, cursor, epochs) if cursor.step else going_on(order, cursor, epochs)
+            ),
+        )
+    return place.session()
+
+
+@fault("run.steps", says="epochs=2.0 makes 4")
+def epochs_that_are_cut_short(place: Place, is_faulty: bool) -> Session:
+    """The last step of the second epoch is dropped."""
+    if is_faulty:
+        plain = plan.Order.num_steps
+        place.patch.setattr(plan.Order, "num_steps", lambda order, n: plain(order, n) - (n > 1))
+    return place.session(steps=None, epochs=2.0)
+
+
+# -- out, and the disk
+
+
+@fault("run.output", says="is a file")
+def an_out_below_a_file(place: Place, is_faulty: bool) -> Session:
+    """The directory cannot be made: there is a file where its parent should be."""
+    out = place.directory / "runs" / "a"
+    if is_faulty:
+        out.parent.write_text("notes")
+    return place.session(out=str(out))
+
+
+@fault("run.output", says="holds files that are not a taut run")
+def an_out_with_files_of_others(place: Place, is_faulty: bool) -> Session:
+    """Overwriting is asked for in a directory that is not a run's."""
+    out = place.directory / "notes"
+    out.mkdir()
+    if is_faulty:
+        (out / "thesis.txt").write_text("the only copy")
+    return place.session(out=str(out), overwrite=True)
+
+
+class _Disk(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@fault("run.output", says="will be written to")
+def a_disk_that_holds_no_checkpoint(place: Place, is_faulty: bool) -> Session:
+    """The disk has less room than one checkpoint and the model take."""
+    full = _Disk(10**9, 10**9 - 10**6, 10**6)
+    if is_faulty:
+        place.patch.setattr(shutil, "disk_usage", lambda path: full)
+    return place.session(out=str(place.directory / "out"), checkpoint__every=5)
+
+
+# -- what is saved
+
+
+@fault("run.saved", says="merge: a difference")
+def a_merge_that_leaves_the_adapters_out(place: Place, is_faulty: bool) -> Session:
+    """What is saved is the base model; training was for nothing."""
+    if is_faulty:
+        place.patch.setattr(BaseTuner, "merge_and_unload", lambda tuner, **_: tuner.unload())
+    return place.session(lora__rank=4)
+
+
+@fault("run.saved", says="lm_head")
+def a_head_that_is_tied_on_saving(place: Place, is_faulty: bool) -> Session:
+    """Head and embedding, which are two, are made one as the merged model is written."""
+    write = PreTrainedModel.save_pretrained
+
+    def tied(model: Any, *args: Any, **keywords: Any) -> None:
+        model.config.tie_word_embeddings = True
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        write(model, *args, **keywords)
+
+    session = place.session(place.model("llama"), lora__rank=2)
+    if is_faulty:
+        place.patch.setattr(PreTrainedModel, "save_pretrained", tied)
+    return session
+
+
+@fault("run.saved", says="tensors, merged and reloaded")
+def weights_that_are_rounded_on_the_way(place: Place, is_faulty: bool) -> Session:
+    """The checkpoint was in float32, and what is saved has been through bfloat16."""
+    write = PreTrainedModel.save_pretrained
+
+    def rounded(model: PreTrainedModel, *args: Any, **keywords: Any) -> None:
+        rounder: Any = model
+        write(rounder.to(torch.bfloat16).to(torch.float32), *args, **keywords)
+
+    session = place.session()
+    if is_faulty:
+        place.patch.setattr(PreTrainedModel, "save_pretrained", rounded)
+    return session
