@@ -2,8 +2,8 @@
 
     {on = "packing"}                         truthy; ``default = true`` says what holds where it is not set
     {off = "use_cache"}                      set and false, or not set (unless ``default = true``)
-    {key = "loss_type", is = "grpo"}         also ``in``, ``not_in``, ``has`` (one of these is in the list or text), ``lacks``,
-                                             ``below``, ``above``; ``default`` as above
+    {key = "loss_type", is = "grpo"}         also ``in``, ``not_in``, ``has`` (one of these is in the list or text),
+                                             ``lacks``, ``below``, ``above``; ``default`` as above
     {set = "eos_token"}   {absent = "eos_token"}   {version = "<0.22"}
     {fact = "pad_is_eos"}                    one of ``facts.FACTS``
     {all = [...]}   {any = [...]}   {not = {...}}

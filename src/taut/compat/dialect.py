@@ -53,6 +53,8 @@ class Dialect:
     methods: tuple[Method, ...]
     release: Callable[[Mapping[str, Setting]], Release]
     """The settings -> the version, where the recipe's caller does not say it."""
+    options_of: str
+    """The release whose options are known."""
     model: tuple[str, ...]
     """Options that name the model, the one in use first."""
     data: tuple[str, ...]
@@ -184,6 +186,7 @@ def _recipe(
     return Recipe(
         framework=dialect.name,
         library=dialect.library,
+        options_of=dialect.options_of,
         version=release.version,
         version_reason=release.reason,
         method=chosen,

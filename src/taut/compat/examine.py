@@ -9,10 +9,13 @@ Imports the rest of ``compat``. The command line imports it.
 from __future__ import annotations
 
 import difflib
+import json
 import re
+import sys
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
+from rich.console import Console
 
 from taut.compat import open_r1, openrlhf, swift, trl
 from taut.compat.carry import carry
@@ -26,6 +29,8 @@ DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (trl.DIALECT, open_r1.DIALECT, swift.DIALECT, openrlhf.DIALECT)
 }
+WIDTH = 100
+"""Columns of a report that does not go to a terminal."""
 SPEC = re.compile(
     r"(?P<framework>[\w-]+)(?:\.(?P<method>\w+))?(?:==(?P<version>[^:]+))?:(?P<file>.+)"
 )
@@ -47,6 +52,16 @@ def examine(spec: str) -> RecipeReport:
     recipe = read(dialect, path, match["method"], match["version"])
     judged = judge(recipe, Facts(recipe, path.parent))
     return RecipeReport(recipe, str(path), tuple(judged), carry(recipe))
+
+
+def main(spec: str, *, as_json: bool = False) -> int:
+    """The command's share: print the report; 1 where the recipe walks into a trap that makes the result wrong."""
+    report = examine(spec)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json(), allow_nan=False) + "\n")
+    else:
+        report.print(Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
+    return report.exit_code
 
 
 def _require_version(text: str, spec: str) -> None:

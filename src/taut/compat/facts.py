@@ -169,6 +169,19 @@ def _turn_end_is_not_named(facts: Facts) -> Answer:
     return Answer(missing, f"{says}, which {'nothing names' if missing else 'is named'} as an end")
 
 
+def _turn_end_is_new(facts: Facts) -> Answer:
+    """Whether the model, as it comes, does not stop at the template's end: a base model that has not met it."""
+    renderer = facts.renderer
+    if isinstance(renderer, Answer):
+        return renderer
+    told = (facts.file("generation_config.json") or {}).get("eos_token_id") or []
+    own = {renderer.tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])}
+    turns = set(renderer.stop_ids)
+    says = f"the template ends turns with {renderer.template.quoted(list(turns))}"
+    is_new = not turns & own
+    return Answer(is_new, f"{says}, which the model {'does not stop' if is_new else 'stops'} at")
+
+
 def _pad_is_eos(facts: Facts) -> Answer:
     renderer = facts.renderer
     if isinstance(renderer, Answer):
@@ -262,6 +275,7 @@ def _has_unknown_keys_in_file(facts: Facts) -> Answer:
 FACTS: Mapping[str, Callable[[Facts], Answer]] = {
     "turn_end_is_not_eos": _turn_end_is_not_eos,
     "turn_end_is_not_named": _turn_end_is_not_named,
+    "turn_end_is_new": _turn_end_is_new,
     "pad_is_eos": _pad_is_eos,
     "template_has_no_generation": _template_has_no_generation,
     "template_thinks": _template_thinks,

@@ -35,6 +35,7 @@ DIALECT = Dialect(
     find=find,
     methods=METHODS,
     release=release,
+    options_of="open-r1 with trl 0.18.0",
     model=("model_name_or_path",),
     data=("dataset_name", "dataset_mixture"),
     aliases=ALIASES,

@@ -84,6 +84,7 @@ DIALECT = Dialect(
     find=find,
     methods=("sft", "dpo", "reward", "ppo", "kto"),
     release=release,
+    options_of="openrlhf 0.11.0 and 0.10.0",
     model=("model.model_name_or_path", "actor.model_name_or_path"),
     data=("data.dataset", "data.prompt_dataset"),
     aliases=FLAT,

@@ -48,6 +48,8 @@ class Recipe:
     framework: Framework
     library: str
     """The package whose code runs: open-r1 trains with trl."""
+    options_of: str
+    """The release by whose options keys are known or not."""
     version: str
     """Of the library."""
     version_reason: str

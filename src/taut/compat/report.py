@@ -60,7 +60,7 @@ class RecipeReport:
         console.print(Text(f"{recipe.library} {recipe.version}: {recipe.version_reason}", "dim"))
         for one in self.having("walks_in"):
             console.print(_trap(one))
-        _list(console, "Not decided:", [_line(one) for one in self.having("undecided")])
+        _list(console, "Not decided:", _undecided(self.having("undecided")))
         _list(console, "Unknown keys:", [_unknown(self, at) for at in range(len(recipe.unknown))])
         _list(console, "Not read:", list(recipe.unread))
         _carried(console, self.carried)
@@ -158,14 +158,18 @@ def _row(name: str | int) -> str:
     return name if isinstance(name, str) else f"class {name}"
 
 
-def _line(one: Judged) -> str:
-    return f"{one.trap.id} ({one.trap.severity}): {'; '.join(one.because)}"
+def _undecided(judged: list[Judged]) -> list[str]:
+    """A line for each reason, with the traps that it leaves open."""
+    reasons: dict[str, list[str]] = {}
+    for one in judged:
+        reasons.setdefault("; ".join(one.because), []).append(one.trap.id)
+    return [f"{reason}: {', '.join(ids)}" for reason, ids in reasons.items()]
 
 
 def _unknown(report: RecipeReport, at: int) -> str:
     key = report.recipe.unknown[at]
     hint = f"; did you mean {key.nearest}?" if key.nearest else ""
-    return f"{key.place}: {key.key} is no option of {report.recipe.framework} {report.recipe.method}{hint}"
+    return f"{key.place}: {key.key} is no option of {report.recipe.options_of} for {report.recipe.method}{hint}"
 
 
 def _list(console: Console, title: str, lines: list[str]) -> None:

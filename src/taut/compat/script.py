@@ -1,8 +1,8 @@
 """The commands of a shell script, as far as they can be known without running it.
 
 Read: assignments (``NAME=value``, ``export``, lists), ``read -r -d '' NAME <<EOF``, ``bash -c "..."``, continued lines,
-quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``. Not read: conditions and loops (each of
-their commands counts as run), command substitution, arithmetic, ``$1``. A word that needs these carries the reason;
+quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``. Not read: conditions and loops (each
+of their commands counts as run), command substitution, arithmetic, ``$1``. A word that needs these carries the reason;
 nothing is guessed.
 
 Imports errors only. ``dialect.py`` imports it.
@@ -30,6 +30,8 @@ TOKEN = re.compile(
 EXPANSION = re.compile(
     rf"[{QUOTED}$](?:(?P<name>\w+)|\{{(?P<braced>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}}]*))?\}}|(?P<other>[({{@*#?!-]))"
 )
+SUBSTITUTION = re.compile(r"(?<!\\)\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
+"""Inside double quotes."""
 ASSIGNED = re.compile(r"(\w+)\+?=")
 DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 ANSI = {r"\n": "\n", r"\t": "\t", r"\'": "'", r"\"": '"', "\\\\": "\\"}
@@ -158,6 +160,10 @@ class _Lexer:
                 raise ConfigError(
                     f"{self.place}:{self.line} opens {quote} and never closes it; expected a shell script"
                 )
+            if match.lastgroup == "comment" and self.word is not None:
+                self._add("text", "#")
+                self.at += 1
+                continue
             self.at = match.end()
             self._take(str(match.lastgroup), match[0])
             self.line += _num_lines(match[0])
@@ -167,7 +173,7 @@ class _Lexer:
         return [command for command in self.done if command.words or command.lists]
 
     def _take(self, kind: str, text: str) -> None:
-        if kind == "comment" and self.word is None:
+        if kind == "comment":
             return
         if kind in ("space", "newline"):
             self._end_word()
@@ -205,9 +211,9 @@ class _Lexer:
             text = re.sub(r"\\.", lambda match: ANSI.get(match[0], match[0]), text[2:-1])
             text = text.replace("$", LITERAL)
         elif kind == "double":
-            if re.search(r"(?<!\\)(\$\(|`)", text):
-                self.obstacle = text
-            text = re.sub(r"(?<!\\)\$", QUOTED, text[1:-1])
+            self.obstacle = ", ".join(SUBSTITUTION.findall(text))
+            text = SUBSTITUTION.sub(lambda match: match[0].replace("$", LITERAL), text[1:-1])
+            text = re.sub(r"(?<!\\)\$", QUOTED, text)
             text = text.replace("\\\n", CONTINUED).replace(r"\$", LITERAL)
             text = re.sub(r'\\(["\\`])', r"\1", text)
         elif kind == "escape":

@@ -53,6 +53,7 @@ DIALECT = Dialect(
     find=find,
     methods=METHODS,
     release=release,
+    options_of="ms-swift 4.6",
     model=("model",),
     data=("dataset",),
     aliases={"train_type": "tuner_type", "model_id_or_path": "model", "sft_type": "tuner_type"},

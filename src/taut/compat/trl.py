@@ -48,6 +48,7 @@ DIALECT = Dialect(
     find=find,
     methods=METHODS,
     release=release,
+    options_of=f"trl {NEWEST}",
     model=("model_name_or_path",),
     data=("dataset_name", "datasets"),
     aliases=ALIASES,

@@ -75,6 +75,7 @@ def a_recipe(trap: Trap, framework: str, case: Mapping[str, Any]) -> Recipe:
     return Recipe(
         framework=dialect.name,
         library=dialect.library,
+        options_of=dialect.options_of,
         version=version,
         version_reason="told",
         method=next(method for method in dialect.methods if method in trap.methods),
