@@ -78,9 +78,10 @@ class Check(NamedTuple):
 
 
 _TAKES = ("data.images", "data.columns", "template.takes")
-_SAID = (*_TAKES, "template.lossless", "template.markup", "template.content", "template.thinking")
+_KEPT = (*_TAKES, "template.lossless", "template.markup", "template.system", "template.content")
+_SAID = (*_KEPT, "template.thinking")
 _MEETS = (*_SAID, "template.tools", "template.prompt", "template.boundary", "template.bos")
-_RENDERS = (*_MEETS, "template.system", "template.parts", "stop.set")
+_RENDERS = (*_MEETS, "template.parts", "stop.set")
 _READ = ("data.images", "data.columns", "data.rows")
 _RUNS = ("model.loads", "model.trains")
 _CAUSAL = (*_RUNS, "attention.calls", "attention.future")

@@ -167,6 +167,19 @@ def a_default_in_place_of_the_system_message(place: Place, is_faulty: bool) -> S
     return templated(place, fixed if is_faulty else QWEN25, chats(12))
 
 
+@fault("template.system", says="leaves out the system message")
+def a_system_message_at_inference_only(place: Place, is_faulty: bool) -> Session:
+    """As in Mistral's template of 2024: it is written where the conversation ends with the user, which no row does."""
+    last = (
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+        "{% set messages = messages[1:] %}{% endif %}"
+    ) + CHATML.replace(
+        "message['content'] +",
+        "(system + '\\n\\n' if loop.last and system is defined else '') + message['content'] +",
+    ).replace("loop.last", "loop.last and message['role'] == 'user'")
+    return templated(place, last if is_faulty else CHATML, chats(12))
+
+
 # -- template.content
 
 

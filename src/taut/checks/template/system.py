@@ -55,10 +55,10 @@ def _default(session: Session) -> str:
         text = template.apply(PROBE, (), "the probe").text
     except RenderError:
         return ""
+    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
+    if tokens:
+        text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
     head, _, rest = text.partition(FIRST)
     again = rest.partition(AGAIN)[0]
     extra = head[: len(head) - shared(head[::-1], again[::-1])]
-    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
-    if tokens:
-        extra = re.sub("|".join(map(re.escape, tokens)), "\n", extra)
     return re.sub(r"^\s*(system|developer)\s*\n", "", extra).strip()
