@@ -62,9 +62,11 @@ _TOKENIZERS = (
 )
 
 
-def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's configuration, before any weight is read."""
-    _require_model_directory(path)
+def load_config(
+    path: str, trust_remote_code: bool = False, *, needs_weights: bool = True
+) -> PreTrainedConfig:
+    """The model's configuration, before any weight is read. ``needs_weights``: whether they have to be there."""
+    _require_model_directory(path, needs_weights=needs_weights)
     with _one_line(path, "a configuration"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
@@ -248,7 +250,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def _require_model_directory(path: str) -> None:
+def _require_model_directory(path: str, *, needs_weights: bool) -> None:
     """Say what is wrong with a path before the library guesses."""
     user_path(path, "model")
     directory = Path(path)
@@ -279,7 +281,7 @@ def _require_model_directory(path: str) -> None:
         raise ModelError(
             f"{path}/config.json is not JSON ({error}); copy it from the base model"
         ) from error
-    if not any(
+    if needs_weights and not any(
         (directory / name).is_file() or (directory / f"{name}.index.json").is_file()
         for name in _WEIGHTS
     ):

@@ -1,0 +1,82 @@
+"""Memory and time of a run, foretold from its model's shapes and measured on its parts.
+
+    found = predict(run, config, kernels, work, num_ranks)      bytes by part, of one rank
+    measured = measure(built, packed, is_first=...)             the same, of a micro-batch that is really run
+
+No weight is loaded. How it is done: ``trace``; what several ranks change: ``memory``; seconds: ``rates``; what is
+computed: ``workload``. docs/plan.md has the equations, and how far they were from what was measured.
+
+Imports build and below. Checks and commands import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from taut.estimate.ledger import PARTS, Parts
+from taut.estimate.measure import Measured, measure
+from taut.estimate.memory import Footprint, footprint, stages
+from taut.estimate.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
+from taut.estimate.trace import FUSED, Kernels, Traced, trace
+from taut.estimate.workload import Workload, filled, without_data, workload
+from taut.run import Run
+from taut.types import Packed
+
+__all__ = [
+    "FUSED",
+    "GPUS",
+    "PARTS",
+    "Footprint",
+    "Kernels",
+    "Measured",
+    "Parts",
+    "Prediction",
+    "Rates",
+    "Seconds",
+    "Traced",
+    "Workload",
+    "calibrate",
+    "filled",
+    "footprint",
+    "from_data_sheet",
+    "measure",
+    "predict",
+    "stages",
+    "trace",
+    "without_data",
+    "workload",
+]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a micro-batch needs on each of the ranks."""
+
+    num_tokens: int
+    num_ranks: int
+    traced: Traced
+    footprint: Footprint
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment."""
+        return self.footprint.peak
+
+
+def predict(
+    run: Run,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    packed: Packed,
+    *,
+    is_first: bool,
+    num_ranks: int = 1,
+) -> Prediction:
+    """Memory of one micro-batch, without checkpoints' buffers. ``is_first``: with no gradient there before it.
+
+    Raises ModelError where the model cannot be run without contents.
+    """
+    traced = trace(run, config, kernels, packed, is_first=is_first)
+    return Prediction(packed.num_tokens, num_ranks, traced, footprint(traced, num_ranks))

@@ -1,0 +1,144 @@
+"""Which bytes of tensors are alive when, and what they are: a book kept of every storage that torch makes and frees.
+
+    with Ledger({"weights": parameters}, vocabulary) as ledger:
+        scores = scorer(packed, ...)
+        ledger.end_forward()
+        scores.linear_sum.backward()
+    ledger.peak()      bytes at the fullest moment, part by part
+
+It keeps the book of real tensors and of fake ones alike, which is how a prediction and a measurement come to speak of
+the same thing. It counts what tensors hold: not an allocator's fragments, nor what a kernel has for itself while it
+runs.
+
+Parts: ``weights``, ``optimizer``, ``gradients``, ``casts`` (weights in autocast's dtype), ``activations`` (alive when
+the forward ends), ``logits`` (the head's rows over the vocabulary), ``temporary`` (everything else). What a storage is
+may be known only later, so parts are told when the book is closed.
+
+Imports torch only. The package and its tests import it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+PARTS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "temporary")
+"""In the order in which they are shown."""
+
+Parts = dict[str, int]
+"""part -> bytes."""
+
+
+class Peak(NamedTuple):
+    """The fullest moment."""
+
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
+    """The book, open inside ``with``."""
+
+    def __init__(
+        self, known: Mapping[str, Iterable[Tensor]], vocabulary: int | None = None
+    ) -> None:
+        """``known``: part -> tensors that are there already. ``vocabulary``: V, by which logits are known."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vocabulary = vocabulary
+        self._sizes: list[int] = []
+        self._parts: list[str] = []
+        self._moves: list[int] = []
+        """n: storage n - 1 was made; -n: it was freed."""
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        for part, tensors in known.items():
+            for tensor in tensors:
+                self._note(tensor, part)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = self.call(func, args, kwargs or {})
+        part = None
+        for tensor in _tensors(result):
+            part = part or self._part_of(func, args, tensor)
+            self._note(tensor, part)
+        return result
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives."""
+        return func(*args, **kwargs)
+
+    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
+        """Tell gradients from other tensors as they are accumulated, until the handles are removed."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        hook: Any = nn.Parameter.register_post_accumulate_grad_hook  # has no types
+        return [hook(parameter, self._take_gradient) for parameter in trained]
+
+    def end_forward(self) -> None:
+        """What is alive now and is nothing else is kept for the backward."""
+        for _, number in self._alive.values():
+            if self._parts[number] == "temporary":
+                self._parts[number] = "activations"
+
+    def peak(self) -> Peak:
+        """The fullest moment so far."""
+        now = most = 0
+        at = -1
+        for position, move in enumerate(self._moves):
+            now += self._sizes[abs(move) - 1] * (1 if move > 0 else -1)
+            if now > most:
+                most, at = now, position
+        parts = dict.fromkeys(PARTS, 0)
+        for move in self._moves[: at + 1]:
+            number = abs(move) - 1
+            parts[self._parts[number]] += self._sizes[number] * (1 if move > 0 else -1)
+        return Peak(parts)
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._note(parameter.grad, "gradients", is_final=True)
+
+    def _note(self, tensor: Tensor, part: str, *, is_final: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._alive.get(key)
+        if found is not None:
+            if is_final:
+                self._parts[found[1]] = part
+            return
+        number = len(self._sizes)
+        self._sizes.append(storage.nbytes())
+        self._parts.append(part)
+        self._moves.append(number + 1)
+        alive, moves = self._alive, self._moves
+
+        def freed(_: Any) -> None:
+            del alive[key]
+            moves.append(-number - 1)
+
+        self._alive[key] = (weakref.ref(storage, freed), number)
+
+    def _part_of(self, func: Any, args: tuple[Any, ...], made: Tensor) -> str:
+        if func is torch.ops.aten._to_copy.default:
+            found = self._alive.get(args[0].untyped_storage()._cdata)
+            if found is not None and self._parts[found[1]] == "weights":
+                return "casts"
+        is_logits = made.ndim == 2 and made.shape[1] == self.vocabulary
+        return "logits" if is_logits else "temporary"
+
+
+def _tensors(result: Any) -> Iterable[Tensor]:
+    if isinstance(result, Tensor):
+        return (result,)
+    if isinstance(result, tuple | list):
+        return [item for item in result if isinstance(item, Tensor)]
+    return ()

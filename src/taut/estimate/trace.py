@@ -1,0 +1,236 @@
+"""One micro-batch, forward and backward, on tensors without contents: what it would hold, counted and not guessed.
+
+The run's own code is what is run: the library's model, adapters, freezing, noise, checkpointing, autocast, the
+chunked head, and the attention that would be in force; each on torch's fake tensors, which have a shape, a dtype and a
+storage of the right size and no memory. ``Ledger`` keeps the book. So there is no formula per architecture, and nothing
+is fitted.
+
+For a GPU that is not here the fake tensors are on the CPU, and attention is that of ``varlen`` (q, k, v, out and
+log-sum-exp are kept) whatever softcap or sinks there are: what flex keeps is the same.
+
+Left out: rows that train by themselves, added tokens, buffers that are made while loading.
+
+Imports build and below. The package and its tests import it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from taut.attention import varlen
+from taut.attention.call import Call
+from taut.attention.layout import Layout
+from taut.attention.select import PREFIX
+from taut.errors import ModelError
+from taut.estimate.ledger import Ledger, Parts
+from taut.losses.sft import CrossEntropy
+from taut.models import anatomy
+from taut.models.load import freeze, load_skeleton, quiet_library
+from taut.models.lora import apply_lora
+from taut.models.noise import install_noise
+from taut.models.precision import backward_context, compute_context
+from taut.models.score import Scorer
+from taut.run import Run
+from taut.types import IntArray, Packed
+
+FUSED = PREFIX + "estimate"
+"""The attention of a GPU that is not here, as the library knows it."""
+CPU = torch.device("cpu")
+
+
+class Kernels(NamedTuple):
+    """What computes."""
+
+    dtype: torch.dtype
+    attention: str
+    """The name it is registered under with the library."""
+
+
+class Sizes(NamedTuple):
+    """Bytes of parameters: all of them, those of the largest layer, and those outside the layers."""
+
+    all: int
+    layer: int
+    rest: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a micro-batch holds on one device that has the whole model."""
+
+    parts: Parts
+    """At the fullest moment. Without ``optimizer``, which is there all the time."""
+    weights: Sizes
+    trained: Sizes
+    optimizer: int
+    num_parameters: int
+    num_trained: int
+    flops: anatomy.Flops
+
+
+def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
+    """The model a run trains, on the meta device: adapters on, what is frozen frozen."""
+    base = load_skeleton(run.model, copy.deepcopy(config), run.trust_remote_code)
+    base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
+    with quiet_library():
+        base.set_attn_implementation(kernels.attention)
+    return adapted(run, base)
+
+
+def adapted(run: Run, base: PreTrainedModel) -> nn.Module:
+    """A model with the run's adapters, without what is frozen, in train mode."""
+    model = apply_lora(base, run.lora, run.seed)
+    if run.freeze:
+        freeze(model, run.freeze)
+    if run.activation_checkpointing:
+        anatomy.unwrap(model).activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def trace(
+    run: Run, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
+) -> Traced:
+    """What one micro-batch holds. ``is_first``: no gradient is there before it."""
+    model = planned_model(run, config, kernels)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sizes = _sizes(model, model.parameters()), _sizes(model, trained)
+    flops = anatomy.flops(model)
+    packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))
+    last_T = packed.last_T
+    packed = packed if last_T is None else replace(packed, last_T=_Known(last_T.numpy()))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with fake, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ledger = _run(run, model, kernels.dtype, packed, is_first=is_first)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"model={run.model} cannot be run on tensors without contents: {reason}; expected a model whose shapes do "
+            "not depend on what it computes; measure it with a short run instead"
+        ) from error
+    return Traced(
+        parts=ledger.peak().parts,
+        weights=sizes[0],
+        trained=sizes[1],
+        optimizer=2 * sizes[1].all,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_trained=sum(p.numel() for p in trained),
+        flops=flops,
+    )
+
+
+def _run(
+    run: Run, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+) -> Ledger:
+    """Forward and backward inside a fake mode; the book of it."""
+    model.to_empty(device=CPU)
+    anatomy.unwrap(model).tie_weights()  # to_empty parts what is tied
+    noise = install_noise(model, run.noise, run.seed)
+    if noise is not None:
+        noise.set(1, packed)
+    scorer = Scorer(model)
+    parameters = list(scorer.parameters())
+    held: list[Tensor] = []
+    if not is_first:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+                held.append(parameter.grad)
+    vocabulary = anatomy.head(model).weight.shape[0]
+    known = {"weights": [*parameters, *scorer.buffers()], "gradients": held}
+    held = []
+    ledger = _Shapes(known, vocabulary)
+    del known
+    ledger.watch_gradients(parameters)
+    linear_N = CrossEntropy().linear_weights(packed)["cross_entropy"]
+    with ledger:
+        with compute_context(dtype, CPU):
+            total = scorer(packed, linear_N).linear_sum
+        ledger.end_forward()
+        with backward_context(dtype):
+            total.backward()
+    return ledger
+
+
+class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
+    """The book of fake tensors. A number asked of one is 1; experts' product has no fake of its own in float32."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The shape of ``torch.nn.functional.grouped_mm``: each group of rows with a matrix of its own."""
+    is_gradient = (
+        left.ndim == right.ndim == 2
+    )  # of the matrices: the groups lie along what is summed
+    groups = (offs.shape[0],) if is_gradient and offs is not None else ()
+    batch = groups or left.shape[:-2]
+    return left.new_empty((*batch, left.shape[-2], right.shape[-1]))
+
+
+class _Known(Tensor):
+    """An array that ``Scorer`` reads on the host, inside a mode in which torch would have no contents for it."""
+
+    _array: IntArray
+
+    def __new__(cls, array: IntArray) -> _Known:
+        made = Tensor._make_subclass(cls, torch.empty(0))
+        made._array = array
+        return made
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._array
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:
+    sizes = {id(p): p.nbytes for p in parameters}
+    layers = [
+        sum(sizes.get(id(p), 0) for p in layer.parameters()) for layer in anatomy.layers(model)
+    ]
+    total = sum(sizes.values())
+    return Sizes(total, max(layers), total - sum(layers))
+
+
+def _fused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    taut_layout: Layout,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attention of which only the shapes are wanted. q [1, H, T, K] -> ([1, T, H, K], None)."""
+    if torch.is_autocast_enabled("cpu"):
+        narrow = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(narrow) for x in (query, key, value))
+    out = varlen.attend(query, key, value, taut_layout, Call(1.0))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(**_: Any) -> None:
+    """Visibility is the layout's."""
+
+
+_register: Callable[..., None] = AttentionInterface.register
+_register(FUSED, _fused)
+AttentionMaskInterface.register(FUSED, _no_mask)
