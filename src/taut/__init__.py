@@ -2,6 +2,7 @@
 
     import taut
 
+    taut.check("run.toml").failures
     taut.sft("run.toml", steps=10)
     taut.sft(model="DIR", data={"train": "a.jsonl"}, out="runs/a", **{"optim.learning_rate": 1e-4})
     taut.resume("runs/a", steps=20)
@@ -33,6 +34,7 @@ from taut.errors import (
 
 if TYPE_CHECKING:
     from taut.api import Result
+    from taut.checks.examine import Examination
     from taut.commands.evaluate import Evaluate, Evaluated
     from taut.commands.export import Export
     from taut.commands.generate import Generate, Generated
@@ -58,6 +60,7 @@ __all__ = [
     "Run",
     "TautError",
     "__version__",
+    "check",
     "evaluate",
     "export",
     "generate",
@@ -98,6 +101,19 @@ def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     from taut.run import Run
 
     api.show(_configure(Run, run, keys))
+
+
+def check(
+    run: Run | str | PathLike[str] | None = None, /, *, full: bool = False, **keys: Any
+) -> Examination:
+    """What is asked before each training, and what was found; ``full``: all there is to ask. Takes what ``sft`` takes.
+
+    Prints nothing, and raises nothing where a check fails: see ``failures``.
+    """
+    from taut.commands import check as command
+    from taut.run import Run
+
+    return command.check(_configure(Run, run, keys), full=full)
 
 
 def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: Any) -> Generated:

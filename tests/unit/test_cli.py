@@ -245,6 +245,7 @@ def test_the_public_surface_is_pinned() -> None:
         "Run",
         "TautError",
         "__version__",
+        "check",
         "evaluate",
         "export",
         "generate",

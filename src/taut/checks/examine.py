@@ -20,6 +20,7 @@ from taut.checks import CHECKS, Check, Part
 from taut.checks.finding import Finding, Outcome, failed, skipped
 from taut.checks.session import Session, Unavailable
 from taut.errors import CheckFailed, TautError
+from taut.runlog.events import plain
 
 SHOWN = 3
 """Lines of evidence in the error that stops a run."""
@@ -118,6 +119,7 @@ def _told(failure: Answered) -> str:
 
 
 def as_fields(one: Answered) -> dict[str, Any]:
-    """For JSON."""
-    fields = one.finding.as_fields()
-    return {"name": one.name, "question": one.question, **fields, "seconds": round(one.seconds, 3)}
+    """For JSON: in its own types, a number that is not finite as a text, as in the run's log."""
+    head = {"name": one.name, "question": one.question}
+    fields = {**head, **one.finding.as_fields(), "seconds": round(one.seconds, 3)}
+    return {key: plain(value) for key, value in fields.items()}

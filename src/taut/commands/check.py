@@ -66,12 +66,12 @@ def run(config: CheckRun) -> int:
     return 1 if found.failures else 0
 
 
-def check(config: CheckRun) -> Examination:
+def check(config: Run, *, full: bool) -> Examination:
     """The library's ``taut.check``."""
-    return examine(session_of(config), "full" if config.full else "quick")
+    return examine(session_of(config), "full" if full else "quick")
 
 
-def session_of(config: CheckRun) -> Session:
+def session_of(config: Run) -> Session:
     """A session on the run that the configuration describes."""
     if parallel.world_size() > 1:
         raise ConfigError(
@@ -80,7 +80,7 @@ def session_of(config: CheckRun) -> Session:
         )
     keys = to_dict(config)
     for name in ("full", "json"):
-        del keys[name]
+        keys.pop(name, None)
     return Session(from_mapping(Run, keys), parallel.start(config.device))
 
 

@@ -1,0 +1,338 @@
+"""How checks are asked: what follows from a failure, what is left as it was, before a training, on several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.chats import QUIET, chats, events, save_model, sft, weights, words_of, write_rows
+from tests.checks.planting import Place
+
+from taut.checks import CHECKS, Check
+from taut.checks.examine import Examination, as_fields, examine
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.report import as_json
+from taut.checks.session import Session
+from taut.cli import main
+from taut.errors import CheckFailed
+
+LATER = "reference.equals_policy"
+"""A check that a method of the future may bring."""
+
+
+def asking(give: Callable[[], Finding]) -> Callable[[Session], Finding]:
+    """A question with a fixed answer."""
+
+    def ask(session: Session) -> Finding:
+        """Is the reference the policy at step 0?"""
+        return give()
+
+    return ask
+
+
+def sound() -> Finding:
+    return passed("log-probs are equal", 0.0, "nats", ["the reference is a copy"])
+
+
+def faulty() -> Finding:
+    return failed(
+        "log-probs differ by 2 nats",
+        number=2.0,
+        unit="nats",
+        evidence=["train.jsonl:1, token 3"],
+        remedy="load the reference from the model that training starts with",
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(tmp_path, monkeypatch)
+
+
+def only(place: Place, checks: dict[str, Check]) -> dict[str, Finding]:
+    """What some checks answer where there are no others."""
+    place.patch.setattr("taut.checks.examine.CHECKS", checks)
+    return {one.name: one.finding for one in examine(place.session(), "full").answered}
+
+
+# -- what follows from what
+
+
+def test_what_comes_after_a_failure_is_skipped_for_the_first_cause(place: Place) -> None:
+    found = only(
+        place,
+        {
+            "a.one": Check(asking(faulty)),
+            "a.two": Check(asking(sound), after=("a.one",)),
+            "a.three": Check(asking(sound), after=("a.two",)),
+            "a.four": Check(asking(sound)),
+        },
+    )
+    assert [finding.outcome for finding in found.values()] == [
+        "failed",
+        "skipped",
+        "skipped",
+        "passed",
+    ]
+    assert found["a.two"].says == found["a.three"].says == "a.one failed"
+
+
+def test_what_comes_after_one_that_has_no_meaning_here_is_asked(place: Place) -> None:
+    found = only(
+        place,
+        {
+            "a.one": Check(asking(lambda: skipped("nothing is packed"))),
+            "a.two": Check(asking(sound), after=("a.one",)),
+        },
+    )
+    assert found["a.two"].outcome == "passed"
+
+
+def test_a_model_that_cannot_be_loaded_fails_once(place: Place) -> None:
+    directory = place.model()
+    (directory / "model.safetensors").unlink()
+    found = {a.name: a.finding for a in examine(place.session(directory), "full").answered}
+    assert [name for name, one in found.items() if one.outcome == "failed"] == ["model.loads"]
+    assert found["attention.packed"].outcome == "skipped"
+    assert found["run.in_force"] == skipped("model.loads failed")
+    assert "weights" in found["model.loads"].says
+    assert found["model.loads"].remedy
+
+
+def test_data_that_cannot_be_read_fail_once_and_the_model_is_looked_at(place: Place) -> None:
+    session = place.session(data=place.directory / "nothing.jsonl")
+    found = {a.name: a.finding for a in examine(session, "quick").answered}
+    bad = [name for name, one in found.items() if one.outcome == "failed"]
+    assert len(bad) == 1 and bad[0].startswith("data.")
+    assert "nothing.jsonl" in found[bad[0]].says
+    assert all(one.remedy for one in found.values() if one.outcome == "failed")
+
+
+# -- nothing is left changed
+
+
+def state_of(session: Session) -> dict[str, Any]:
+    """All of a session that a check might leave changed, copied."""
+    scorer = session.scorer
+    optimizer = session.job.optimizer.state_dict()["state"]
+    return {
+        "weights": {name: value.clone() for name, value in scorer.state_dict().items()},
+        "moments": {(i, k): v.clone() for i, some in optimizer.items() for k, v in some.items()},
+        "gradients": {name: p.grad for name, p in scorer.named_parameters()},
+        "trained": {name: p.requires_grad for name, p in scorer.named_parameters()},
+        "modes": {name: module.training for name, module in scorer.named_modules()},
+        "hooks": {name: len(m._forward_hooks) for name, m in scorer.named_modules()},
+        "attention": session.model.config._attn_implementation,
+        "random": (torch.get_rng_state(), random.getstate(), str(np.random.get_state())),
+        "gradient mode": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
+        "budget": (session.job.budget, session.job.policy, session.job.done),
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal bit for bit, however deep."""
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, tuple):
+        return all(map(same, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("part", ["quick", "full"])
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("qwen2", {"dtype": "float32"}),
+        ("llama", {"dtype": "bfloat16", "lora__rank": 2, "lora__dropout": 0.1}),
+        ("gemma2", {"dtype": "float32", "freeze": ["*.mlp.*"], "activation_checkpointing": True}),
+    ],
+)
+def test_nothing_is_left_changed(
+    place: Place, architecture: str, keys: dict[str, Any], part: Any
+) -> None:
+    session = place.session(place.model(architecture), **keys)
+    assert session.built is not None  # building draws, as it does in training
+    before = state_of(session)
+    found = examine(session, part)
+    assert not found.failures, found.failures
+    after = state_of(session)
+    assert [name for name in before if not same(before[name], after[name])] == []
+
+
+# -- the registry takes the checks of methods to come
+
+
+def test_a_check_of_a_later_method_is_asked_reported_and_in_the_json(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.patch.setitem(CHECKS, LATER, Check(asking(faulty), after=("model.trains",)))
+    words = [f"model={place.model()}", f"data.train={place.data()}", *words_of(QUIET)]
+    assert main(["check", *words]) == 1
+    said = capsys.readouterr().out
+    for part in ("reference.equals_pol", "2 nats", "Is the reference the policy", "token 3", "->"):
+        assert part in said
+    assert main(["check", *words, "--json"]) == 1
+    read = json.loads(capsys.readouterr().out)
+    assert read["checks"][-1] == {
+        "name": LATER,
+        "question": "Is the reference the policy at step 0?",
+        "outcome": "failed",
+        "says": "log-probs differ by 2 nats",
+        "number": 2.0,
+        "unit": "nats",
+        "evidence": ["train.jsonl:1, token 3"],
+        "remedy": "load the reference from the model that training starts with",
+        "notes": [],
+        "seconds": read["checks"][-1]["seconds"],
+    }
+
+
+def test_a_number_that_is_not_finite_is_written(place: Place) -> None:
+    endless = failed("it is endless", number=float("inf"), remedy="end it")
+    place.patch.setattr("taut.checks.examine.CHECKS", {"a.one": Check(asking(lambda: endless))})
+    found = examine(place.session())
+    assert as_fields(found.answered[0])["number"] == "inf"
+    assert json.loads(json.dumps(as_json(found, {}), allow_nan=False))["outcome"] == "failed"
+
+
+# -- before a training
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", chats(10))
+
+
+def test_a_failed_check_stops_the_run_before_anything_is_written(
+    model: Path, train: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.patch.setitem(CHECKS, LATER, Check(asking(faulty)))
+    out = place.directory / "out"
+    with pytest.raises(CheckFailed, match=f"^{LATER}: log-probs differ .*token 3.*; load the ref"):
+        sft(model, train, out, steps=2)
+    keys = {**QUIET, "model": model, "data.train": train, "out": out, "steps": 2}
+    assert main(["sft", *words_of(keys)]) == 1
+    assert capsys.readouterr().err.startswith(f"taut: error: {LATER}: log-probs differ")
+    assert not out.exists()
+
+
+def test_a_failed_check_leaves_the_run_that_is_gone_on_with_as_it_was(
+    model: Path, train: Path, place: Place
+) -> None:
+    out = place.directory / "out"
+    sft(model, train, out, steps=2, checkpoint__every=2)
+    before = (out / "events.jsonl").read_bytes()
+    place.patch.setitem(CHECKS, LATER, Check(asking(faulty)))
+    with pytest.raises(CheckFailed, match="log-probs differ"):
+        sft(model, train, out, steps=4, checkpoint__every=2, resume=True)
+    assert (out / "events.jsonl").read_bytes() == before
+
+
+def test_checks_that_were_turned_off_are_recorded(model: Path, train: Path, tmp_path: Path) -> None:
+    sft(model, train, tmp_path / "out", steps=1, check="off")
+    first = events(tmp_path / "out", "check")[0]
+    assert (first["name"], first["outcome"], first["detail"]) == ("all", "skipped", "check=off")
+
+
+def test_each_answer_is_an_event(model: Path, train: Path, place: Place) -> None:
+    place.patch.setitem(CHECKS, LATER, Check(asking(sound)))
+    sft(model, train, place.directory / "out", steps=1)
+    found = {event["name"]: event for event in events(place.directory / "out", "check")}
+    quick = [name for name, check in CHECKS.items() if check.part == "quick"]
+    assert set(quick) <= set(found)
+    wanted = {
+        "outcome": "passed",
+        "value": 0.0,
+        "unit": "nats",
+        "detail": "log-probs are equal",
+        "notes": ["the reference is a copy"],
+    }
+    assert {key: found[LATER][key] for key in wanted} == wanted
+
+
+def test_a_run_is_the_same_bit_for_bit_with_checks_resumed_and_without(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    keys = {"checkpoint__every": 2, "lora__rank": 2, "lora__dropout": 0.1}
+    without, resumed = tmp_path / "without", tmp_path / "resumed"
+    sft(model, train, without, steps=4, check="off", **keys)
+    sft(model, train, resumed, steps=2, **keys)
+    sft(model, train, resumed, steps=4, resume=True, **keys)
+    told = ("step", "loss", "grad_norm", "sample_ids")
+    steps = [[[e[k] for k in told] for e in events(out, "step")] for out in (without, resumed)]
+    assert steps[0] == steps[1]
+    assert same(weights(without / "model"), weights(resumed / "model"))
+
+
+# -- several ranks
+
+ON_ONE_RANK = """\
+import os, sys
+from taut import cli
+from taut.checks import CHECKS, Check
+from taut.checks.finding import failed, passed
+def ask(session):
+    "Is all well on this rank?"
+    if os.environ["RANK"] == os.environ.get("FAULTY"):
+        return failed("rank 1 is not well", remedy="mend it")
+    return passed("well")
+CHECKS["a.rank"] = Check(ask)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def torchrun(program: Path, *words: str, faulty: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [sys.executable, *launcher, str(program), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULTY": faulty},
+    )
+
+
+def test_two_ranks_give_one_finding(model: Path, train: Path, tmp_path: Path) -> None:
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(ON_ONE_RANK)
+    words = words_of({**QUIET, "model": model, "data.train": train, "out": out, "steps": 1})
+    done = torchrun(program, "sft", *words, faulty="1")
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("taut: error")]
+    assert told == ["taut: error: a.rank: rank 1 is not well; mend it"]
+    assert not out.exists()
+    done = torchrun(program, "sft", *words, faulty="none")
+    assert done.returncode == 0, done.stderr
+    asked = [event["name"] for event in events(out, "check")]
+    assert [asked.count(name) for name in ("a.rank", "attention.packed", "run.steps")] == [1, 1, 1]
+
+
+def test_the_examination_counts(place: Place) -> None:
+    place.patch.setattr(
+        "taut.checks.examine.CHECKS",
+        {"a.one": Check(asking(sound)), "a.two": Check(asking(faulty), "full")},
+    )
+    session = place.session()
+    quick, full = examine(session), examine(session, "full")
+    assert isinstance(quick, Examination)
+    assert [one.name for one in quick.answered] == ["a.one"]
+    assert (full.count("passed"), full.count("failed"), full.count("skipped")) == (1, 1, 0)
+    assert [one.name for one in full.failures] == ["a.two"]
+    assert [one.name for one in examine(session, "full", only={"a.two"}).answered] == ["a.two"]
