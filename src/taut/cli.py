@@ -69,6 +69,12 @@ COMMANDS = {
         "taut.commands.check:CheckRun",
         is_raw=True,
     ),
+    "plan": Command(
+        "[RUN.toml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
+        "whether a run fits, how it would, and how long a step takes",
+        "taut.commands.plan:run",
+        "taut.commands.plan:Plan",
+    ),
     "resume": Command(
         "OUT [key=value ...]",
         "go on with a run, from its directory alone",
