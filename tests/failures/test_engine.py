@@ -1,0 +1,121 @@
+"""Between sampling and scoring nothing is lost: the ids, the weights, the experts, the reason a completion ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests import jobs
+from tests.checks.planting import Place
+from tests.models import logits_of, tiny_model
+from tests.tokenizers import tiny_tokenizer
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from taut.attention import select
+from taut.attention.decode import Decoding
+from taut.build import engine_of
+from taut.checks.examine import examine
+from taut.data.pack import ALONE, pack
+from taut.loop import Job, train_step
+from taut.models.score import Scorer
+from taut.rollout.engine import Sampling
+from taut.rollout.local import LocalEngine
+from taut.types import Completion, Prompt, Sample
+
+PROMPT = Prompt("p", np.arange(20, 30))
+SAMPLING = Sampling(n=8, max_new_tokens=8, seed=3)
+
+
+def scored(scorer: Scorer, completion: Completion) -> Tensor:
+    """logp_N of a completion of PROMPT, its ids as they are."""
+    ids_T = np.concatenate([PROMPT.ids_T, completion.ids_N])
+    at_N = np.arange(PROMPT.ids_T.size, ids_T.size)
+    sample = Sample("scored", ids_T, at_N, np.ones(at_N.size))
+    with torch.no_grad():
+        return scorer(pack([sample], ALONE)).logp_N
+
+
+def gap(scorer: Scorer, completions: list[Completion]) -> float:
+    """The largest difference between what the engine says and what the scorer says."""
+    return max(
+        float((scored(scorer, one) - torch.from_numpy(one.logp_N)).abs().max())
+        for one in completions
+    )
+
+
+def test_ids_that_text_would_not_give_back_are_scored_as_they_were_sampled(tmp_path: Path) -> None:
+    """Class 18: decoding and tokenising again changes most completions here, and none of what is scored."""
+    built, _ = jobs.make(tmp_path, dtype="float32")
+    found = engine_of(built)().generate([PROMPT], SAMPLING)
+    tokenizer = built.inputs.tokenizer
+    drifted = [
+        tokenizer(tokenizer.decode(one.ids_N), add_special_tokens=False)["input_ids"]
+        != one.ids_N.tolist()
+        for one in found
+    ]
+    assert sum(drifted) >= 4
+    assert gap(built.job.scorer, found) < 1e-4
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora__rank": 4}], ids=["full", "lora"])
+def test_the_engine_draws_from_the_weights_of_the_last_step(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Class 19: after a large step the engine says something else of the same draw, and still what the scorer says."""
+    built, _ = jobs.make(tmp_path, dtype="float32", optim__learning_rate=0.1, **keys)
+    job: Job = built.job
+    job.alarms = ()
+    engine = engine_of(built)()
+    before = engine.generate([PROMPT], SAMPLING)
+    for step in (1, 2):
+        train_step(job, step)
+    after = engine.generate([PROMPT], SAMPLING)
+    moved = scored(job.scorer, before[0]) - torch.from_numpy(before[0].logp_N)
+    assert float(moved.abs().max()) > 0.1
+    assert gap(job.scorer, after) < 1e-4
+
+
+@pytest.mark.parametrize("is_faulty", [True, False])
+def test_experts_chosen_otherwise_while_generating_fail_the_check(
+    is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class 20. Planted: one token at a time is routed to the experts it likes least."""
+    forward = Qwen3MoeTopKRouter.forward
+    attend = Decoding.attend
+    decoding: list[bool] = []
+
+    def marked(self: Decoding, *args: Any) -> Tensor:
+        decoding.append(True)
+        return attend(self, *args)
+
+    def routed(self: Qwen3MoeTopKRouter, hidden_states: Tensor) -> Any:
+        is_decoding = bool(decoding)
+        decoding.clear()
+        return forward(self, -hidden_states if is_decoding else hidden_states)
+
+    if is_faulty:
+        monkeypatch.setattr(Decoding, "attend", marked)
+        monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", routed)
+    place = Place(tmp_path, monkeypatch)
+    session = place.session(place.model("qwen3_moe"))
+    found = examine(session, "full", only=["engine.logps"])
+    assert [one.finding.outcome for one in found.answered] == ["failed" if is_faulty else "passed"]
+    assert not is_faulty or "engine's log-probs are" in found.answered[0].finding.says
+
+
+def test_the_last_token_that_fits_may_be_an_end() -> None:
+    """Class 24: of completions as long as was allowed, one ended and another was cut; width does not say which."""
+    model = tiny_model("qwen2")
+    fond_of = logits_of(model, 64).softmax(-1).mean(0).argsort(descending=True)[:20].tolist()
+    model.set_attn_implementation(select.PREFIX + "reference")
+    engine = LocalEngine(Scorer(model), tiny_tokenizer(), fond_of, context=100)
+    found = engine.generate([PROMPT], Sampling(n=64, max_new_tokens=3))
+    full = [one for one in found if one.ids_N.size == 3]
+    assert {one.finish_reason for one in full} == {"stop", "length"}
+    for one in found:
+        has_ended = int(one.ids_N[-1]) in fond_of
+        assert one.finish_reason == ("stop" if has_ended else "length")
