@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from taut.checks import CHECKS
 from taut.config import Row, describe
 from taut.run import Run
 
 ROOT = Path(__file__).parents[2]
 CONFIG_PAGE = ROOT / "docs" / "config.md"
+CHECK_PAGE = ROOT / "docs" / "check.md"
+TABLE = "| check | question | part |\n|---|---|---|\n"
+"""Where the table of checks begins in its page; it ends with an empty line."""
 
 INTRODUCTION = """\
 # Configuration
@@ -46,6 +50,14 @@ def config_page() -> str:
     return INTRODUCTION + "".join(_table(name or "The run", rows) for name, rows in tables.items())
 
 
+def check_page() -> str:
+    """docs/check.md, its table of checks made of the registry."""
+    before, _, rest = CHECK_PAGE.read_text(encoding="utf-8").partition(TABLE)
+    after = rest[rest.index("\n\n") :]
+    rows = [f"| `{name}` | {_cell(it.question)} | {it.part} |" for name, it in CHECKS.items()]
+    return before + TABLE + "\n".join(rows) + after
+
+
 def _table(title: str, rows: Sequence[Row]) -> str:
     lines = [
         f"| `{row.key}` | {_cell(row.type)} | {_cell(row.default)} | {_cell(row.doc)} |\n"
@@ -60,3 +72,4 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     CONFIG_PAGE.write_text(config_page(), encoding="utf-8")
+    CHECK_PAGE.write_text(check_page(), encoding="utf-8")
