@@ -80,8 +80,21 @@ def read(dialect: Dialect, path: Path, method: str | None, version: str | None) 
         content = read_settings(path)
         keys = frozenset(one.key for one in content.settings)
         taken = _Read(content.settings, content.unread, keys)
-        return _recipe(dialect, taken, path, (method, version), place=path.name)
+        recipe = _recipe(dialect, taken, path, (method, version), place=path.name)
+        _require_known(recipe, keys, path)
+        return recipe
     return _read_script(dialect, path, (method, version))
+
+
+def _require_known(recipe: Recipe, keys: frozenset[str], path: Path) -> None:
+    """Refuse a file that is something else: accelerate's configuration, another framework's recipe."""
+    unknown = [one.key for one in recipe.unknown]
+    whole = [key for key in keys if "." not in key or recipe.framework == "openrlhf"]
+    if len(unknown) > len(whole) / 2:
+        raise ConfigError(
+            f"{path}: {len(unknown)} of {len(whole)} keys are no options of {recipe.options_of} "
+            f"({', '.join(unknown[:3])}); expected a recipe of {recipe.framework}"
+        )
 
 
 def _read_script(dialect: Dialect, path: Path, said: tuple[str | None, str | None]) -> Recipe:

@@ -59,7 +59,7 @@ class RecipeReport:
         )
         console.print(Text(f"{recipe.library} {recipe.version}: {recipe.version_reason}", "dim"))
         for one in self.having("walks_in"):
-            console.print(_trap(one))
+            console.print(_trap(one, recipe.method))
         _list(console, "Not decided:", _undecided(self.having("undecided")))
         _list(console, "Unknown keys:", [_unknown(self, at) for at in range(len(recipe.unknown))])
         _list(console, "Not read:", list(recipe.unread))
@@ -88,7 +88,7 @@ class RecipeReport:
             "model": recipe.model,
             "data": recipe.data,
             "outcome": "failed" if self.exit_code else "passed",
-            "traps": [_as_json(one) for one in self.judged],
+            "traps": [_as_json(one, recipe.method) for one in self.judged],
             "unknown_keys": [
                 {"key": one.key, "place": one.place, "nearest": one.nearest}
                 for one in recipe.unknown
@@ -105,7 +105,7 @@ class RecipeReport:
         }
 
 
-def _as_json(one: Judged) -> dict[str, Any]:
+def _as_json(one: Judged, method: str) -> dict[str, Any]:
     trap = one.trap
     return {
         "id": trap.id,
@@ -115,7 +115,7 @@ def _as_json(one: Judged) -> dict[str, Any]:
         "what": trap.what,
         "why": trap.why,
         "fix": trap.fix,
-        "taut": trap.taut,
+        "taut": trap.taut_for(method),
         "versions": trap.versions,
         "versions_note": trap.versions_note,
         "classes": list(trap.classes),
@@ -132,7 +132,7 @@ def _grid() -> Table:
     return table
 
 
-def _trap(one: Judged) -> Table:
+def _trap(one: Judged, method: str) -> Table:
     """A trap that the recipe walks into: what, why, where, which releases, what to do."""
     trap, table = one.trap, _grid()
     style = STYLES[trap.severity]
@@ -144,7 +144,7 @@ def _trap(one: Judged) -> Table:
     rows = {
         "why": " ".join(trap.why.split()),
         "fix": trap.fix,
-        "taut": trap.taut,
+        "taut": trap.taut_for(method),
         "releases": trap.affected,
         "known as": f"{trap.id}: {known}",
     }

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 from taut.compat.conditions import Asks, Condition, decide, is_release
 from taut.compat.recipe import Recipe
 
+METHODS_OF_TAUT = frozenset({"sft"})
+"""For the others a trap's ``taut`` says what they are designed to do."""
 TABLE = ("trl_sft", "trl_rl", "swift", "openrlhf")
 Severity = Literal["wrong", "late", "slow"]
 State = Literal["walks_in", "clear", "undecided"]
@@ -45,7 +47,7 @@ class Trap:
     fix: str
     """What to set in that framework."""
     taut: str
-    """How taut does it."""
+    """How taut does it, or is designed to where it has no such method yet."""
     classes: tuple[str | int, ...]
     """Rows of docs/failures.md: F1 to F5, 1 to 40."""
     seen: tuple[str, ...]
@@ -61,10 +63,16 @@ class Trap:
     source: str = ""
     """Release and file in which it was read."""
 
+    def taut_for(self, method: str) -> str:
+        """How taut does it, or would."""
+        return (
+            self.taut if method in METHODS_OF_TAUT else f"(no {method} yet; by design:) {self.taut}"
+        )
+
     @property
     def affected(self) -> str:
         """The releases, for people."""
-        parts = [self.versions or "every one looked at", self.versions_note]
+        parts = [self.versions or "all that were read", self.versions_note]
         return "; ".join(part for part in parts if part)
 
 

@@ -247,6 +247,7 @@ def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
         ("trl==new:a.yaml", "new is no version"),
         ("trl.ppo:{a.yaml}", "expected one of sft, dpo"),
         ("trl:{bad.yaml}", "bad.yaml:2 is not YAML"),
+        ("trl:{accelerate.yaml}", "3 of 4 keys are no options of trl 1.16.0"),
         ("trl:{list.yaml}", "list.yaml:1 holds no settings"),
         ("trl:{empty.sh}", "empty.sh has no command of trl"),
         ("swift:{empty.sh}", "empty.sh has no command of swift"),
@@ -256,6 +257,9 @@ def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
 def test_what_cannot_be_read(tmp_path: Path, spec: str, message: str) -> None:
     written(tmp_path, "a.yaml", "seed: 1\n")
     written(tmp_path, "bad.yaml", "a: 1\nb: c: d\n")
+    written(
+        tmp_path, "accelerate.yaml", "machine_rank: 0\ntpu_env: []\nsame_network: true\nfsdp: x\n"
+    )
     written(tmp_path, "list.yaml", "- a\n")
     written(tmp_path, "empty.sh", "echo hello\n")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")

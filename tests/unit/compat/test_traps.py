@@ -18,8 +18,8 @@ from taut.compat.traps import ORDER, Judged, Trap, all_traps, judge
 
 TRAPS = all_traps()
 WORDS = {"all", "any", "not", "fact", "version", "on", "off", "key", "set", "absent"}
-OLD = {"flash_attn", "max_prompt_length"}
-"""Options of releases before the ones whose options are listed."""
+OTHERS = {"flash_attn", "max_prompt_length", "attention_backend"}
+"""Options of older releases, and of Megatron-SWIFT."""
 CASES = [
     pytest.param(trap, framework, id=f"{trap.id}-{framework}")
     for trap in TRAPS
@@ -177,7 +177,7 @@ def test_every_citation_belongs_to_its_classes(trap: Trap) -> None:
 def test_conditions_ask_for_options_that_exist(trap: Trap) -> None:
     """A key nobody has would make a trap that never closes."""
     keys = set(_keys(trap.when)) | trap.walks_in.get("settings", {}).keys()
-    known = set[str](OLD)
+    known = set[str](OTHERS)
     for framework in trap.frameworks:
         for method in DIALECTS[framework].methods:
             known |= options(framework, method)

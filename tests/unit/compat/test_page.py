@@ -1,0 +1,10 @@
+"""docs/recipes.md is the table of traps."""
+
+from __future__ import annotations
+
+from tests.unit.compat.page import PAGE, page
+
+
+def test_the_page_is_current() -> None:
+    told = "docs/recipes.md is out of date; run: python -m tests.unit.compat.page"
+    assert PAGE.read_text(encoding="utf-8") == page(), told
