@@ -1,4 +1,7 @@
-"""Between sampling and scoring nothing is lost: the ids, the weights, the experts, the reason a completion ended."""
+"""Between sampling and scoring nothing is lost: the ids, the weights, the reason a completion ended.
+
+Experts chosen otherwise (class 20) are planted in tests/checks/faults/experts.py.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,12 @@ import numpy as np
 import pytest
 import torch
 from tests import jobs
-from tests.checks.planting import Place
 from tests.models import logits_of, tiny_model
 from tests.tokenizers import tiny_tokenizer
 from torch import Tensor
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from taut.attention import select
-from taut.attention.decode import Decoding
 from taut.build import engine_of
-from taut.checks.examine import examine
 from taut.data.pack import ALONE, pack
 from taut.loop import Job, train_step
 from taut.models.score import Scorer
@@ -77,34 +76,6 @@ def test_the_engine_draws_from_the_weights_of_the_last_step(
     moved = scored(job.scorer, before[0]) - torch.from_numpy(before[0].logp_N)
     assert float(moved.abs().max()) > 0.1
     assert gap(job.scorer, after) < 1e-4
-
-
-@pytest.mark.parametrize("is_faulty", [True, False])
-def test_experts_chosen_otherwise_while_generating_fail_the_check(
-    is_faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Class 20. Planted: one token at a time is routed to the experts it likes least."""
-    forward = Qwen3MoeTopKRouter.forward
-    attend = Decoding.attend
-    decoding: list[bool] = []
-
-    def marked(self: Decoding, *args: Any) -> Tensor:
-        decoding.append(True)
-        return attend(self, *args)
-
-    def routed(self: Qwen3MoeTopKRouter, hidden_states: Tensor) -> Any:
-        is_decoding = bool(decoding)
-        decoding.clear()
-        return forward(self, -hidden_states if is_decoding else hidden_states)
-
-    if is_faulty:
-        monkeypatch.setattr(Decoding, "attend", marked)
-        monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", routed)
-    place = Place(tmp_path, monkeypatch)
-    session = place.session(place.model("qwen3_moe"))
-    found = examine(session, "full", only=["engine.logps"])
-    assert [one.finding.outcome for one in found.answered] == ["failed" if is_faulty else "passed"]
-    assert not is_faulty or "engine's log-probs are" in found.answered[0].finding.says
 
 
 def test_the_last_token_that_fits_may_be_an_end() -> None:
