@@ -272,11 +272,9 @@ class Checkpoints:
             raise OSError(f"{self.folder.parent} was removed or emptied while the run was writing")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        free = shutil.disk_usage(self.folder).free
-        if free < total + SPARE:
-            raise OSError(
-                f"{(total + SPARE) / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
-            )
+        needed, free = total + SPARE, shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
 
     def _complete(
         self,

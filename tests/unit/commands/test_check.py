@@ -1,4 +1,4 @@
-"""``taut check``: words in; a table of 100 columns or one JSON object, as docs/check.md has it, and an exit code out."""
+"""``taut check``: words in; a table of 100 columns or one JSON object, as docs/check.md has it, and an exit code."""
 
 from __future__ import annotations
 
