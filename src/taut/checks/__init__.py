@@ -38,7 +38,20 @@ from taut.checks.data import (
 from taut.checks.engine import logps as engine_logps
 from taut.checks.engine import seed as engine_seed
 from taut.checks.finding import Finding
-from taut.checks.model import loads, trains
+from taut.checks.fit import overfit, schedule, update
+from taut.checks.loss import (
+    adapter_start,
+    dtype,
+    first,
+    gradient,
+    head_gradient,
+    linear,
+    reached,
+    splits,
+    tied,
+)
+from taut.checks.loss import packed as loss_packed
+from taut.checks.model import finite, head, loads, noise, trains
 from taut.checks.rewards import gold
 from taut.checks.run import in_force, output, saved, steps
 from taut.checks.session import Session
@@ -84,9 +97,14 @@ _MEETS = (*_SAID, "template.tools", "template.prompt", "template.boundary", "tem
 _RENDERS = (*_MEETS, "template.parts", "stop.set")
 _READ = ("data.images", "data.columns", "data.rows")
 _RUNS = ("model.loads", "model.trains")
-_CAUSAL = (*_RUNS, "attention.calls", "attention.future")
+_SOUND = (*_RUNS, "model.finite", "model.noise", "model.head")
+_CAUSAL = (*_SOUND, "attention.calls", "attention.future")
 _ALONE = (*_CAUSAL, "attention.neighbour", "attention.positions")
-_ENGINE = (*_ALONE, "attention.packed", "attention.shared")
+_EXACT = (*_ALONE, "attention.packed", "attention.shared")
+_TRAINS = (*_SOUND, "loss.reached", "loss.gradient")
+_SUMS = (*_EXACT, "loss.reached", "loss.gradient", "loss.linear", "loss.first")
+_GRADIENT = (*_SUMS, "loss.head_gradient", "loss.packed")
+_ENGINE = (*_EXACT, "loss.dtype", "loss.tied", "loss.adapter_start")
 
 CHECKS: dict[str, Check] = {
     "data.images": Check(images.ask),
@@ -115,17 +133,33 @@ CHECKS: dict[str, Check] = {
     "data.overlap": Check(overlap.ask, after=_READ),
     "model.loads": Check(loads.ask, after=("data.tokens",)),
     "model.trains": Check(trains.ask, after=("model.loads",)),
+    "model.finite": Check(finite.ask, after=_RUNS),
+    "model.noise": Check(noise.ask, after=(*_RUNS, "model.finite")),
+    "model.head": Check(head.ask, after=(*_RUNS, "model.finite")),
     "stop.generation": Check(generation.ask, after=("model.loads",)),
-    "stop.rows": Check(stop_rows.ask, after=_RUNS),
+    "stop.rows": Check(stop_rows.ask, after=(*_RUNS, "model.finite")),
     "data.packing": Check(packing.ask, after=_RUNS),
-    "attention.calls": Check(calls.ask, after=_RUNS),
-    "attention.future": Check(future.ask, after=(*_RUNS, "attention.calls")),
+    "attention.calls": Check(calls.ask, after=_SOUND),
+    "attention.future": Check(future.ask, after=(*_SOUND, "attention.calls")),
     "attention.state": Check(state.ask, after=_CAUSAL),
     "attention.neighbour": Check(neighbour.ask, after=(*_CAUSAL, "attention.state")),
     "attention.positions": Check(positions.ask, after=(*_CAUSAL, "attention.neighbour")),
     "attention.library": Check(library.ask, "full", after=_CAUSAL),
     "attention.packed": Check(packed.ask, after=(*_ALONE, "attention.library")),
     "attention.shared": Check(shared.ask, after=(*_ALONE, "attention.packed")),
+    "loss.dtype": Check(dtype.ask, after=_SOUND),
+    "loss.tied": Check(tied.ask, after=_RUNS),
+    "loss.adapter_start": Check(adapter_start.ask, after=_SOUND),
+    "loss.reached": Check(reached.ask, after=_SOUND),
+    "loss.gradient": Check(gradient.ask, after=(*_SOUND, "loss.reached")),
+    "loss.linear": Check(linear.ask, after=_RUNS),
+    "loss.first": Check(first.ask, after=(*_EXACT, "loss.reached", "loss.gradient")),
+    "loss.head_gradient": Check(head_gradient.ask, "full", after=_TRAINS),
+    "loss.packed": Check(loss_packed.ask, "full", after=(*_SUMS, "loss.head_gradient")),
+    "loss.splits": Check(splits.ask, "full", after=_GRADIENT),
+    "fit.schedule": Check(schedule.ask, after=_RUNS),
+    "fit.update": Check(update.ask, "full", after=(*_TRAINS, "fit.schedule")),
+    "fit.overfit": Check(overfit.ask, "full", after=(*_GRADIENT, "loss.splits")),
     "run.in_force": Check(in_force.ask, after=(*_RUNS, "attention.calls")),
     "run.steps": Check(steps.ask, after=_RUNS),
     "run.output": Check(output.ask, after=_RUNS),

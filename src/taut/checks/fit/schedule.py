@@ -1,0 +1,35 @@
+"""The learning rate of every step, as the loop will ask for it."""
+
+from __future__ import annotations
+
+import math
+
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.session import Session
+
+MOST = 20_000
+"""Steps that are looked at; evenly spread where a run has more."""
+
+
+def ask(session: Session) -> Finding:
+    """Does the learning rate rise to what was asked for, and is it never zero?"""
+    job, peak = session.job, session.run.optim.learning_rate
+    stride = math.ceil(job.num_steps / MOST)
+    rates = {step: job.learning_rate(step) for step in range(1, job.num_steps + 1, stride)}
+    wrong = [step for step, rate in rates.items() if not 0.0 < rate <= peak * (1 + 1e-9)]
+    if wrong:
+        return failed(
+            f"the learning rate of {len(wrong)} of {len(rates)} steps is not above 0 and at most {peak:g}",
+            number=len(wrong),
+            unit=f"of {len(rates)} steps",
+            evidence=[f"step {step}: {rates[step]:g}" for step in wrong[:3]],
+            remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
+        )
+    at, highest = max(rates.items(), key=lambda item: item[1])
+    notes = []
+    if highest < 0.999 * peak and stride == 1:
+        notes.append(f"highest {highest:.3g} of {peak:g}: the warm-up is as long as the run")
+    last = rates[max(rates)]
+    return passed(
+        f"{rates[1]:.3g} first, highest at step {at}, {last:.3g} last", highest, "highest", notes
+    )

@@ -1,0 +1,119 @@
+"""What the first step lists and sums, in three comparisons with the samples themselves: the targets and weights of the
+micro-batches; the loss from the step's own log-probs, to the last digits; those log-probs with the samples alone
+through the library's own attention and head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from taut.alarms import STEADY_TARGETS, TOLERANCE
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.loss.step import batch_trees, step
+from taut.checks.session import Session
+from taut.loop import Scored
+from taut.models.prove import library_logps
+from taut.types import Sample
+
+EXACT = 1e-5
+"""Relative difference of two sums of the same float32 numbers."""
+KNOWN = {"cross_entropy"}
+"""Terms this check can compute from samples."""
+
+
+def ask(session: Session) -> Finding:
+    """Is the first step's loss the one that its samples alone give?"""
+    if set(session.job.method.loss.units) - KNOWN:
+        return skipped("the loss is not cross entropy alone")
+    report = session.once(step).report
+    assert report is not None, "asked after loss.reached"
+    samples = [sample for tree in batch_trees(session) for sample in tree.samples]
+    listed = _listed(session, report.scored)
+    unlike = [line for sample in samples if (line := _unlike(sample, listed.get(sample.id)))]
+    if unlike:
+        return failed(
+            f"{len(unlike)} of {len(samples)} samples are not summed as they are",
+            number=len(unlike),
+            unit=f"of {len(samples)} samples",
+            evidence=unlike[:3],
+            remedy="packing loses or changes targets; set batch.share_prefixes=false, and please report this",
+        )
+    loss = _mean(samples, {name: values[2] for name, values in listed.items()})
+    if abs(report.loss - loss) > EXACT * max(1.0, abs(loss)):
+        return failed(
+            f"the step's loss is {report.loss:.6g}, and {loss:.6g} from its own log-probs",
+            number=report.loss - loss,
+            unit="nats",
+            evidence=[f"{len(samples)} samples, {sum(s.num_targets for s in samples)} targets"],
+            remedy="the loss is divided by another count, or leaves targets out; please report this",
+        )
+    return _against_alone(session, samples, loss)
+
+
+def _against_alone(session: Session, samples: list[Sample], loss: float) -> Finding:
+    if session.job.noise is not None:
+        said = "from what the step lists; samples alone would have other noise"
+        return passed(said, loss, "nats a target")
+    with session.quiet():
+        alone = {
+            sample.id: _array(library_logps(session.scorer.model, sample, session.ranks.device))
+            for sample in samples
+        }
+    expected = _mean(samples, alone)
+    targets = sum(sample.num_targets for sample in samples)
+    limit = TOLERANCE[session.dtype] / min(1.0, targets / STEADY_TARGETS) ** 0.5
+    if not abs(loss - expected) <= limit:
+        return failed(
+            f"the step's loss is {loss:.6g}, and {expected:.6g} from its samples alone (rounding: {limit:.2g})",
+            number=loss - expected,
+            unit="nats",
+            evidence=[f"{sample.id}: {_mean([sample], alone):.6g} alone" for sample in samples[:3]],
+            remedy="the training forward does not compute this model; set batch.share_prefixes=false and "
+            "attention=reference, and please report the model",
+        )
+    said = f"{expected:.6g} from {len(samples)} samples alone, {targets} targets"
+    return passed(said, loss, "nats a target")
+
+
+def _listed(session: Session, scored: list[Scored]) -> dict[str, Any]:
+    """Sample id -> its targets, weights and log-probs in the micro-batches of all ranks."""
+    mine: dict[str, list[Any]] = {}
+    for packed, scores in scored:
+        logp_N = scores.logp_N.cpu()
+        for row, name in enumerate(packed.sample_ids):
+            at = packed.row_N == row
+            columns = (packed.target_N[at], packed.weight_N[at], logp_N[at])
+            parts = mine.setdefault(name, [np.empty(0)] * 3)
+            mine[name] = [
+                np.concatenate([part, _array(values)])
+                for part, values in zip(parts, columns, strict=True)
+            ]
+    return {name: found for each in session.ranks.gather(mine) for name, found in each.items()}
+
+
+def _unlike(sample: Sample, found: list[Any] | None) -> str | None:
+    """How a sample's targets differ from what was summed; None where they do not."""
+    if found is None:
+        return f"{sample.id}: left out"
+    targets, weights, _ = found
+    if len(targets) != sample.num_targets:
+        return f"{sample.id}: {len(targets)} targets summed of {sample.num_targets}"
+    if (targets != sample.ids_T[sample.target_at_N]).any():
+        return f"{sample.id}: other tokens are predicted than its targets"
+    if not np.allclose(weights, sample.weight_N):
+        return f"{sample.id}: other weights than its own"
+    return None
+
+
+def _mean(samples: list[Sample], logps: dict[str, Any]) -> float:
+    """-sum of weight * logp / sum of weights."""
+    total = sum(float(-(sample.weight_N * logps[sample.id]).sum()) for sample in samples)
+    return total / sum(float(sample.weight_N.sum()) for sample in samples)
+
+
+def _array(values: Tensor) -> Any:
+    return values.detach().to("cpu", torch.float64).numpy()

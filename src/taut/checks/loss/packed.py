@@ -1,0 +1,57 @@
+"""The gradient of the run's step (its attention, packing, shared prefixes, chunked head) against the sum over its
+samples, each alone through the library's own attention, head and automatic differentiation.
+"""
+
+from __future__ import annotations
+
+from taut import loop
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.loss.compare import ROUNDING, gradients, worst
+from taut.checks.loss.first import KNOWN
+from taut.checks.loss.step import batch_trees
+from taut.checks.session import Session
+from taut.models.prove import library_attention, library_logps
+from taut.types import Sample
+
+
+def ask(session: Session) -> Finding:
+    """Is the gradient of packed samples the sum of theirs alone, by the library's own attention?"""
+    job = session.job
+    if set(job.method.loss.units) - KNOWN:
+        return skipped("the loss is not cross entropy alone")
+    if job.noise is not None:
+        return skipped("noise is on: samples alone would have other noise")
+    if session.ranks.size > 1:
+        return skipped("the library's own path runs on one rank")
+    trees = batch_trees(session)
+    samples = [sample for tree in trees for sample in tree.samples]
+    ours = gradients(session, lambda: loop.add_gradients(job, trees, 1))
+    theirs = gradients(session, lambda: _alone(session, samples))
+    name, error = worst(theirs, ours)
+    library, limit = library_attention(session.model), ROUNDING[session.dtype]
+    if not error <= limit:
+        return failed(
+            f"the gradient of {name} differs by {100 * error:.3g}% from the same samples alone (at most "
+            f"{100 * limit:g}% is rounding)",
+            number=error,
+            unit="relative",
+            evidence=[
+                f"{len(samples)} samples, {sum(s.num_tokens for s in samples)} tokens, library's {library}"
+            ],
+            remedy="the backward of the packed forward is wrong; set attention=reference, and please report the model",
+        )
+    said = f"as {len(samples)} samples alone by the library's {library}; worst: {name}"
+    return passed(said, error, "relative")
+
+
+def _alone(session: Session, samples: list[Sample]) -> None:
+    """In evaluation mode, where layers are not computed again in backward: by then another attention is in force."""
+    job, total = session.job, sum(float(sample.weight_N.sum()) for sample in samples)
+    session.scorer.eval()
+    for sample in samples:
+        with job.compute():
+            logp_N = library_logps(session.scorer.model, sample, session.ranks.device)
+            weights = logp_N.new_tensor(sample.weight_N)
+            loss = -(weights * logp_N).sum() / total
+        with job.compute_backward():
+            loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,74 @@
+"""One backward of the loop's. A tensor outside the graph fails; one whose gradient is exactly zero does too, unless the
+batch or the start explains it:
+
+- the first matrix of an adapter whose second one is zero and has a gradient;
+- experts and routers, which a token may not be routed to; single rows, whose token may not be there;
+- everything, where each target's predictor sees one token alone: attention has nothing to choose then.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.loss.step import Step, step, trained
+from taut.checks.session import Session
+
+SHOWN = 4
+SPARSE = re.compile(r"expert|router|\.gate\.|trainable_tokens")
+"""Names of tensors that a batch may leave alone."""
+FIRST = re.compile(r"\.lora_(embedding_)?A\b")
+
+
+def ask(session: Session) -> Finding:
+    """Does every tensor that trains get a gradient?"""
+    seen = session.once(step)
+    every = len(seen.norms) + len(seen.absent)
+    outside = [name for name in seen.absent if not SPARSE.search(name)]
+    if outside:
+        return failed(
+            f"{len(outside)} of {every} trained tensors get no gradient",
+            number=len(outside),
+            unit=f"of {every} tensors",
+            evidence=_shortened(outside),
+            remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
+            "cut off from the loss, set activation_checkpointing=false, and please report the model",
+        )
+    zero = [name for name, value in seen.norms.items() if value == 0.0]
+    still = [
+        name for name in zero if not SPARSE.search(name) and not _is_first(session, name, seen)
+    ]
+    if still and _sees_more_than_one(session):
+        return failed(
+            f"the gradient of {len(still)} of {every} trained tensors is exactly zero",
+            number=len(still),
+            unit=f"of {every} tensors",
+            evidence=_shortened(still),
+            remedy="the loss does not depend on them: leave them out with the key freeze, or look for a weight or "
+            "gate of zero behind them",
+        )
+    notes = (
+        [f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}"] if zero else []
+    )
+    return passed("all trained tensors get a gradient", every, "tensors", notes)
+
+
+def _is_first(session: Session, name: str, seen: Step) -> bool:
+    """Whether this is the first matrix of an adapter that starts at zero."""
+    second = FIRST.sub(lambda found: found[0][:-1] + "B", name)
+    parameter = trained(session).get(second)
+    if second == name or parameter is None or seen.norms.get(second, 0.0) == 0.0:
+        return False
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return not bool(torch.any(local.detach()))
+
+
+def _sees_more_than_one(session: Session) -> bool:
+    return any(bool((sample.target_at_N > 1).any()) for sample in session.batch)
+
+
+def _shortened(names: list[str]) -> list[str]:
+    more = len(names) - SHOWN
+    return [*names[:SHOWN], *([f"and {more} more"] if more > 0 else [])]

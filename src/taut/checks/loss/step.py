@@ -1,0 +1,145 @@
+"""What the run's first forward and backward do to a small batch: measured once, read by every quick check of the loss.
+
+The gradient is taken by the loop's own function with the run's own budget, policy, precision and noise, and forgotten
+again: only the norm of each tensor's stays. While the model runs, a hook on the backbone computes each target's
+log-prob in the plainest way, from all logits of its predictor, for ``model.head`` to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taut import loop
+from taut.checks.session import Session
+from taut.loop import StepReport
+from taut.models import anatomy
+from taut.models.score import score_hidden
+from taut.types import Packed, Sample, Scores, Tree
+
+ROWS = 64
+"""Logits that exist at a time."""
+
+
+@dataclass
+class Step:
+    """What was seen."""
+
+    report: StepReport | None = None
+    """None: nothing the loss depends on can be trained."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """Trained tensor -> norm of its gradient, over all ranks. Without those that have none."""
+    absent: list[str] = field(default_factory=list)
+    """Trained tensors without a gradient."""
+    heads: list[Head] = field(default_factory=list)
+    """One a micro-batch of this rank."""
+
+
+@dataclass
+class Head:
+    """The log-probs of a micro-batch's targets, [N], and what they were predicted from."""
+
+    packed: Packed
+    hidden_ND: Tensor
+    plain_N: Tensor
+    """From all logits, by log_softmax."""
+    recomputed_N: Tensor
+    """By the way through the head that computes logits again in backward."""
+    logp_N: Tensor | None = None
+    """By the way the run takes."""
+
+
+def step(session: Session) -> Step:
+    """One forward and backward of ``session.batch``; gradients are gone when it returns."""
+    job, scorer, seen = session.job, session.scorer, Step()
+    was_training = scorer.training
+    try:
+        with _watching(session, seen):
+            seen.report = loop.add_gradients(job, batch_trees(session), 1)
+        for name, parameter in trained(session).items():
+            if parameter.grad is None:
+                seen.absent.append(name)
+            else:
+                seen.norms[name] = norm(parameter.grad)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        seen.absent = list(trained(session))
+    finally:
+        forget(session)
+        scorer.train(was_training)
+    return seen
+
+
+def batch_trees(session: Session) -> list[Tree]:
+    """The batch as a method would prepare it: each sample once, a tree of its own."""
+    unique: dict[str, Sample] = {sample.id: sample for sample in session.batch}
+    return [Tree((sample,)) for sample in unique.values()]
+
+
+def trained(session: Session) -> dict[str, nn.Parameter]:
+    """The tensors that train, by name."""
+    return {name: p for name, p in session.scorer.model.named_parameters() if p.requires_grad}
+
+
+def forget(session: Session) -> None:
+    """No gradients; sharded weights of the root gathered, as a forward without gradient leaves them."""
+    session.job.optimizer.zero_grad(set_to_none=True)
+    if session.ranks.size > 1:
+        root: Any = session.scorer
+        root.unshard()
+
+
+def norm(tensor: Tensor) -> float:
+    """The norm over all ranks. Not 0 where squares underflow and an entry is not 0."""
+    for order in (2.0, torch.inf):
+        found: Any = torch.linalg.vector_norm(tensor.detach(), order)
+        value = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+        if value != 0.0:
+            break
+    return value
+
+
+@contextmanager
+def _watching(session: Session, seen: Step) -> Iterator[None]:
+    """Keep what goes into the head and what comes out of it. A sharded head is whole only while the scorer runs."""
+    scorer, given = session.scorer, list[Packed]()
+
+    def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
+        given.append(args[0])
+
+    def look(_: nn.Module, __: Any, output: Any) -> None:
+        seen.heads.append(_head(scorer.model, given[-1], output.last_hidden_state))
+
+    def end(_: nn.Module, __: Any, scores: Scores) -> None:
+        seen.heads[-1].logp_N = scores.logp_N.detach()
+
+    hooks = [
+        scorer.register_forward_pre_hook(begin),
+        anatomy.decoder(scorer.model).register_forward_hook(look),
+        scorer.register_forward_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _head(model: nn.Module, packed: Packed, hidden: Tensor) -> Head:
+    spec = anatomy.head(model)
+    hidden_ND = hidden.squeeze(0).index_select(0, packed.predictor_N.to(hidden.device))
+    target_N = packed.target_N.to(hidden.device)
+    parts = zip(torch.split(hidden_ND, ROWS), torch.split(target_N, ROWS), strict=True)
+    plain = [
+        torch.log_softmax(spec.logits(some), -1).gather(1, targets[:, None]).squeeze(1)
+        for some, targets in parts
+    ]
+    recomputed_N = score_hidden(hidden_ND, target_N, spec).logp_N
+    return Head(packed, hidden_ND, torch.cat(plain), recomputed_N)
