@@ -183,6 +183,8 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
             "changes now; begin again"
         )
     inputs = inputs_of(run, language, stops, train, held_out)
+    for data in (train, held_out):
+        _require_rows(data, language)
     inputs.decisions.extend(_taught_ends(train, stops))
     return inputs
 
@@ -204,6 +206,24 @@ def inputs_of(
     return Inputs(
         config, tokenizer, renderer, train, held_out, max_length, new_ids, stops, decisions
     )
+
+
+def num_rows(language: Language) -> int:
+    """Rows of the embedding, those of added tokens included."""
+    own = int(language.config.get_text_config().vocab_size)
+    return max([own, *(index + 1 for index in language.new_ids)])
+
+
+def _require_rows(data: Dataset | None, language: Language) -> None:
+    """Raise DataError where the data have an id that the model has no row for."""
+    size = num_rows(language)
+    beyond = None if data is None else data.first_beyond(size)
+    if beyond is not None:
+        place, index = beyond
+        raise DataError(
+            f"{place}: has token {index} ({language.tokenizer.convert_ids_to_tokens(index)}), and the model has "
+            f"{size:,} rows; expected the model's own tokenizer; take the added tokens out of it and name them in tokens.add"
+        )
 
 
 def _taught_ends(train: Dataset, stops: StopSet) -> list[Decision]:

@@ -136,6 +136,15 @@ class Part:
             num_found += np.unique(np.repeat(np.arange(counts.size), counts)[is_one]).size
         return num_found
 
+    def first_beyond(self, size: int) -> tuple[str, int] | None:
+        """The first sample with an id of ``size`` or more, and the id."""
+        ids = self.entry.arrays["ids"]
+        if ids.max() < size:
+            return None
+        at = int((ids >= size).argmax())
+        index = int(np.searchsorted(self.entry.arrays["offsets"], at, side="right")) - 1
+        return self.name(index), int(ids[at])
+
     def name(self, index: int) -> str:
         line, part = self.entry.arrays["line"][index], self.entry.arrays["part"][index]
         return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
@@ -181,6 +190,10 @@ class Dataset(Sequence[Sample]):
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
         return sum(part.num_with_target(ids) for part in self.parts)
+
+    def first_beyond(self, size: int) -> tuple[str, int] | None:
+        """The first sample with an id of ``size`` or more, and the id; None: there is none."""
+        return next((it for part in self.parts if (it := part.first_beyond(size))), None)
 
     def changed_sources(self) -> list[str]:
         """The paths of the sources whose files are no longer what was read, or gone. A look at each file's size,

@@ -27,6 +27,13 @@ CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
 """What a question is about, by the names that data sets give it."""
 SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
 """Columns that a prompt should have, where a format does not read them."""
+REMEDY = {
+    "text": 'set data.columns={{prompt = "text", completion = "{0}"}}',
+    "alpaca": 'set data.columns={{input = "{0}"}}, or join it to the instruction',
+    "completion": "join it to the prompt",
+    "tools": "give the rows as messages, which have tools",
+}
+"""What to do with a column that is passed over."""
 
 
 class Read(NamedTuple):
@@ -61,8 +68,8 @@ def ask(session: Session) -> Finding:
             number=len(examples),
             unit=f"of {_num_rows(read, source):,} rows",
             evidence=[_shown(name, it[0]) for (_, name), it in list(lost.items())[:SHOWN]],
-            remedy=f"say what {name} is in data.columns or data.format, or name it in data.ignore_keys if it is not "
-            "to be used",
+            remedy=REMEDY["tools" if name == "tools" else kind].format(name)
+            + ", or name it in data.ignore_keys if it is not to be used",
         )
     kinds = " and ".join(Counter(one.how.format for one in read))
     counts = Counter(name for one in read for name in one.how.unread)

@@ -25,7 +25,7 @@ from taut.types import IntArray
 RECORDS = 2000
 """Records of a split that are looked at, the first of each source."""
 SAMPLES = 20_000
-TOKENS = 2_000_000
+TOKENS = 1_000_000
 """Samples of a split, and their tokens, that are looked at."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
-from taut.checks.data.records import splits
+from taut.checks.data.records import Flat, flat, flat_train, splits
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session, Unavailable
 from taut.data.attempts import Attempt, attempt_rows
-from taut.data.dataset import Dataset, sources
+from taut.data.dataset import sources
 from taut.data.length import Limits
 from taut.data.sources import open_source
 from taut.errors import TautError
@@ -22,8 +22,6 @@ PARTICULAR = re.compile(r"\d+|'[^']*'")
 """What differs between errors of one kind."""
 MOST_ROWS = 200_000
 """Rows of a source that are gone through once there is an error."""
-MOST_COMPARED = 20_000
-"""Samples that are compared to find repeated ones."""
 
 
 def ask(session: Session) -> Finding:
@@ -36,19 +34,21 @@ def ask(session: Session) -> Finding:
         return _failed(session, missing.error)
     num_rows = sum(one.report.num_rows for _, one in data)
     said = ", ".join(f"{one.report.num_samples:,} of {name}" for name, one in data)
-    notes = [note for name, one in data for note in _repeated(name, one)]
+    looks = [
+        (name, session.once(flat_train) if name == "train" else flat(one)) for name, one in data
+    ]
+    notes = [note for name, look in looks for note in _repeated(name, look)]
     return passed(f"samples: {said}", num_rows, "rows", notes)
 
 
-def _repeated(name: str, data: Dataset) -> list[str]:
+def _repeated(name: str, look: Flat) -> list[str]:
     """Samples that are there more than once."""
-    looked = range(min(len(data), MOST_COMPARED))
-    counts = Counter(data[i].ids_T.tobytes() for i in looked)
-    repeated = len(looked) - len(counts)
-    if not repeated:
+    starts = pairwise(look.start_S.tolist())
+    num_different = len({look.ids_T[start:stop].tobytes() for start, stop in starts})
+    num_repeated = look.index_S.size - num_different
+    if not num_repeated:
         return []
-    of = f"{len(looked):,}" if len(looked) == len(data) else f"the first {len(looked):,}"
-    return [f"{name}: {repeated:,} of {of} samples repeat another"]
+    return [f"{name}: {num_repeated:,} of {look.index_S.size:,} samples repeat another"]
 
 
 def _failed(session: Session, error: TautError) -> Finding:

@@ -1,5 +1,5 @@
-"""What the data became as tokens: ids the model has no row for, unknown tokens, broken characters.
-Special tokens in messages are ``template.markup``.
+"""What the data became as tokens: ids the model has no row for, unknown tokens, broken characters. Special tokens in
+messages are ``template.markup``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from taut.checks.data.records import Flat, flat_train, rows
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
 from taut.data.formats import Completion, Document, Row
+from taut.run import num_rows
 
 UNKNOWN = 0.2
 BROKEN = 0.1
@@ -28,43 +29,27 @@ def ask(session: Session) -> Finding:
     problem = _beyond(session) or _unknown(session, look) or _broken(session)
     if problem:
         return problem
-    size, num_used = _num_rows(session), np.unique(look.ids_T).size
+    size, num_used = num_rows(session.language), int(np.count_nonzero(np.bincount(look.ids_T)))
     said = f"different tokens, {num_used / size:.1%} of the vocabulary{look.looked_at}"
     return passed(said, num_used, "tokens", _notes(session, look))
 
 
-def _num_rows(session: Session) -> int:
-    """Rows of the embedding, added tokens included."""
-    own = int(session.language.config.get_text_config().vocab_size)
-    return max([own, *(index + 1 for index in session.language.new_ids)])
-
-
 def _beyond(session: Session) -> Finding | None:
     """Ids without a row."""
-    size = _num_rows(session)
+    size = num_rows(session.language)
     for _, data in session.data:
-        found = [(part, int(np.max(part.entry.arrays["ids"]))) for part in data.parts]
-        part, largest = max(found, key=lambda item: item[1])
-        if largest >= size:
-            token = session.tokenizer.convert_ids_to_tokens(largest)
-            number = int(np.searchsorted(part.entry.arrays["offsets"], _first(part, size), "right"))
+        if beyond := data.first_beyond(size):
+            place, index = beyond
+            token = session.tokenizer.convert_ids_to_tokens(index)
             return failed(
-                f"token {largest} of the data has no row: the model has {size:,}",
-                number=largest,
+                f"token {index} of the data has no row: the model has {size:,}",
+                number=index,
                 unit=f"of {size:,} rows",
-                evidence=[
-                    f"first in {part.name(number - 1)}",
-                    f"the tokenizer writes it {token!r}",
-                ],
-                remedy="the tokenizer is of another model, or has tokens that the model was not given; use the "
-                "model's own, or name the tokens in tokens.add",
+                evidence=[f"first in {place}", f"the tokenizer writes it {token!r}"],
+                remedy="use the model's own tokenizer; tokens that somebody added to it are to be taken out and named "
+                "in tokens.add, which gives the model rows for them",
             )
     return None
-
-
-def _first(part: object, size: int) -> int:
-    ids = part.entry.arrays["ids"]  # type: ignore[attr-defined]
-    return int(np.argmax(np.asarray(ids) >= size))
 
 
 def _unknown(session: Session, look: Flat) -> Finding | None:
