@@ -235,6 +235,14 @@ def _is_vision(facts: Facts) -> Answer:
     return Answer("vision_config" in config, f"model_type {config.get('model_type')}")
 
 
+def _is_qwen3_5(facts: Facts) -> Answer:
+    config = facts.file("config.json")
+    if config is None:
+        return facts.missing
+    kind = str(config.get("model_type", ""))
+    return Answer(kind.startswith("qwen3_5"), f"model_type {kind}")
+
+
 def _columns(name: str, wanted: set[str]) -> Callable[[Facts], Answer]:
     def ask(facts: Facts) -> Answer:
         row = facts.first_row
@@ -282,6 +290,7 @@ FACTS: Mapping[str, Callable[[Facts], Answer]] = {
     "has_state_layers": _has_state_layers,
     "is_adapter": _is_adapter,
     "is_vision": _is_vision,
+    "is_qwen3_5": _is_qwen3_5,
     "data_is_prompt_completion": _columns("data_is_prompt_completion", {"prompt", "completion"}),
     "data_is_messages": _columns("data_is_messages", {"messages"}),
     "keeps_master_weights": _keeps_master_weights,

@@ -20,7 +20,6 @@ SPECS = {
     "trl:trl_sft.yaml": {"trl.packing-wrapped"},
     "trl:trl_dpo.sh": {
         "trl.dpo-padding-free-off",
-        "trl.dpo-reference-cache",
         "trl.dpo-cut-at-1024",
     },
     "open-r1:open_r1_sft.yaml": {"trl.packing-without-boundaries"},
