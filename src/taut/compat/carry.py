@@ -9,6 +9,7 @@ Imports ``recipe.py``. ``examine.py`` imports it.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -202,7 +203,9 @@ def carry(recipe: Recipe) -> Carried | None:
     settings: dict[str, Any] = {"model": recipe.model, "data.train": _data(recipe, left)}
     for key, name in KEYS[recipe.framework].items():
         value = recipe.value(key, DEFAULTS[recipe.framework].get(key))
-        if value is not None and not isinstance(value, dict | list):
+        if isinstance(value, float) and not math.isfinite(value):
+            left.append(f"{recipe.settings[key].place}: {key} = {value}")
+        elif value is not None and not isinstance(value, dict | list):
             settings[name] = value
     _unspoken(recipe, settings, left)
     _batch(recipe, settings, left)

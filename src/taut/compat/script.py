@@ -148,7 +148,8 @@ class _Lexer:
         self.word: str | None = None
         self.word_line = first_line
         self.obstacle = ""
-        self.list_name: str | None = None
+        self.items: list[Word] | None = None
+        """Of the list that is open."""
         self.end_of_body: str | None = None
         self.skips_word = self.awaits_body = False
 
@@ -177,7 +178,7 @@ class _Lexer:
             return
         if kind in ("space", "newline"):
             self._end_word()
-            if kind == "newline" and self.list_name is None and self.end_of_body is None:
+            if kind == "newline" and self.items is None and self.end_of_body is None:
                 self.done.append(_Command())
         elif kind == "operator":
             self._operator(text)
@@ -185,12 +186,12 @@ class _Lexer:
             self._add(kind, text)
 
     def _operator(self, text: str) -> None:
-        if self.list_name is not None and text[0] == ")":
+        if self.items is not None and text[0] == ")":
             self._end_word()
-            self.list_name = None
+            self.items = None
         elif text == "(" and self.word is not None and self.word.endswith("="):
-            self.list_name, self.word = self.word.rstrip("+="), None
-            self.done[-1].lists[self.list_name] = []
+            self.items = self.done[-1].lists.setdefault(self.word.rstrip("+="), [])
+            self.word = None
         elif "<" in text or ">" in text:
             if self.word is not None and self.word.isdigit():
                 self.word = None  # the 2 of 2>&1
@@ -232,8 +233,8 @@ class _Lexer:
             self.skips_word = False
             if self.awaits_body:
                 self.end_of_body = word.text
-        elif self.list_name is not None:
-            self.done[-1].lists[self.list_name].append(word)
+        elif self.items is not None:
+            self.items.append(word)
         else:
             self.done[-1].words.append(word)
 

@@ -119,6 +119,15 @@ def test_what_equals_what_in_taut() -> None:
     assert run.lora.rank == 0
 
 
+def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.yaml", "model_name_or_path: m\nmax_grad_norm: .nan\n")
+    found = examine(f"trl:{path}")
+    assert found.carried is not None
+    assert "optim.clip_grad_norm" not in found.carried.settings
+    assert "a.yaml:2: max_grad_norm = nan" in found.carried.left
+    json.dumps(found.as_json(), allow_nan=False)
+
+
 def test_methods_other_than_sft_are_not_carried_over() -> None:
     assert report("trl:trl_dpo.sh").carried is None
 

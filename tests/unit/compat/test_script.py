@@ -108,3 +108,8 @@ def test_options_and_what_follows_them() -> None:
         ("--flag", []),
         ("--list", ["p", "q"]),
     ]
+
+
+def test_a_list_may_hold_what_separates_commands_elsewhere() -> None:
+    (words,) = commands('A=(--a 1; --b 2)\nx "${A[@]}"\n', "x.sh")
+    assert [word.text for word in words] == ["x", "--a", "1", "--b", "2"]
