@@ -200,7 +200,8 @@ def carry(recipe: Recipe) -> Carried | None:
     if recipe.method != "sft" or recipe.model is None:
         return None
     left = list[str]()
-    settings: dict[str, Any] = {"model": recipe.model, "data.train": _data(recipe, left)}
+    model = str(Path(recipe.model).expanduser()) if recipe.model[0] == "~" else recipe.model
+    settings: dict[str, Any] = {"model": model, "data.train": _data(recipe, left)}
     for key, name in KEYS[recipe.framework].items():
         value = recipe.value(key, DEFAULTS[recipe.framework].get(key))
         if isinstance(value, float) and not math.isfinite(value):
