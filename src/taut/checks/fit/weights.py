@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from taut.checks.loss.step import forget, trained
+from taut.checks.loss.step import forget, scatter, trained
 from taut.checks.session import Session
 
 
@@ -17,21 +16,20 @@ from taut.checks.session import Session
 def put_back(session: Session) -> Iterator[dict[str, Tensor]]:
     """Name -> a copy of this rank's part of every trained tensor; what they hold is put back at the end."""
     was_training = session.scorer.training
+    scatter(session)
     copies = {name: local(p).to("cpu", copy=True) for name, p in trained(session).items()}
     try:
         yield copies
     finally:
-        forget(session)
         restore(session, copies)
+        forget(session)
         session.scorer.train(was_training)
 
 
 @torch.no_grad()
 def restore(session: Session, copies: dict[str, Tensor]) -> None:
     """The weights as they were when ``copies`` were made."""
-    if session.ranks.size > 1:
-        root: Any = session.scorer
-        root.reshard()
+    scatter(session)
     for name, parameter in trained(session).items():
         local(parameter).copy_(copies[name])
 

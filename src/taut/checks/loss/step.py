@@ -88,11 +88,23 @@ def trained(session: Session) -> dict[str, nn.Parameter]:
 
 
 def forget(session: Session) -> None:
-    """No gradients; sharded weights of the root gathered, as a forward without gradient leaves them."""
+    """No gradients; the root's weights gathered."""
     session.job.optimizer.zero_grad(set_to_none=True)
+    gather(session)
+
+
+def gather(session: Session) -> None:
+    """The root's sharded weights whole, as a forward without gradient leaves them."""
+    root: Any = session.scorer
     if session.ranks.size > 1:
-        root: Any = session.scorer
         root.unshard()
+
+
+def scatter(session: Session) -> None:
+    """The root's weights in their parts, as the optimizer has them and a backward leaves them."""
+    root: Any = session.scorer
+    if session.ranks.size > 1:
+        root.reshard()
 
 
 def norm(tensor: Tensor) -> float:
