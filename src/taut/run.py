@@ -222,7 +222,7 @@ def _require_rows(data: Dataset | None, language: Language) -> None:
         place, index = beyond
         raise DataError(
             f"{place}: has token {index} ({language.tokenizer.convert_ids_to_tokens(index)}), and the model has "
-            f"{size:,} rows; expected the model's own tokenizer; take the added tokens out of it and name them in tokens.add"
+            f"{size:,} rows; expected the model's own tokenizer; take added tokens out and name them in tokens.add"
         )
 
 

@@ -37,7 +37,8 @@ def ask(session: Session) -> Finding:
         )
     if not report.dropped and not report.cut:
         return passed("nothing cut, nothing dropped", 0.0, "of targets lost")
-    split = len(report.cut) - len(cut)
-    notes = [f"{split:,} split into windows"] if split else []
+    rest = len(report.cut) - len(cut)
+    how = "split into windows" if config.too_long == "split" else "cut after their last target"
+    notes = [f"{rest:,} {how}"] if rest else []
     said = f"{len(cut):,} cut, {len(dropped):,} dropped for their length"
     return passed(said, share, "of targets lost", notes)

@@ -1,0 +1,313 @@
+"""What the checks of data count, on data whose numbers are known, and that sound data raise no alarm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.chats import SENTENCE, chats, write_rows
+from tests.checks.faults.data import plain, talks, words
+from tests.checks.planting import Place
+from tests.tokenizers import CHATML
+
+from taut.checks import CHECKS
+from taut.checks.data import leak, lengths, overlap, records, targets
+from taut.checks.data.records import Exchange
+from taut.checks.examine import examine
+from taut.checks.finding import Finding
+from taut.checks.session import Session
+from taut.data.columns import Columns, recognise
+
+NAMES = [name for name in CHECKS if name.startswith("data.")]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(tmp_path, monkeypatch)
+
+
+def findings(session: Session) -> dict[str, Finding]:
+    return {one.name: one.finding for one in examine(session, "full", NAMES).answered}
+
+
+def failures(session: Session) -> list[str]:
+    return [f"{name}: {it}" for name, it in findings(session).items() if it.outcome == "failed"]
+
+
+class TestFlat:
+    def test_all_samples_of_a_mixture_are_there_in_order(self, place: Place) -> None:
+        paths = [place.data(chats(n, seed=n), f"{n}.jsonl") for n in (3, 5)]
+        mixture = [{"path": str(paths[0])}, {"path": str(paths[1]), "weight": 2.0}]
+        train = place.session(data__train=mixture).train
+        look = records.flat(train)
+        assert look.ids_T.tolist() == [i for sample in train for i in sample.ids_T]
+        expected = [np.isin(np.arange(s.num_tokens), s.target_at_N) for s in train]
+        assert look.is_target_T.tolist() == np.concatenate(expected).tolist()
+        assert not look.looked_at
+        assert look.name(3) == train[3].id
+
+    def test_a_bounded_look_is_spread_and_says_so(self, place: Place) -> None:
+        train = place.session(data=place.data(chats(40))).train
+        look = records.flat(train, samples=5)
+        assert look.index_S.tolist() == [0, 9, 19, 29, 39]
+        assert look.looked_at == "; 5 of 40 samples looked at"
+        for number, index in enumerate(look.index_S):
+            start, stop = look.start_S[number : number + 2]
+            assert look.ids_T[start:stop].tolist() == train[int(index)].ids_T.tolist()
+
+
+class TestRows:
+    def test_every_kind_of_error_is_counted_and_shown_once(self, place: Place) -> None:
+        rows = chats(10)
+        for at in (1, 4, 6):
+            rows[at]["messages"][-1]["content"] = ""
+        rows[8]["messages"][1]["role"] = "bot"
+        file = place.data(rows)
+        lines = file.read_text(encoding="utf-8").splitlines()
+        file.write_text("\n".join([*lines, '{"messages": [', lines[0]]) + "\n", encoding="utf-8")
+        found = findings(place.session(data=file))["data.rows"]
+        assert (found.outcome, found.number, found.unit) == ("failed", 5, "of 12 rows")
+        first, *rest = found.evidence
+        assert "train.jsonl:2: messages[2].content is empty (3 such)" in first
+        assert any("train.jsonl:9" in line for line in rest)
+        assert any("train.jsonl:11: broken JSON" in line for line in rest)
+
+    def test_rows_without_targets_are_told_for_eval_too(self, place: Place) -> None:
+        held_out = chats(4)
+        held_out[2]["messages"].pop()
+        file = place.data(held_out, "eval.jsonl")
+        found = findings(place.session(data__eval=str(file)))["data.rows"]
+        assert (found.number, found.unit) == (1, "of 16 rows")
+        assert "eval.jsonl:3: the row has no targets" in found.evidence[0]
+        assert "data.without_targets=drop" in found.remedy
+
+    def test_a_file_that_is_not_there(self, place: Place) -> None:
+        found = findings(place.session(data=place.directory / "none.jsonl"))
+        assert found["data.rows"].remedy == "check the path"
+        assert {it.outcome for name, it in found.items() if name != "data.rows"} == {"skipped"}
+
+    def test_repeated_rows_pass_with_their_number(self, place: Place) -> None:
+        found = findings(place.session(data=place.data([*chats(6), *chats(6)[:2]])))["data.rows"]
+        assert found.outcome == "passed"
+        assert found.notes == ("train: 2 of 8 samples repeat another",)
+
+
+class TestColumns:
+    @pytest.mark.parametrize(
+        ("row", "columns", "unread"),
+        [
+            ({"messages": [], "tools": [], "id": 3}, {}, {"id"}),
+            ({"prompt": "a", "completion": "b", "tools": []}, {}, {"tools"}),
+            ({"prompt": [], "completion": [], "tools": []}, {}, set()),
+            ({"instruction": "a", "output": "b", "input": "", "text_id": 1}, {}, {"text_id"}),
+            ({"text": "a", "url": "b", "n": None}, {"ignore_keys": ("url",)}, set()),
+            ({"t": "a", "text": "b"}, {"mapping": {"text": "t"}}, set()),
+        ],
+    )
+    def test_what_a_format_does_not_read(
+        self, row: Mapping[str, Any], columns: Mapping[str, Any], unread: set[str]
+    ) -> None:
+        assert set(recognise(row, "here:1", Columns(**columns)).unread) == unread
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            [{"text": SENTENCE, "label": 1}],
+            [{"text": f"{SENTENCE} so", "answer": "so"}],
+            [{"text": SENTENCE, "url": "http://somewhere", "timestamp": "2019"}],
+            [{"prompt": f"{SENTENCE} why?", "completion": " so", "context": SENTENCE}],
+            [{"instruction": "say", "output": "so", "input": "", "context": " "}],
+            [*([{"instruction": "say", "output": "so"}] * 39), {"instruction": "s", "output": "o", "context": "c"}],
+            [{**chats(1)[0], "prompt": "why?", "chosen": "so", "label": True, "answer": "42"}],
+        ],
+    )  # fmt: skip
+    def test_columns_that_nobody_misses_are_notes(
+        self, rows: Sequence[Mapping[str, Any]], place: Place
+    ) -> None:
+        assert not failures(place.session(data=place.data(rows)))
+
+    def test_a_format_that_was_chosen_is_meant(self, place: Place) -> None:
+        file = place.data([{"text": SENTENCE, "answer": "birds of paradise"}])
+        assert failures(place.session(data=file))
+        assert not failures(place.session(data=file, data__format="text"))
+
+
+class TestImages:
+    @pytest.mark.parametrize("kind", ["path", "bytes", "url", "http", "part"])
+    def test_pictures_that_can_be_opened_are_no_fault_of_theirs(
+        self, kind: str, place: Place
+    ) -> None:
+        Image.new("RGB", (2, 2)).save(place.directory / "cat.png")
+        rows = talks(*plain(), images=["cat.png"])
+        values = {
+            "path": {"path": "cat.png"},
+            "bytes": "cat.png",
+            "url": str(place.directory / "cat.png"),
+            "http": "https://example.org/cat.png",
+        }
+        for row in rows:
+            if kind == "part":
+                words = row["messages"][0]["content"]
+                picture = {"type": "image", "image": row.pop("images")[0]}
+                row["messages"][0]["content"] = [picture, {"type": "text", "text": words}]
+            else:
+                row["images"] = [values[kind]]
+        found = findings(place.session(data=place.data(rows)))
+        assert found["data.images"].outcome == "passed"
+        assert found["data.rows"].outcome == "failed"
+
+    def test_a_picture_cut_short(self, place: Place) -> None:
+        whole = place.directory / "cat.png"
+        Image.new("RGB", (64, 64)).save(whole)
+        whole.write_bytes(whole.read_bytes()[:60])
+        found = findings(place.session(data=place.data(talks(*plain(), image="cat.png"))))
+        assert found["data.images"].outcome == "failed"
+        assert found["data.columns"].outcome == found["data.rows"].outcome == "skipped"
+
+
+class TestTargets:
+    def test_answers_that_the_template_takes_away(self, place: Place) -> None:
+        """Thoughts are stripped, and there is nothing after them: what is left is the end."""
+        template = place.directory / "template.jinja"
+        written = "message['content'].split('</think>')[-1]"
+        template.write_text(CHATML.replace("message['content']", written), encoding="utf-8")
+        questions, answers = plain()
+        data = place.data(talks(questions, [f"<think>{text}</think>" for text in answers]))
+        session = place.session(data=data, data__template=str(template))
+        found = targets.ask(session)
+        assert found.outcome == "failed"
+        assert (found.number, found.unit) == (12, "of 12 samples")
+        twin = place.data(talks(questions, [f"<think></think>{text}" for text in answers]))
+        assert (
+            targets.ask(place.session(data=twin, data__template=str(template))).outcome == "passed"
+        )
+
+
+class TestLengths:
+    def test_the_histogram_has_every_sample(self) -> None:
+        lengths_S = np.array([1, 16, 17, 32, 33, 64, 64, 64])
+        assert lengths.histogram(lengths_S) == "samples by tokens: to 16 25%, to 32 25%, to 64 50%"
+
+    def test_what_was_lost_is_counted(self, place: Place) -> None:
+        questions, answers = plain()
+        answers = [*answers[:-1], " ".join([SENTENCE] * 8)]
+        file = place.data(talks(questions, answers))
+        whole = place.session(data=file, data__max_length=400).train
+        short = place.session(data=file, data__max_length=110, data__too_long="truncate")
+        found = findings(short)["data.truncation"]
+        lost = whole.report.num_targets - short.train.report.num_targets
+        assert found.outcome == "passed"
+        assert found.says.startswith("1 cut, 0 dropped")
+        assert found.number == pytest.approx(lost / whole.report.num_targets)
+
+    def test_documents_that_are_split_lose_nothing(self, place: Place) -> None:
+        file = place.data([{"text": " ".join([SENTENCE] * 4)}] * 3)
+        session = place.session(data=file, data__max_length=30, data__too_long="split")
+        found = findings(session)["data.truncation"]
+        assert (found.outcome, found.number) == ("passed", 0.0)
+        assert found.notes == ("3 split into windows",)
+
+    def test_documents_may_be_cut(self, place: Place) -> None:
+        file = place.data([{"text": " ".join([SENTENCE] * 4)}] * 3)
+        session = place.session(data=file, data__max_length=30, data__too_long="truncate")
+        found = findings(session)["data.truncation"]
+        assert found.outcome == "passed"
+        assert (found.number or 0) > 0.3
+
+
+class TestOverlap:
+    def test_equal_samples_are_found_wherever_they_are(self, place: Place) -> None:
+        train = [place.data(chats(30, seed=n), f"{n}.jsonl") for n in (1, 2)]
+        known = [chats(30, seed=2)[at] for at in (0, 17, 17, 29)]
+        held_out = place.data([*known, *chats(5, seed=9)], "eval.jsonl")
+        session = place.session(data__train=[*map(str, train)], data__eval=str(held_out))
+        assert session.eval is not None
+        found = overlap.equal_samples(session.train, records.flat(session.eval))
+        assert found.tolist() == [True] * 4 + [False] * 5
+
+    def test_a_common_prompt_is_no_overlap_and_a_common_text_is(self, place: Place) -> None:
+        system = f"{SENTENCE} {SENTENCE}"
+        texts = words(20, at_least=20, most=30)
+        rows = [
+            {"messages": [{"role": "system", "content": system}, *row["messages"]]}
+            for row in talks(texts, words(20))
+        ]
+        fresh = [
+            {"messages": [{"role": "system", "content": system}, *row["messages"]]}
+            for row in talks(words(21, 20, 30)[:2], ["the end", "no"])
+        ]
+        again = {"messages": [*rows[3]["messages"][:-1], {"role": "assistant", "content": "other"}]}
+        held_out = place.data([*fresh, again], "eval.jsonl")
+        found = findings(place.session(data=place.data(rows), data__eval=str(held_out)))
+        assert found["data.overlap"].outcome == "passed"
+        assert found["data.overlap"].says == "0 equal, 1 mostly in data.train"
+        assert found["data.overlap"].number == 1
+
+    def test_answers_to_other_prompts_may_choose_the_model(self, place: Place) -> None:
+        held_out = place.data(name="eval.jsonl")
+        keys = {"eval__best": "exact_match", "eval__answers__rewards": "exact_match"}
+        session = place.session(data__eval=str(held_out), **keys)
+        assert overlap.measured_on_eval(session.run) == "exact_match"
+        other = place.session(data__eval=str(held_out), eval__answers__data="x.jsonl", **keys)
+        assert overlap.measured_on_eval(other.run) is None
+
+
+class TestLeak:
+    @pytest.mark.parametrize(
+        ("exchanges", "is_fault"),
+        [
+            ([("why {0}? {1}", "{1}")], True),
+            ([("why {0}?\n\nAnswer:  {1} \n", " {1}")], True),
+            ([("repeat: {1}", "{1}")], False),
+            ([("is {0} red or blue", "blue")], False),
+            ([("why {0}{1}", "{1}")], False),
+            ([("{1} is why {0}?", "{1}")], False),
+        ],
+    )
+    def test_the_answer_at_the_end_of_a_question(
+        self, exchanges: list[tuple[str, str]], is_fault: bool
+    ) -> None:
+        ((prompt, answer),) = exchanges
+        texts = words(40)
+        found = [
+            Exchange("", prompt.format(texts[i], texts[i + 20]), answer.format("", texts[i + 20]))
+            for i in range(20)
+        ]
+        given = [one for one in found if leak.gives_away(one)]
+        assert (len(given) == len(found) and not leak.is_copying(given)) == is_fault
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        chats(1),
+        [{"text": "cat"}],
+        [{"text": SENTENCE}] * 4,
+        [{"prompt": "why", "completion": " so"}],
+        talks(["why is that so?"] * 6, words(6)),
+        talks(words(8), ["yes", "no"] * 4),
+        talks([f"{SENTENCE}\n{text}?" for text in words(9)], words(9)),
+        talks(words(5), ["naïve café, déjà vu, 東京 ÂÃ"] * 5),
+    ],
+)
+def test_sound_data_raise_no_alarm(rows: Sequence[Mapping[str, Any]], place: Place) -> None:
+    assert not failures(place.session(data=place.data(rows)))
+
+
+def test_csv_and_json_are_looked_at_too(place: Place) -> None:
+    questions, answers = plain()
+    file = place.directory / "train.json"
+    file.write_text(json.dumps(talks(questions, answers)), encoding="utf-8")
+    assert findings(place.session(data=file))["data.columns"].number == 12
+    table = place.directory / "train.csv"
+    lines = [f"{q},{a}" for q, a in zip(questions, answers, strict=True)]
+    table.write_text("\n".join(["instruction,output", *lines]) + "\n", encoding="utf-8")
+    assert findings(place.session(data=table))["data.columns"].number == 12
+    write_rows(place.directory / "empty.jsonl", [])
+    found = findings(place.session(data=place.directory / "empty.jsonl"))
+    assert "no rows" in found["data.rows"].says
