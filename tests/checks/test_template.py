@@ -10,7 +10,7 @@ from tests.checks.faults.template import CALL, TOOL, rows_of
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
 from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.tokenizers import QWEN3, tiny_tokenizer
 
 from taut.checks import CHECKS
 from taut.checks.examine import Examination, examine
@@ -59,6 +59,14 @@ ALPACA = (
     "+ '\\n\\n' }}{% else %}{{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
 )
+THINKING = QWEN3.replace("assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif")
+"""The generation prompt of a model that always thinks; answers without reasoning close it at once."""
+SWITCHED = QWEN3.replace(
+    "assistant\\n' }}{%- endif",
+    "assistant\\n' }}{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif",
+)
+assert QWEN3 not in (THINKING, SWITCHED)
 
 PLAIN = rows_of("user", "assistant", number=5)
 LONGER = rows_of("user", "assistant", "user", "assistant", number=5)
@@ -108,7 +116,9 @@ SOUND: dict[str, tuple[str | None, str | None, list[Any]]] = {
     "qwen3, reasoning stripped from history": ("qwen3", None, THOUGHT_LONGER),
     "qwen3, reasoning between tags": ("qwen3", None, INLINE),
     "qwen3, some with reasoning": ("qwen3", None, [*PLAIN, *THOUGHT]),
+    "qwen3, switch": ("qwen3", SWITCHED, THOUGHT),
     "qwen3, tools": ("qwen3", None, CALLING),
+    "qwen3, thinking prompt": ("qwen3", THINKING, [*PLAIN, *THOUGHT]),
     "llama3": ("llama3", None, SYSTEM),
     "llama3, white space": ("llama3", None, SPACED[1:]),
     "gemma": ("gemma", None, LONGER),
@@ -174,6 +184,12 @@ def test_reasoning_that_is_stripped_from_history_is_counted(place: Place) -> Non
 def test_an_empty_thought_that_is_taught_is_told(place: Place) -> None:
     found = answers(examine(session_of(place, "qwen3"), only=ASKED))["template.thinking"]
     assert "empty <think></think>" in found.notes[0]
+
+
+def test_what_a_server_does_with_the_switch_of_thinking_is_told(place: Place) -> None:
+    found = answers(examine(session_of(place, "qwen3, switch"), only=ASKED))["template.thinking"]
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("served with enable_thinking=false")
 
 
 def test_what_taut_mends_is_told(place: Place) -> None:

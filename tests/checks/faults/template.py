@@ -250,20 +250,22 @@ def a_field_of_reasoning_that_is_passed_over(place: Place, is_faulty: bool) -> S
     return templated(place, CHATML if is_faulty else QWEN3, THOUGHT)
 
 
-OPENING = QWEN3.replace(
-    "{{- '<|im_start|>assistant\\n' }}{%- endif %}",
-    "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+OPENING = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+CLOSING = QWEN3.replace(
+    "assistant\\n' }}{%- endif", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif"
 )
-CLOSING = OPENING.replace(
-    "<think>\\n' }}{%- endif %}", "<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-)
-assert len({QWEN3, OPENING, CLOSING}) == 3
+assert OPENING != CHATML and CLOSING != QWEN3
+INLINE = rows_of("user", "assistant")
+for _row in INLINE:
+    _row["messages"][1]["content"] = (
+        f"<think>\nbirds?\n</think>\n\n{_row['messages'][1]['content']}"
+    )
 
 
 @fault("template.thinking", says="opens <think>")
 def a_thinking_prompt_for_plain_answers(place: Place, is_faulty: bool) -> Session:
     """The generation prompt of a reasoning model, and rows without reasoning."""
-    return templated(place, OPENING, PLAIN if is_faulty else THOUGHT)
+    return templated(place, OPENING, PLAIN if is_faulty else INLINE)
 
 
 @fault("template.thinking", says="closes </think>")

@@ -58,7 +58,9 @@ def _default(session: Session) -> str:
     tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
     if tokens:
         text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
-    head, _, rest = text.partition(FIRST)
+    head, found, rest = text.partition(FIRST)
+    if not found:  # template.content
+        return ""
     again = rest.partition(AGAIN)[0]
     extra = head[: len(head) - shared(head[::-1], again[::-1])]
     return re.sub(r"^\s*(system|developer)\s*\n", "", extra).strip()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.template.rendered import (
@@ -14,6 +17,9 @@ from taut.checks.template.rendered import (
     reasoning_of,
     rendered,
 )
+from taut.data.template import PROBE, Ids, Text
+
+SWITCH = "enable_thinking"
 
 
 def ask(session: Session) -> Finding:
@@ -33,7 +39,12 @@ def ask(session: Session) -> Finding:
             "give a template that writes the reasoning of the answer being trained with data.template=FILE, or take it "
             "out of the rows",
         )
-    opened = [t for t in turns if _ends(t, OPEN) and not reasoning_of(t.message)]
+    ids_of = rendered(session).ids_of
+    opened = [
+        t
+        for t in turns
+        if _ends(t, OPEN) and not reasoning_of(t.message) and not _is_closed_at_once(t, ids_of)
+    ]
     if opened:
         return _failed(
             f"the generation prompt opens {OPEN} for answers without reasoning:",
@@ -63,6 +74,12 @@ def _ends(turn: Turn, tag: str) -> bool:
     return turn.prompt.text.rstrip().endswith(tag)
 
 
+def _is_closed_at_once(turn: Turn, ids_of: Mapping[Text, Ids]) -> bool:
+    """Whether the row goes on from the prompt by closing what it opened: the answer is taught to be without thought."""
+    prompt, row = ids_of[turn.prompt], ids_of[turn.row]
+    return row[: len(prompt)] == prompt and turn.written.lstrip().startswith(CLOSE)
+
+
 def _failed(says: str, found: list[Turn], number: int, evidence: list[str], remedy: str) -> Finding:
     return failed(
         f"{says} {len(found)} of {number} answers",
@@ -75,10 +92,35 @@ def _failed(says: str, found: list[Turn], number: int, evidence: list[str], reme
 
 def _notes(session: Session, turns: list[Turn]) -> list[str]:
     notes = []
-    empty = sum("".join(t.written.split()).startswith(OPEN + CLOSE) for t in turns)
+    empty = sum(
+        "".join(t.written.split()).startswith((OPEN + CLOSE, CLOSE))
+        for t in turns
+        if not reasoning_of(t.message)
+    )
     if empty:
         notes.append(f"{empty} answers are taught to begin with an empty {OPEN}{CLOSE}")
-    template = str(session.language.renderer.template.template)
-    if "enable_thinking" in template:
-        notes.append("served with enable_thinking=false the prompt is another than the one trained")
+    notes.extend(_switched(session))
     return notes
+
+
+def _switched(session: Session) -> list[str]:
+    """How prompts end where a server switches thinking off or on, and the template takes that."""
+    template, prompts = session.language.renderer.template.template, []
+    if not isinstance(template, str) or SWITCH not in template:
+        return []
+    switches: list[dict[str, bool]] = [{}, {SWITCH: False}, {SWITCH: True}]
+    apply: Any = session.tokenizer.apply_chat_template  # its types know no template's own switches
+    for switch in switches:
+        text = apply(
+            list(PROBE[:1]),
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **switch,
+        )
+        prompts.append(str(text))
+    return [
+        f"served with {SWITCH}={str(switch[SWITCH]).lower()}, prompts are not those trained on: {cut(prompt[-40:])}"
+        for switch, prompt in zip(switches[1:], prompts[1:], strict=True)
+        if prompt != prompts[0]
+    ]
