@@ -42,8 +42,8 @@ def adapters(session: Session) -> Iterator[Setting]:
     scale = asked["alpha"] / (math.sqrt(asked["rank"]) if asked["rslora"] else asked["rank"])
     yield Setting(
         "lora.alpha",
-        f"a scale of {scale:.6g}",
-        f"a scale of {listed(round(float(m.scaling[name]), 9) for m in found)}",
+        f"a scale of {listed([round(scale, 6)])}",
+        f"a scale of {listed(round(float(m.scaling[name]), 6) for m in found)}",
     )
     yield Setting(
         "lora.dora", str(asked["dora"]), listed(name in m.lora_magnitude_vector for m in found)
