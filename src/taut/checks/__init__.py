@@ -5,7 +5,8 @@ most 256 tokens and one backward. The question is the first line of the function
 without whose yes the answer would be the same fault once more.
 
 A new check is a file in a group's folder, a line here, and in ``tests/checks`` a planted fault that it alone catches
-and an innocent twin that it passes.
+and an innocent twin that it passes. A method brings its own checks in the same way (the reference is the policy at step
+0, placeholders are as many as features); for runs of other methods they say so and are skipped.
 """
 
 from __future__ import annotations
