@@ -286,7 +286,7 @@ def a_micro_batch_that_is_lost(place: Place, is_faulty: bool) -> Session:
     return place.session(batch__tokens_per_microbatch=64)
 
 
-@fault("loss.first", says="targets summed of")
+@fault("data.packing", says="other targets")
 def targets_that_sharing_loses(place: Place, is_faulty: bool) -> Session:
     """A target that several samples have in a shared prefix is listed once."""
     if is_faulty:
