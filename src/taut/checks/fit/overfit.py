@@ -11,14 +11,15 @@ import math
 import torch
 
 from taut import loop
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.fit.weights import put_back, restore
 from taut.checks.session import Session
 from taut.types import Sample, Tree
 
 TOKENS = 96
 SAMPLES = 4
-RATES = (5e-4, 5e-3, 5e-2)
+RATE, FACTORS = 0.25, (1.0, 8.0, 0.125)
+"""The first learning rate, to be divided by the hidden size (wider models take smaller ones); and what to try next."""
 STEPS = 60
 PART, LITTLE = 0.1, 0.1
 """Learned by heart: a loss below this part of the first, or below so many nats."""
@@ -30,13 +31,16 @@ WINDOW, SLOW = 10, 0.8
 
 def ask(session: Session) -> Finding:
     """Can the run learn a few samples by heart?"""
+    if session.job.noise is not None:
+        return skipped("noise is on, and blurs what a few samples can be learned to")
     samples = _chosen(session.batch)
+    first = RATE / session.language.config.get_text_config().hidden_size
     trees = [Tree((sample,)) for sample in samples]
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     part = PART if is_whole else ENOUGH
     curves: dict[float, list[float]] = {}
     with put_back(session) as copies:
-        for rate in RATES:
+        for rate in (first * factor for factor in FACTORS):
             curves[rate] = _curve(session, trees, rate)
             if _is_below(curves[rate], part):
                 break
@@ -49,13 +53,13 @@ def ask(session: Session) -> Finding:
             f"{min(_finite(curve)):.3g} at best",
             number=min(_finite(curve)),
             unit="nats a target",
-            evidence=[f"learning rate {r:g}: {_drawn(c)}" for r, c in curves.items()],
+            evidence=[f"learning rate {r:.2g}: {_drawn(c)}" for r, c in curves.items()],
             remedy="what trains is too little to learn anything (see freeze and lora.targets), or the gradient is not "
             "that of the loss (see loss.packed)",
         )
     said = f"{len(samples)} samples, {targets} targets: {_drawn(curve)}"
     return passed(
-        said, len(curve) - 1, "steps", [f"at a learning rate of {rate:g}; weights put back"]
+        said, len(curve) - 1, "steps", [f"at a learning rate of {rate:.2g}; weights put back"]
     )
 
 
