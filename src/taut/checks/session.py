@@ -253,10 +253,9 @@ class Session:
 
     @cached_property
     def batch(self) -> list[Sample]:
-        """Real samples with their own targets, the shortest of the first step, BATCH_TOKENS in all or a little more."""
-        step = [sample for tree in self.job.method.prepare(1) for sample in tree.samples]
+        """Real samples with their own targets, the shortest of the first rows, BATCH_TOKENS in all or a little more."""
         chosen: list[Sample] = []
-        for sample in sorted(step, key=lambda one: one.num_tokens):
+        for sample in sorted(self.train[:NUM_ROWS], key=lambda one: one.num_tokens):
             sample = ending(sample, BATCH_TOKENS // 2)
             if chosen and sum(one.num_tokens for one in chosen) + sample.num_tokens > BATCH_TOKENS:
                 break
