@@ -58,7 +58,7 @@ def ask(session: Session) -> Finding:
         )
     notes = [] if after < before else ["the loss rises: a warm-up, or a lower rate, may be wanted"]
     return passed(
-        f"loss {before:.4g} -> {after:.4g} in one update {at}", part, "of the weights", notes
+        f"loss {before:.4g} -> {after:.4g} in one update {at}", before - after, "nats less", notes
     )
 
 

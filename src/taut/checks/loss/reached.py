@@ -9,8 +9,10 @@ batch or the start explains it:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.loss.step import Step, step, trained
@@ -36,9 +38,10 @@ def ask(session: Session) -> Finding:
             remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
             "cut off from the loss, set activation_checkpointing=false, and please report the model",
         )
+    parameters = trained(session)
     zero = [name for name, value in seen.norms.items() if value == 0.0]
     still = [
-        name for name in zero if not SPARSE.search(name) and not _is_first(session, name, seen)
+        name for name in zero if not SPARSE.search(name) and not _is_first(parameters, name, seen)
     ]
     if still and _sees_more_than_one(session):
         return failed(
@@ -55,10 +58,10 @@ def ask(session: Session) -> Finding:
     return passed("all trained tensors get a gradient", every, "tensors", notes)
 
 
-def _is_first(session: Session, name: str, seen: Step) -> bool:
+def _is_first(parameters: Mapping[str, nn.Parameter], name: str, seen: Step) -> bool:
     """Whether this is the first matrix of an adapter that starts at zero."""
     second = FIRST.sub(lambda found: found[0][:-1] + "B", name)
-    parameter = trained(session).get(second)
+    parameter = parameters.get(second)
     if second == name or parameter is None or seen.norms.get(second, 0.0) == 0.0:
         return False
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
