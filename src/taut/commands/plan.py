@@ -43,6 +43,7 @@ from taut.estimate import (
     footprint,
     from_data_sheet,
     predict,
+    predict_steps,
     stages,
     without_data,
     workload,
@@ -194,8 +195,9 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.full = self._trace(self.work.fullest)
+        kernels = self.machine.kernels
         is_same = self.work.largest is self.work.fullest
-        self.now = self.full if is_same else self._trace(self.work.largest)
+        self.now = self.full if is_same else predict_steps(self.run, self.model, kernels, self.work)
         self.half = self._trace(filled(self.work.samples, max(1, self.full.num_tokens // 2)))
 
     def way(self, name: str, asked: Plan, rates: Rates | None) -> Way:
@@ -227,7 +229,7 @@ class _Planner:
         )
 
     def _trace(self, packed: Packed) -> Prediction:
-        kernels, is_first = self.machine.kernels, self.work.is_first
+        kernels, is_first = self.machine.kernels, self.work.later is None
         return predict(self.run, self.model, kernels, packed, is_first=is_first)
 
     def _most_tokens(self, num_ranks: int) -> int:

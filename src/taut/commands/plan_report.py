@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from taut.estimate import GPUS, PARTS, Footprint, Kernels, Seconds, Workload
 
@@ -24,6 +25,7 @@ ABOUT = {
     "logits": "the head's rows over the vocabulary, a chunk at a time",
     "temporary": "what a layer or the head has while it runs",
     "staging": "checkpoints written in the background are staged there",
+    "loading": "each rank has the whole float32 model before it is sharded",
 }
 
 
@@ -86,6 +88,10 @@ def show(planned: Planned, console: Console) -> None:
     console.print(_parts(planned))
     console.print(_verdict(planned) + "\n", style="bold green" if planned.fits else "bold red")
     console.print(_table(planned))
+    settings = _settings(planned)
+    if settings.row_count:
+        console.print("\nto do it that way, set")
+        console.print(settings)
     if asked.seconds is not None:
         console.print(f"\nseconds: {asked.seconds.source}; a mean of {len(work.steps)} steps")
     else:
@@ -95,25 +101,28 @@ def show(planned: Planned, console: Console) -> None:
 def _parts(planned: Planned) -> Table:
     """What is asked, part by part: in the first steps, and at the token budget."""
     asked, work = planned.ways[0], planned.work
+    columns = {f"{work.fullest.num_tokens:,} tokens": asked.footprint}
+    if work.largest is not work.fullest:
+        columns = {f"{work.largest.num_tokens:,} tokens": asked.now, **columns}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(f"GiB on each, {asked.name}", no_wrap=True)
-    table.add_column(f"{work.largest.num_tokens:,} tokens", justify="right")
-    table.add_column(f"{work.fullest.num_tokens:,} tokens", justify="right")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", style="dim", overflow="fold")
+
+    def add(name: str, about: str, sizes: list[int], style: str = "") -> None:
+        table.add_row(f"  {name}", *map(_gib, sizes), about, style=style)
+
+    found = list(columns.values())
     for name in (*PARTS, "staging"):
         if asked.footprint.parts.get(name):
-            now, full = (some.parts[name] for some in (asked.now, asked.footprint))
-            table.add_row(f"  {name}", _gib(now), _gib(full), ABOUT[name])
-    now, full = (sum(some.parts.values()) for some in (asked.now, asked.footprint))
-    why = "the largest of the first steps; the most that the token budget allows"
-    table.add_row("  a step", _gib(now), _gib(full), why, style="bold")
+            add(name, ABOUT[name], [some.parts[name] for some in found])
+    about = "with the largest micro-batch of the first steps; with a full one" * (len(found) > 1)
+    add("a step", about, [sum(some.parts.values()) for some in found], "bold")
     if planned.num_ranks > 1:
-        loading = _gib(asked.footprint.loading)
-        about = "each rank has the whole float32 model before it is sharded"
-        table.add_row("  loading", loading, loading, about)
+        add("loading", ABOUT["loading"], [some.loading for some in found])
     if asked.footprint.staging and "staging" not in asked.footprint.parts:
-        host = _gib(asked.footprint.staging)
-        table.add_row("  on the host", host, host, ABOUT["staging"])
+        add("on the host", ABOUT["staging"], [some.staging for some in found])
     return table
 
 
@@ -122,10 +131,11 @@ def _verdict(planned: Planned) -> str:
     asked = planned.ways[0]
     need = f"{_gib(asked.footprint.peak)} of {_gib(planned.limit)} GiB"
     if planned.fits:
-        return f"fits: {need}, up to {asked.most_tokens:,} tokens a micro-batch"
+        return f"fits: {need}, with up to {asked.most_tokens:,} tokens a micro-batch"
     other = next((way for way in planned.ways if way.most_tokens), None)
     if other is None:
-        return f"does not fit: {need}, nor in any way below; take more or larger GPUs, or a smaller model"
+        why = f"; {ABOUT['loading']}" * (asked.footprint.loading > planned.limit)
+        return f"does not fit: {need}, nor does any way below{why}; take larger GPUs, or a smaller model"
     found = f"does not fit: {need}; set {' '.join(other.keys)}"
     if asked.now.peak <= planned.limit:
         found += f" (the first steps would fit: {_gib(asked.now.peak)} GiB)"
@@ -137,22 +147,26 @@ def _table(planned: Planned) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "GiB", "fits", "tokens that fit", "fits from", "s/step"):
         table.add_column(name, justify="left" if name in ("", "fits") else "right", no_wrap=True)
-    table.add_column("set", overflow="fold")
     for way in planned.ways:
-        fits = way.footprint.peak <= planned.limit
-        least = (
-            "-" if way.least_ranks is None else f"{way.least_ranks} GPU{'s'[: way.least_ranks > 1]}"
-        )
+        fits, least = way.footprint.peak <= planned.limit, way.least_ranks
         table.add_row(
             way.name,
             _gib(way.footprint.peak),
             "yes" if fits else "no",
             f"{way.most_tokens:,}" if way.most_tokens else "-",
-            least,
+            "-" if least is None else f"{least} GPU{'s' * (least > 1)}",
             "-" if way.seconds is None else f"{way.seconds.total:.3g}",
-            " ".join(way.keys) or ("as asked" if way is planned.ways[0] else ""),
             style="" if fits else "dim",
         )
+    return table
+
+
+def _settings(planned: Planned) -> Table:
+    """What to set for each way."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for way in planned.ways:
+        if way.keys and way.most_tokens:
+            table.add_row(way.name, Text(" ".join(way.keys), "cyan", overflow="fold"))
     return table
 
 

@@ -1,10 +1,10 @@
 """Memory and time of a run, foretold from its model's shapes and measured on its parts.
 
-    found = predict(run, config, kernels, work, num_ranks)      bytes by part, of one rank
+    found = predict_steps(run, config, kernels, work)           bytes by part, of one rank
     measured = measure(built, packed, is_first=...)             the same, of a micro-batch that is really run
 
-No weight is loaded. How it is done: ``trace``; what several ranks change: ``memory``; seconds: ``rates``; what is
-computed: ``workload``. docs/plan.md has the equations, and how far they were from what was measured.
+No weight is loaded. How it is done: ``tracing``; what several ranks change: ``memory``; seconds: ``rates``; what is
+computed: ``steps``. docs/plan.md has the equations, and how far they were from what was measured.
 
 Imports build and below. Checks and commands import it.
 """
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from taut.estimate.ledger import PARTS, Parts
-from taut.estimate.measure import Measured, measure
+from taut.estimate.measuring import Measured, measure
 from taut.estimate.memory import Footprint, footprint, stages
 from taut.estimate.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
-from taut.estimate.trace import FUSED, Kernels, Traced, trace
-from taut.estimate.workload import Workload, filled, without_data, workload
+from taut.estimate.steps import Workload, filled, without_data, workload
+from taut.estimate.tracing import FUSED, Kernels, Traced, trace
 from taut.run import Run
 from taut.types import Packed
 
@@ -43,6 +43,7 @@ __all__ = [
     "from_data_sheet",
     "measure",
     "predict",
+    "predict_steps",
     "stages",
     "trace",
     "without_data",
@@ -80,3 +81,15 @@ def predict(
     """
     traced = trace(run, config, kernels, packed, is_first=is_first)
     return Prediction(packed.num_tokens, num_ranks, traced, footprint(traced, num_ranks))
+
+
+def predict_steps(
+    run: Run, config: PreTrainedConfig, kernels: Kernels, work: Workload, *, num_ranks: int = 1
+) -> Prediction:
+    """Memory of the first steps: of the micro-batch that needs most."""
+    cases = [(work.first, True)] + ([] if work.later is None else [(work.later, False)])
+    found = [
+        predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
+        for packed, is_first in cases
+    ]
+    return max(found, key=lambda one: one.peak)

@@ -4,7 +4,7 @@
         scores = scorer(packed, ...)
         ledger.end_forward()
         scores.linear_sum.backward()
-    ledger.peak()      bytes at the fullest moment, part by part
+    ledger.history().peak()      bytes at the fullest moment, part by part
 
 It keeps the book of real tensors and of fake ones alike, which is how a prediction and a measurement come to speak of
 the same thing. It counts what tensors hold: not an allocator's fragments, nor what a kernel has for itself while it
@@ -14,19 +14,25 @@ Parts: ``weights``, ``optimizer``, ``gradients``, ``casts`` (weights in autocast
 the forward ends), ``logits`` (the head's rows over the vocabulary), ``temporary`` (everything else). What a storage is
 may be known only later, so parts are told when the book is closed.
 
-Imports torch only. The package and its tests import it.
+Imports types and torch. The package and its tests import it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+
+from taut.types import IntArray
 
 PARTS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "temporary")
 """In the order in which they are shown."""
@@ -35,14 +41,42 @@ Parts = dict[str, int]
 """part -> bytes."""
 
 
-class Peak(NamedTuple):
-    """The fullest moment."""
+Shares = Mapping[str, float]
+"""part -> what of it counts, where that is not all: 1 / N of what N ranks have between them."""
 
-    parts: Parts
 
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+@dataclass(frozen=True)
+class History:
+    """What was alive, from move to move."""
+
+    bytes_MP: IntArray
+    """[moves, parts]: bytes of each part after each move."""
+    backward: int
+    """The move with which the backward begins."""
+
+    def peak(self, shares: Shares = MappingProxyType({})) -> Parts:
+        """The fullest moment of all."""
+        return fullest(self.peaks(shares), shares)
+
+    def peaks(self, shares: Shares = MappingProxyType({})) -> list[Parts]:
+        """The fullest moments of the forward (the head's gradient included), of the first half of the backward and of
+        its second half. Bytes are told in full; ``shares`` only say which moment is the fullest.
+        """
+        middle = (self.backward + len(self.bytes_MP)) // 2
+        bounds = (0, self.backward, middle, len(self.bytes_MP))
+        weight_P = np.array([shares.get(part, 1.0) for part in PARTS])
+        found = []
+        for start, stop in pairwise(bounds):
+            rows = self.bytes_MP[start:stop]
+            if len(rows):
+                row = rows[int((rows @ weight_P).argmax())]
+                found.append(dict(zip(PARTS, row.tolist(), strict=True)))
+        return found
+
+
+def fullest(moments: Iterable[Parts], shares: Shares) -> Parts:
+    """The one with the most bytes, shares taken into account."""
+    return max(moments, key=lambda parts: sum(parts[p] * shares.get(p, 1.0) for p in PARTS))
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
@@ -58,6 +92,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         self._parts: list[str] = []
         self._moves: list[int] = []
         """n: storage n - 1 was made; -n: it was freed."""
+        self._backward = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         for part, tensors in known.items():
             for tensor in tensors:
@@ -85,23 +120,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
 
     def end_forward(self) -> None:
         """What is alive now and is nothing else is kept for the backward."""
+        self._backward = len(self._moves)
         for _, number in self._alive.values():
             if self._parts[number] == "temporary":
                 self._parts[number] = "activations"
 
-    def peak(self) -> Peak:
-        """The fullest moment so far."""
-        now = most = 0
-        at = -1
-        for position, move in enumerate(self._moves):
-            now += self._sizes[abs(move) - 1] * (1 if move > 0 else -1)
-            if now > most:
-                most, at = now, position
-        parts = dict.fromkeys(PARTS, 0)
-        for move in self._moves[: at + 1]:
-            number = abs(move) - 1
-            parts[self._parts[number]] += self._sizes[number] * (1 if move > 0 else -1)
-        return Peak(parts)
+    def history(self) -> History:
+        """All that happened so far."""
+        moves = np.array(self._moves)
+        number_M = np.abs(moves) - 1
+        sizes, parts = np.array(self._sizes), np.array([PARTS.index(p) for p in self._parts])
+        change_MP = np.zeros((moves.size, len(PARTS)), dtype=np.int64)
+        change_MP[np.arange(moves.size), parts[number_M]] = sizes[number_M] * np.sign(moves)
+        return History(change_MP.cumsum(0), self._backward or moves.size)
 
     def _take_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -11,7 +11,7 @@ With one rank that is all there is. FSDP over N ranks leaves each
 ``casts`` too: what autocast keeps for the backward is a copy of the whole weights, which nobody shards; with
 activation checkpointing it is one layer's. Before it is sharded each rank holds the whole model (``loading``).
 
-Imports the package's trace and run. The package, its command and its checks import it.
+Imports tracing and checkpoint. The package, its command and its checks import it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taut.checkpoint import CheckpointConfig
-from taut.estimate.ledger import PARTS, Parts
-from taut.estimate.trace import Sizes, Traced
+from taut.estimate.ledger import Parts
+from taut.estimate.tracing import Sizes, Traced
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,12 @@ def footprint(
 ) -> Footprint:
     """What each of ``num_ranks`` holds. ``stages``: whether checkpoints are written in the background; ``is_host``:
     whether the device is the host itself."""
-    parts = {name: traced.parts.get(name, 0) for name in PARTS}
+    shares = dict.fromkeys(("weights", "gradients"), 1 / num_ranks)
+    parts = traced.parts(shares)
     parts["optimizer"] = traced.optimizer // num_ranks
     if num_ranks > 1:
-        parts["weights"] = _sharded(traced.weights, num_ranks)
-        parts["gradients"] = _sharded(traced.trained, num_ranks)
+        parts["weights"] = parts["weights"] // num_ranks + _whole(traced.weights)
+        parts["gradients"] = parts["gradients"] // num_ranks + _whole(traced.trained)
     staging = (traced.trained.all + traced.optimizer) // num_ranks if stages else 0
     if is_host:
         parts["staging"] = staging
@@ -70,5 +71,6 @@ def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
     return config.background and is_under_way
 
 
-def _sharded(sizes: Sizes, num_ranks: int) -> int:
-    return sizes.all // num_ranks + min(sizes.rest + 2 * sizes.layer, sizes.all)
+def _whole(sizes: Sizes) -> int:
+    """What of sharded parameters is whole at a time."""
+    return min(sizes.rest + 2 * sizes.layer, sizes.all)

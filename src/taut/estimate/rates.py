@@ -17,7 +17,6 @@ Imports build and below. The package and its command import it.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
-from taut.estimate.trace import Kernels, Traced, adapted, planned_model
+from taut.estimate.tracing import (
+    Kernels,
+    Traced,
+    adapted,
+    period,
+    planned_model,
+    with_layers,
+)
 from taut.losses.sft import CrossEntropy
 from taut.models import anatomy
 from taut.models.load import quiet_library
@@ -190,7 +196,7 @@ def _time_layers(
 ) -> tuple[float, float]:
     """Seconds per operation of the layers, and per parameter of an update."""
     device = fastest.keywords["device"] if isinstance(fastest, partial) else torch.device("cpu")
-    model = adapted(run, _random_model(run, _shortened(config), kernels, device))
+    model = adapted(run, _random_model(run, _shortened(run, config, kernels), kernels, device))
     flops, scorer = anatomy.flops(model), Scorer(model)
     small = replace(
         packed,
@@ -209,18 +215,13 @@ def _time_layers(
     return seconds / done, fastest(lambda: _update(optimizer)) / trained
 
 
-def _shortened(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration with a few layers, one round of their types at least, and a small vocabulary."""
-    short = copy.deepcopy(config)
+def _shortened(run: Run, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
+    """The configuration with a few layers, one round of their kinds at least, and a small vocabulary."""
+    model = planned_model(run, config, kernels)
+    every, count = period(model), len(anatomy.layers(model))
+    short = with_layers(config, min(count, every * -(-PROBED // every)))
     text: Any = short.get_text_config()
-    before = text.num_hidden_layers
-    types = getattr(text, "layer_types", None) or ["one"] * before
-    period = next(n for n in range(1, before + 1) if types[n:] == types[: before - n])
-    depth = min(before, period * -(-PROBED // period))
-    for name, value in text.to_dict().items():
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:depth])
-    text.num_hidden_layers, text.vocab_size = depth, SMALL_VOCABULARY
+    text.vocab_size = SMALL_VOCABULARY
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
     return short

@@ -33,8 +33,10 @@ GUESSED = 1024
 class Workload(NamedTuple):
     """What a run computes."""
 
-    largest: Packed
-    """The largest micro-batch of the first steps."""
+    first: Packed
+    """The largest of those that begin one of the first steps."""
+    later: Packed | None
+    """The largest of the others, which find gradients there; None: there are none."""
     fullest: Packed
     """The largest one that the token budget lets a step have."""
     steps: list[list[Work]]
@@ -45,9 +47,10 @@ class Workload(NamedTuple):
     """Where this comes from, for people."""
 
     @property
-    def is_first(self) -> bool:
-        """Whether a step is one micro-batch: then no gradient is there before it."""
-        return all(len(step) == 1 for step in self.steps)
+    def largest(self) -> Packed:
+        """The largest micro-batch of the first steps."""
+        found = [self.first] if self.later is None else [self.first, self.later]
+        return max(found, key=lambda packed: packed.num_tokens)
 
 
 def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
@@ -61,7 +64,8 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     ranks = Ranks(0, num_ranks, torch.device("cpu"))
     budget = build_budget(run, skeleton, ranks, one_sample=one_sample is not None)
     method, num_steps, _ = build_method(run, inputs.train)
-    packs: list[Packed] = []
+    first: list[Packed] = []
+    later: list[Packed] = []
     steps: list[list[Work]] = []
     samples: list[Sample] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
@@ -71,16 +75,22 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
             [p for one in rank for p in layouts(one, policy, budget.tokens_per_microbatch)]
             for rank in assign(trees, budget)
         ]
-        packs += [packed for share in shares for packed in share]
+        first += [share[0] for share in shares if share]
+        later += [packed for share in shares for packed in share[1:]]
         works = [[work_of(packed, window) for packed in share] for share in shares]
         steps.append(max(works, key=lambda some: sum(work.tokens for work in some)))
-    largest = max(packs, key=lambda packed: packed.num_tokens)
+    largest = max([*first, *later], key=lambda packed: packed.num_tokens)
     longest = int(inputs.train.lengths.max())
     most = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
     most = min(most, longest * run.batch.samples_per_step)
     fullest = largest if most <= largest.num_tokens else filled(samples, most)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
-    return Workload(largest, fullest, steps, samples, source)
+    begin = max(first, key=lambda packed: packed.num_tokens)
+    return Workload(begin, _largest(later), fullest, steps, samples, source)
+
+
+def _largest(packs: Sequence[Packed]) -> Packed | None:
+    return max(packs, key=lambda packed: packed.num_tokens, default=None)
 
 
 def without_data(run: Run, config: PreTrainedConfig, num_ranks: int) -> Workload:
@@ -96,7 +106,8 @@ def without_data(run: Run, config: PreTrainedConfig, num_ranks: int) -> Workload
     source = (
         f"no data given: samples of {length:,} tokens, all of them targets, {share} a step and GPU"
     )
-    return Workload(packed, packed, [work], samples, source)
+    later = packed if len(work) > 1 else None
+    return Workload(packed, later, packed, [work], samples, source)
 
 
 def filled(samples: Sequence[Sample], tokens: int) -> Packed:

@@ -8,6 +8,10 @@ is fitted.
 For a GPU that is not here the fake tensors are on the CPU, and attention is that of ``varlen`` (q, k, v, out and
 log-sum-exp are kept) whatever softcap or sinks there are: what flex keeps is the same.
 
+A deep model is run with few layers, twice: from one number of layers to the next every part grows by the same (its
+layers are alike, or come round alike; where they do not all are run), so that the fullest moments of the forward, of
+the backward's beginning and of its end lie on straight lines.
+
 Left out: rows that train by themselves, added tokens, buffers that are made while loading.
 
 Imports build and below. The package and its tests import it.
@@ -19,6 +23,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +37,7 @@ from taut.attention.call import Call
 from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
 from taut.errors import ModelError
-from taut.estimate.ledger import Ledger, Parts
+from taut.estimate.ledger import PARTS, History, Ledger, Parts, Shares, fullest
 from taut.losses.sft import CrossEntropy
 from taut.models import anatomy
 from taut.models.load import freeze, load_skeleton, quiet_library
@@ -68,14 +73,30 @@ class Sizes(NamedTuple):
 class Traced:
     """What a micro-batch holds on one device that has the whole model."""
 
-    parts: Parts
-    """At the fullest moment. Without ``optimizer``, which is there all the time."""
+    histories: tuple[History, ...]
+    """Of the whole model, or of it with two smaller numbers of layers. Without the optimizer's state."""
+    depths: tuple[int, ...]
+    """How many layers they have."""
+    num_layers: int
     weights: Sizes
     trained: Sizes
     optimizer: int
     num_parameters: int
     num_trained: int
     flops: anatomy.Flops
+
+    def parts(self, shares: Shares = MappingProxyType({})) -> Parts:
+        """Bytes at the fullest moment, in full; ``shares`` say which moment that is."""
+        peaks = [history.peaks(shares) for history in self.histories]
+        if len(peaks) == 1:
+            return fullest(peaks[0], shares)
+        (few, many), (less, more) = self.depths, peaks
+        steps = (self.num_layers - few) / (many - few)
+        found = [
+            {part: round(low[part] + steps * (high[part] - low[part])) for part in PARTS}
+            for low, high in zip(less, more, strict=True)
+        ]
+        return fullest(found, shares)
 
 
 def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
@@ -103,31 +124,72 @@ def trace(
     """What one micro-batch holds. ``is_first``: no gradient is there before it."""
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]
-    sizes = _sizes(model, model.parameters()), _sizes(model, trained)
-    flops = anatomy.flops(model)
     packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))
     last_T = packed.last_T
     packed = packed if last_T is None else replace(packed, last_T=_Known(last_T.numpy()))
+    depths = _depths(run, model)
+    histories = []
+    for depth in depths:
+        shallow = planned_model(run, with_layers(config, depth), kernels)
+        histories.append(_history(run, shallow, kernels.dtype, packed, is_first=is_first))
+    return Traced(
+        histories=tuple(histories),
+        depths=depths,
+        num_layers=len(anatomy.layers(model)),
+        weights=_sizes(model, model.parameters()),
+        trained=_sizes(model, trained),
+        optimizer=2 * sum(p.nbytes for p in trained),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_trained=sum(p.numel() for p in trained),
+        flops=anatomy.flops(model),
+    )
+
+
+def with_layers(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
+    """The configuration of a model of the first ``depth`` layers."""
+    shallow = copy.deepcopy(config)
+    text: Any = shallow.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    return shallow
+
+
+def period(model: nn.Module) -> int:
+    """After how many layers they come round alike; all of them where they do not."""
+    kinds = anatomy.layer_types(model)
+    alike = [
+        (kind, [(name, tuple(p.shape)) for name, p in layer.named_parameters()])
+        for kind, layer in zip(kinds, anatomy.layers(model), strict=True)
+    ]
+    count = len(alike)
+    return next(n for n in range(1, count + 1) if alike[n:] == alike[: count - n])
+
+
+def _depths(run: Run, model: nn.Module) -> tuple[int, ...]:
+    """How many layers are run: all, or two smaller numbers."""
+    count, every = len(anatomy.layers(model)), period(model)
+    names_layers = run.freeze or run.lora.adapter or run.lora.targets != "all-linear"
+    return (count,) if names_layers or count <= 5 * every else (2 * every, 3 * every)
+
+
+def _history(
+    run: Run, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+) -> History:
+    """What happens in a forward and a backward on fake tensors."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with fake, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ledger = _run(run, model, kernels.dtype, packed, is_first=is_first)
+            return _run(run, model, dtype, packed, is_first=is_first).history()
     except (RuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"model={run.model} cannot be run on tensors without contents: {reason}; expected a model whose shapes do "
             "not depend on what it computes; measure it with a short run instead"
         ) from error
-    return Traced(
-        parts=ledger.peak().parts,
-        weights=sizes[0],
-        trained=sizes[1],
-        optimizer=2 * sizes[1].all,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        num_trained=sum(p.numel() for p in trained),
-        flops=flops,
-    )
 
 
 def _run(

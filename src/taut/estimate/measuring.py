@@ -117,7 +117,7 @@ def _parts(job: Job, model: nn.Module, act: Callable[[], object], optimizer: lis
     finally:
         for handle in handles:
             handle.remove()
-    return ledger.peak().parts
+    return ledger.history().peak()
 
 
 def _timed(act: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
