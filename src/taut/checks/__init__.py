@@ -52,6 +52,7 @@ from taut.checks.loss import (
     tied,
 )
 from taut.checks.loss import packed as loss_packed
+from taut.checks.memory import measured, peak
 from taut.checks.model import finite, head, loads, noise, trains
 from taut.checks.rewards import gold
 from taut.checks.run import in_force, output, saved, steps
@@ -160,6 +161,8 @@ CHECKS: dict[str, Check] = {
     "loss.head_gradient": Check(head_gradient.ask, "full", after=_TRAINS),
     "loss.packed": Check(loss_packed.ask, "full", after=(*_SUMS, "loss.head_gradient")),
     "loss.splits": Check(splits.ask, "full", after=_GRADIENT),
+    "memory.peak": Check(peak.ask, after=(*_RUNS, "data.packing")),
+    "memory.measured": Check(measured.ask, "full", after=(*_TRAINS, "memory.peak")),
     "fit.schedule": Check(schedule.ask, after=_RUNS),
     "fit.update": Check(update.ask, "full", after=(*_TRAINS, "fit.schedule")),
     "fit.overfit": Check(overfit.ask, "full", after=(*_GRADIENT, "loss.splits")),

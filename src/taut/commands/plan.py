@@ -11,7 +11,6 @@ The command line imports it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from taut.estimate import (
     Seconds,
     Workload,
     calibrate,
+    device_memory,
     filled,
     footprint,
     from_data_sheet,
@@ -141,10 +141,9 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     device = parallel.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
     chosen = select(config.attention, device, compute, model.get_text_config())
+    size = given or device_memory(device)
     if device.type == "cuda":
-        size = given or torch.cuda.get_device_properties(device).total_memory
         return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
-    size = given or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from taut.estimate.ledger import PARTS, Parts
 from taut.estimate.measuring import Measured, measure
-from taut.estimate.memory import Footprint, footprint, stages
+from taut.estimate.memory import Footprint, device_memory, footprint, stages
 from taut.estimate.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
 from taut.estimate.steps import Workload, filled, without_data, workload
 from taut.estimate.tracing import FUSED, Kernels, Traced, trace
@@ -38,6 +38,7 @@ __all__ = [
     "Traced",
     "Workload",
     "calibrate",
+    "device_memory",
     "filled",
     "footprint",
     "from_data_sheet",
@@ -57,6 +58,7 @@ class Prediction:
 
     num_tokens: int
     num_ranks: int
+    kernels: Kernels
     traced: Traced
     footprint: Footprint
 
@@ -80,7 +82,7 @@ def predict(
     Raises ModelError where the model cannot be run without contents.
     """
     traced = trace(run, config, kernels, packed, is_first=is_first)
-    return Prediction(packed.num_tokens, num_ranks, traced, footprint(traced, num_ranks))
+    return Prediction(packed.num_tokens, num_ranks, kernels, traced, footprint(traced, num_ranks))
 
 
 def predict_steps(

@@ -16,7 +16,10 @@ Imports tracing and checkpoint. The package, its command and its checks import i
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+import torch
 
 from taut.checkpoint import CheckpointConfig
 from taut.estimate.ledger import Parts
@@ -74,3 +77,10 @@ def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
 def _whole(sizes: Sizes) -> int:
     """What of sharded parameters is whole at a time."""
     return min(sizes.rest + 2 * sizes.layer, sizes.all)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes that a device has: a GPU's, or all of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

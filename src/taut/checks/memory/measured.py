@@ -1,0 +1,48 @@
+"""One micro-batch really run, against what was foretold of it. More than that is memory that something keeps which the
+model's code does not: a hook, a patched layer, checkpointing that is asked for and not in force.
+"""
+
+from __future__ import annotations
+
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.memory.foretold import foretold, told
+from taut.checks.session import Session
+from taut.estimate import measure, predict
+
+MIB = 2**20
+TOLERANCE = 0.15
+SMALL = 2 * MIB
+"""Too little to matter, and as much as small tensors that are not foretold."""
+
+
+def ask(session: Session) -> Finding:
+    """Does a micro-batch take the memory that is foretold?"""
+    if session.ranks.size > 1:
+        return skipped("measured on one rank only")
+    if session.job.noise is not None:
+        return skipped("noise is on, and belongs to steps")
+    found = session.once(foretold)
+    if isinstance(found, str):
+        return skipped(found)
+    work, expected = found
+    kernels = expected.kernels
+    prediction = predict(session.run, session.inputs.config, kernels, work.first, is_first=True)
+    measured = measure(session.built, work.first, is_first=True, repeats=1)
+    foreseen = prediction.peak
+    said = (
+        f"{measured.bytes / MIB:,.1f} MiB for {work.first.num_tokens:,} tokens, {foreseen / MIB:,.1f} foretold; "
+        f"{measured.seconds:.2g} s"
+    )
+    if measured.bytes <= foreseen * (1 + TOLERANCE) + SMALL:
+        return passed(said, measured.bytes / foreseen, "of what is foretold")
+    return failed(
+        said,
+        number=measured.bytes / foreseen,
+        unit="of what is foretold",
+        evidence=[
+            f"foretold (GiB): {told(prediction.footprint.parts)}",
+            f"measured (GiB): {told(measured.parts)}",
+        ],
+        remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
+        "activation_checkpointing is in force",
+    )
