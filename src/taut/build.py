@@ -64,6 +64,13 @@ class Loaded(NamedTuple):
     decisions: list[Decision]
 
 
+class Adapted(NamedTuple):
+    """A loaded model with adapters and added tokens, without what is frozen."""
+
+    model: nn.Module
+    decisions: list[Decision]
+
+
 @dataclass(frozen=True)
 class Built:
     """A run that is ready to train; nothing has been written."""
@@ -81,9 +88,9 @@ class Built:
 def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     """Load, wrap and shard the model; everything is in force or refused when this returns."""
     loaded = load(run, inputs, ranks)
-    adapted, reasons = adapt(run, inputs, loaded.model)
-    require_trained(adapted, rows_to_train(run, inputs, adapted))
-    return assemble(run, inputs, plan, ranks, loaded, adapted, reasons)
+    adapted = adapt(run, inputs, loaded.model)
+    require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
+    return assemble(run, inputs, plan, ranks, loaded, adapted, trains=True)
 
 
 def load(run: Run, inputs: Inputs, ranks: Ranks) -> Loaded:
@@ -106,26 +113,30 @@ def assemble(
     plan: Plan,
     ranks: Ranks,
     loaded: Loaded,
-    adapted: nn.Module,
-    reasons: list[Decision],
+    adapted: Adapted,
+    *,
+    trains: bool,
 ) -> Built:
-    """A loaded and adapted model, sharded and made a job."""
+    """A loaded and adapted model, sharded and made a job. What its first step is compared with is computed where it
+    ``trains``.
+    """
+    model, reasons = adapted
     decisions = [*inputs.decisions, *loaded.decisions, *reasons]
     dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
-    scorer = Scorer(adapted)
+    scorer = Scorer(model)
     method, num_steps, cursor = plan
-    noise = install_noise(adapted, run.noise, run.seed)
-    is_comparable = noise is None and cursor == START
-    alone = _alone(method, adapted, dtype, ranks.device) if is_comparable else {}
+    noise = install_noise(model, run.noise, run.seed)
+    is_compared = trains and noise is None and cursor == START
+    alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
-        anatomy.unwrap(adapted).activation_checkpointing_enable({"use_reentrant": False})
-    budget = build_budget(run, adapted, ranks, one_sample=one_sample is not None)
+        anatomy.unwrap(model).activation_checkpointing_enable({"use_reentrant": False})
+    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     fit = build_fit(
         run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
     )
-    parallel.shard(scorer, anatomy.layers(adapted), ranks)
+    parallel.shard(scorer, anatomy.layers(model), ranks)
     job = Job(
         scorer=scorer,
         method=method,
@@ -167,11 +178,11 @@ def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
     return untrained_rows(model, ends) | added
 
 
-def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> tuple[nn.Module, list[Decision]]:
+def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
     """The model with its added tokens and adapters, without what is frozen."""
     add_tokens(model, inputs.new_ids)
     if not run.lora.is_on and not run.freeze:
-        return model, []
+        return Adapted(model, [])
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     rows = choose_rows(model, run.lora, needed, ends)
@@ -187,7 +198,7 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> tuple[nn.Module, 
         rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""
         value = f"{len(names_frozen)} tensors"
         decisions.append(Decision("freeze", value, f"{names_frozen[0]}{rest}"))
-    return adapted, decisions
+    return Adapted(adapted, decisions)
 
 
 def choose(

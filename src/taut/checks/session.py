@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Observation, observe
-from taut.build import Built, Loaded, adapt, assemble, build_method, load
+from taut.build import Adapted, Built, Loaded, adapt, assemble, build_method, load
 from taut.data.dataset import Dataset, load_dataset, read_rows
 from taut.data.formats import Row
 from taut.data.pack import ALONE, PackPolicy, pack
@@ -180,7 +180,7 @@ class Session:
 
     @cached_property
     @owned_by("model.trains")
-    def adapted(self) -> tuple[nn.Module, list[Decision]]:
+    def adapted(self) -> Adapted:
         """The model with adapters and added tokens, without what is frozen."""
         return adapt(self.run, self.inputs, self.loaded.model)
 
@@ -188,9 +188,9 @@ class Session:
     @owned_by("model.trains")
     def built(self) -> Built:
         """All of it, ready to train."""
-        adapted, reasons = self.adapted
+        adapted = self.adapted
         plan = build_method(self.run, self.train)
-        return assemble(self.run, self.inputs, plan, self.ranks, self.loaded, adapted, reasons)
+        return assemble(self.run, self.inputs, plan, self.ranks, self.loaded, adapted, trains=False)
 
     @property
     def adapted_decisions(self) -> list[Decision]:
