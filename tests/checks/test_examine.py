@@ -195,6 +195,7 @@ def test_a_check_of_a_later_method_is_asked_reported_and_in_the_json(
         "remedy": "load the reference from the model that training starts with",
         "notes": [],
         "seconds": read["checks"][-1]["seconds"],
+        "cause": None,
     }
 
 

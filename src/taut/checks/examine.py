@@ -33,6 +33,8 @@ class Answered(NamedTuple):
     question: str
     finding: Finding
     seconds: float
+    cause: str | None = None
+    """The check whose failure kept this one from being asked."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +71,30 @@ def examine(
             continue
         began = time.perf_counter()
         cause = next((causes[before] for before in check.after if before in causes), None)
-        finding = skipped(f"{cause} failed") if cause else _ask(name, check, session)
-        finding = _together(session, finding)
+        if cause is not None:
+            asked: tuple[Finding, str | None] = skipped(f"{cause} failed"), cause
+        else:
+            asked = _ask(name, check, session)
+        finding, missing = _together(session, asked[0]), asked[1]
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
-        answered.append(Answered(name, check.question, finding, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        answered.append(Answered(name, check.question, finding, seconds, missing))
         randomness.restore(state, session.ranks.device)
         follow(answered[-1])
     return Examination(part, tuple(answered))
 
 
-def _ask(name: str, check: Check, session: Session) -> Finding:
+def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None]:
+    """What is found; and where a part of the run is missing for it, the check that says why."""
     try:
-        return check.ask(session)
+        return check.ask(session), None
     except TautError as error:
-        return _refused(error)
+        return _refused(error), None
     except Unavailable as missing:
         if missing.owner == name:
-            return _refused(missing.error)
-        return skipped(f"there is no {missing.part} to look at: {missing.owner}")
+            return _refused(missing.error), None
+        return skipped(f"without {missing.part}: {missing.owner} fails"), missing.owner
 
 
 def _refused(error: TautError) -> Finding:
@@ -122,4 +129,4 @@ def as_fields(one: Answered) -> dict[str, Any]:
     """For JSON: in its own types, a number that is not finite as a text, as in the run's log."""
     head = {"name": one.name, "question": one.question}
     fields = {**head, **one.finding.as_fields(), "seconds": round(one.seconds, 3)}
-    return {key: plain(value) for key, value in fields.items()}
+    return {key: plain(value) for key, value in (fields | {"cause": one.cause}).items()}

@@ -23,7 +23,11 @@ WIDTHS = (7, 21, 17)
 
 
 def show_row(console: Console, one: Answered) -> None:
-    """One question and its answer: evidence and remedy where it failed, notes where there are any."""
+    """One question and its answer: evidence and remedy where it failed, notes where there are any. What was not asked
+    because of a failure is left to the end.
+    """
+    if one.cause is not None:
+        return
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for width in WIDTHS:
         table.add_column(width=width, overflow="fold")
@@ -46,7 +50,12 @@ def show_row(console: Console, one: Answered) -> None:
 
 
 def show_end(console: Console, examination: Examination) -> None:
-    """How many passed, failed and were skipped."""
+    """What was not asked because of a failure; how many passed, failed and were skipped."""
+    causes = dict.fromkeys(one.cause for one in examination.answered if one.cause is not None)
+    for cause in causes:
+        names = [one.name for one in examination.answered if one.cause == cause]
+        text = f"\nnot asked, since {cause} failed: {', '.join(names)}"
+        console.print(Text(text, STYLES["skipped"]))
     counts = [
         f"{examination.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")
     ]
@@ -62,7 +71,8 @@ def written(finding: Finding) -> str:
     text = (
         f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:.3g}"
     )
-    return f"{text} {finding.unit}".rstrip()
+    unit = finding.unit.removesuffix("s") if text == "1" else finding.unit
+    return f"{text} {unit}".rstrip()
 
 
 def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _failed(session: Session, error: TautError) -> Finding:
         number=len(bad),
         unit=f"of {num_rows:,} rows",
         evidence=_kinds(bad),
-        remedy=remedy,
+        remedy="correct these rows, or leave them out of the file",
     )
 
 
@@ -90,8 +90,10 @@ def _kinds(bad: Sequence[Attempt]) -> list[str]:
     first: dict[str, str] = {}
     times: Counter[str] = Counter()
     for one in bad:
-        found, _, _ = str(one.error).partition("; ")
-        kind = PARTICULAR.sub("", found.removeprefix(one.place))
-        first.setdefault(kind, found)
+        kind = PARTICULAR.sub("", str(one.error).partition("; ")[0].removeprefix(one.place))
+        first.setdefault(kind, str(one.error))
         times[kind] += 1
-    return [f"{first[kind]} ({number:,} such)" for kind, number in times.most_common(SHOWN)]
+    return [
+        first[kind] + (f" ({number:,} such rows)" if number > 1 else "")
+        for kind, number in times.most_common(SHOWN)
+    ]
