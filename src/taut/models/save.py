@@ -40,6 +40,8 @@ _PADS = (
     "<|end_of_text|>",
 )
 """Pad tokens of well-known vocabularies, taken where the tokenizer names none that can be used."""
+_MANY = 1000
+"""Entries from which on a tokenizer's part is its vocabulary or its merges: never changed, so that a copy shares it."""
 _PROBE = "Stop, then: say it again (12 x 3.5 = 42)!\n\n  naïve 東京 def f(x):\treturn x\n"
 
 
@@ -92,7 +94,8 @@ def serving_tokenizer(
     tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], template: str | None
 ) -> PreTrainedTokenizerBase:
     """A copy with the template in use, whose eos is the turn end and whose pad is not."""
-    served = copy.deepcopy(tokenizer)
+    parts = [value for value in vars(tokenizer).values() if isinstance(value, list | dict)]
+    served = copy.deepcopy(tokenizer, {id(part): part for part in parts if len(part) > _MANY})
     if template is not None:
         served.chat_template = template
     if stop_ids:

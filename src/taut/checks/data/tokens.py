@@ -20,7 +20,8 @@ BROKEN = 0.1
 SHOWN = 4
 MOJIBAKE = re.compile("\ufffd|\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac")
 """A character that could not be decoded, or UTF-8 that was read as Latin-1 or Windows-1252."""
-BYTE = re.compile("<0x[0-9A-F]{2}>")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+"""Tokens with which a tokenizer falls back on bytes."""
 
 
 def ask(session: Session) -> Finding:
@@ -110,8 +111,8 @@ def _notes(session: Session, look: Flat) -> list[str]:
     unknown = session.tokenizer.unk_token_id
     if unknown is not None and (times := int((look.ids_T == unknown).sum())):
         notes.append(f"{times:,} tokens are unknown")
-    vocabulary = session.tokenizer.get_vocab()
-    falls_back = [index for token, index in vocabulary.items() if BYTE.fullmatch(token)]
+    number_of = session.tokenizer.backend_tokenizer.token_to_id
+    falls_back = [index for byte in BYTES if (index := number_of(byte)) is not None]
     if falls_back and (times := int(np.isin(look.ids_T, falls_back).sum())):
         notes.append(f"{times:,} tokens are single bytes")
     return notes
