@@ -16,6 +16,7 @@ from taut.checks.template.rendered import (
     cut,
     reasoning_of,
     rendered,
+    shared,
 )
 from taut.data.template import PROBE, Ids, Text
 
@@ -50,11 +51,9 @@ def ask(session: Session) -> Finding:
             f"the generation prompt opens {OPEN} for answers without reasoning:",
             opened,
             len(turns),
-            [
-                f"{t.place}: {cut(t.prompt.text[-40:])}, then {cut(str(t.message['content']))}"
-                for t in opened
-            ],
-            "give rows with reasoning, or a template whose generation prompt does not open it with data.template=FILE",
+            [_opening(turn) for turn in opened],
+            f"give rows with reasoning, or a template whose generation prompt does not open it with data.template=FILE"
+            f"{_switched_off(session)}",
         )
     closed = [t for t in thought if _ends(t, CLOSE) and not t.is_prefix]
     if closed:
@@ -78,6 +77,20 @@ def _is_closed_at_once(turn: Turn, ids_of: Mapping[Text, Ids]) -> bool:
     """Whether the row goes on from the prompt by closing what it opened: the answer is taught to be without thought."""
     prompt, row = ids_of[turn.prompt], ids_of[turn.row]
     return row[: len(prompt)] == prompt and turn.written.lstrip().startswith(CLOSE)
+
+
+def _opening(turn: Turn) -> str:
+    """How the prompt ends, and what the row has from there on."""
+    at = shared(turn.prompt.text, turn.row.text)
+    return f"{turn.place}: {cut(turn.prompt.text[-40:])}, the row then {cut(turn.row.text[at : at + 60])}"
+
+
+def _switched_off(session: Session) -> str:
+    """The shortest way to such a template, where the model's own has a switch."""
+    template = session.language.renderer.template.template
+    if not isinstance(template, str) or SWITCH not in template:
+        return ""
+    return f": the model's own after a first line {{%- set {SWITCH} = false %}}"
 
 
 def _failed(says: str, found: list[Turn], number: int, evidence: list[str], remedy: str) -> Finding:
