@@ -152,7 +152,7 @@ CHECKS: dict[str, Check] = {
     "loss.dtype": Check(dtype.ask, after=_SOUND),
     "loss.tied": Check(tied.ask, after=_RUNS),
     "loss.adapter_start": Check(adapter_start.ask, after=_SOUND),
-    "loss.reached": Check(reached.ask, after=_SOUND),
+    "loss.reached": Check(reached.ask, after=(*_SOUND, "attention.calls")),
     "loss.gradient": Check(gradient.ask, after=(*_SOUND, "loss.reached")),
     "loss.linear": Check(linear.ask, after=_RUNS),
     "loss.first": Check(

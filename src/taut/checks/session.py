@@ -279,22 +279,27 @@ class Session:
         finally:
             self.scorer.train(was_training)
 
-    @cached_property
+    @property
     def alone(self) -> dict[str, Tensor]:
         """log-probs of the pair, each alone."""
-        return {name: logp_N for one in self.pair for name, logp_N in self.logps([one]).items()}
+        return self._alone[0]
 
     @cached_property
     def packed(self) -> dict[str, Tensor]:
         """The same, packed."""
         return self.logps(self.pair)
 
-    @cached_property
+    @property
     def observed(self) -> Observation:
-        """What the attention layers call, and the masks the library would have built."""
+        """What the attention layers call, and the masks the library would have built, for the first of the pair."""
+        return self._alone[1]
+
+    @cached_property
+    def _alone(self) -> tuple[dict[str, Tensor], Observation]:
+        first, second = self.pair
         with observe() as seen:
-            self.logps(self.pair[:1])
-        return seen
+            found = self.logps([first])
+        return {**found, **self.logps([second])}, seen
 
 
 def whole(sample: Sample, most: int) -> Sample:

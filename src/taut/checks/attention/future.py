@@ -1,4 +1,4 @@
-"""A token is changed; what was predicted before it must not move. Two forwards of one sample."""
+"""A token is changed; what was predicted before it must not move. One forward beside that of the sample itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ask(session: Session) -> Finding:
     before = (
         sample.target_at_N < at
     )  # predicted by a token before it, and not the changed token itself
-    (left,), (right,) = session.logps([sample]).values(), session.logps([other]).values()
+    left, right = session.alone[sample.id], session.logps([other])[sample.id]
     moved = gap(left[before], right[before])
     if moved > session.exact:
         where = first_that_moves(session, pack([sample], ALONE), pack([other], ALONE), range(at))

@@ -21,7 +21,8 @@ def ask(session: Session) -> Finding:
         ids_T=changed(session, sample.ids_T, range(half, sample.num_tokens)),
     )
     shared = session.logps([sample, other], PackPolicy(min_saved_tokens=1))
-    gaps = {one.id: gap(shared[one.id], session.logps([one])[one.id]) for one in (sample, other)}
+    alone = {sample.id: session.alone[sample.id], **session.logps([other])}
+    gaps = {name: gap(shared[name], logp_N) for name, logp_N in alone.items()}
     name, moved = max(gaps.items(), key=lambda item: item[1])
     if moved > session.limit:
         return failed(
