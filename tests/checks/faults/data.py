@@ -107,6 +107,32 @@ def a_system_prompt_beside_a_completion(place: Place, is_faulty: bool) -> Sessio
     return place.session(data=place.data(rows), data__ignore_keys=ignored)
 
 
+@fault("data.columns", says="preferences")
+def preferences_for_a_run_that_learns_by_example(place: Place, is_faulty: bool) -> Session:
+    """Data for DPO: the conversation ends before the two answers, which no format of examples reads."""
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": w}],
+            "chosen": {"from": "gpt", "value": a},
+            "rejected": {"from": "gpt", "value": w},
+        }
+        for q, a, w in zip(*plain(), words(NUM_ROWS), strict=True)
+    ]
+    if not is_faulty:  # the better answer is the conversation's last
+        for row in rows:
+            row["conversations"][1] = row["chosen"]
+    return place.session(data=place.data(rows))
+
+
+@fault("data.columns", says="label false")
+def answers_that_people_rejected(place: Place, is_faulty: bool) -> Session:
+    """Data for KTO: half of the answers are there to be unlearned."""
+    rows = talks(*plain())
+    for number, row in enumerate(rows):
+        row["label"] = number % 2 == 0 or not is_faulty
+    return place.session(data=place.data(rows))
+
+
 # -- rows
 
 

@@ -27,6 +27,10 @@ CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
 """What a question is about, by the names that data sets give it."""
 SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
 """Columns that a prompt should have, where a format does not read them."""
+CHOICE = ("chosen", "rejected")
+"""Columns of which one holds a worse answer."""
+VERDICT = "label"
+"""Beside an answer, true or false: whether it is a good one."""
 REMEDY = {
     "text": 'set data.columns={{prompt = "text", completion = "{0}"}}',
     "alpaca": 'set data.columns={{input = "{0}"}}, or join it to the instruction',
@@ -59,6 +63,9 @@ def ask(session: Session) -> Finding:
             evidence=[says],
             remedy=remedy,
         )
+    problem = _preferences(read)
+    if problem:
+        return problem
     lost = _lost(read)
     if lost:
         (source, name), examples = next(iter(lost.items()))
@@ -86,6 +93,38 @@ def _recognised(found: Sequence[Record]) -> tuple[list[Read], list[DataError]]:
         except DataError as error:
             errors.append(error)
     return read, errors
+
+
+def _preferences(read: Sequence[Read]) -> Finding | None:
+    """Rows that compare or judge answers, where every answer would be learned, or none."""
+    trained = [one for one in read if one.record.split == "train"]
+    paired = [
+        one
+        for one in trained
+        if all(name in one.how.unread for name in CHOICE) and _is_nowhere_else(one, CHOICE[0])
+    ]
+    judged = [one for one in trained if isinstance(one.how.unread.get(VERDICT), bool)]
+    bad = [one for one in judged if not one.how.unread[VERDICT]]
+    if 2 * len(paired) > len(trained):
+        names = " and ".join(CHOICE)
+        return failed(
+            f"the rows are preferences: {names} are passed over",
+            number=len(paired),
+            unit=f"of {len(trained):,} rows",
+            evidence=[_shown(name, paired[0]) for name in CHOICE],
+            remedy=f"write the {CHOICE[0]} answer as the last message and leave {CHOICE[1]} out, or name both in "
+            "data.ignore_keys if the answers to learn are in the other columns",
+        )
+    if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
+        return failed(
+            f"{len(bad):,} of {len(trained):,} answers are marked {VERDICT} false, and would be learned",
+            number=len(bad),
+            unit=f"of {len(trained):,} rows",
+            evidence=[f"{one.record.place}: {VERDICT} is false" for one in bad[:SHOWN]],
+            remedy=f"keep the rows whose {VERDICT} is true, or name {VERDICT} in data.ignore_keys if it says something "
+            "else",
+        )
+    return None
 
 
 def _lost(read: Sequence[Read]) -> dict[tuple[str, str], list[Read]]:
