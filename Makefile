@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench bench-generate bench-checkpoint bench-check
+.PHONY: help venv demo test test-real lint format docs bench bench-generate bench-checkpoint bench-check bench-plan
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -61,3 +61,6 @@ bench-checkpoint: $(STAMP) ## what saving costs a run of the 135M model (run mak
 
 bench-check: $(STAMP) ## what taut check costs on the 135M model (run make demo once before)
 	$(RUN)/python benchmarks/check.py $(ARGS)
+
+bench-plan: $(STAMP) ## what taut plan predicts against what is measured (run make demo once before)
+	$(RUN)/python benchmarks/plan.py $(ARGS)
