@@ -12,6 +12,7 @@ May import run, build and what is below them. Checks import it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, wraps
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.attention.select import Observation, observe
 from taut.build import Adapted, Built, Loaded, adapt, assemble, build_method, load
 from taut.data.dataset import Dataset, load_dataset, read_rows
@@ -55,7 +57,7 @@ PROBE_TOKENS = 64
 BATCH_TOKENS = 256
 """Tokens of the samples that a forward and a backward are made of."""
 LIMITS = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}
-"""Largest difference of a log-prob (nats) that is rounding, by compute dtype."""
+"""Largest difference of a log-prob (nats) that is rounding, by compute dtype, between two ways through the head."""
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
 
@@ -224,6 +226,11 @@ class Session:
         return LIMITS[self.dtype]
 
     @property
+    def tolerance(self) -> float:
+        """Largest ``drift`` that is rounding."""
+        return TOLERANCE[self.dtype]
+
+    @property
     def exact(self) -> float:
         """The same for two micro-batches of one shape, at tokens whose own path is equal."""
         return EXACT[self.dtype]
@@ -345,3 +352,13 @@ def gap(left: Tensor, right: Tensor) -> float:
     if not left.numel():
         return 0.0
     return float((left - right).abs().nan_to_num(nan=torch.inf).max())
+
+
+def drift(left: Tensor, right: Tensor) -> float:
+    """The mean difference, as the alarm of the first step takes it: rounding hardly moves it where tokens are many, and
+    single log-probs differ by a quarter of a nat in bfloat16.
+    """
+    if not left.numel():
+        return 0.0
+    mean = (left - right).abs().double().mean().nan_to_num(nan=torch.inf)
+    return float(mean) * math.sqrt(min(1.0, left.numel() / STEADY_TARGETS))

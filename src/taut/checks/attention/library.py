@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, gap
+from taut.checks.session import Session, drift
 from taut.models import anatomy
 from taut.types import Sample
 
@@ -48,23 +48,23 @@ def ask(session: Session) -> Finding:
         kernel: _logps(session, Setting(kernel, False, False, False), [second])
         for kernel in kernels
     }
-    apart = gap(alone[kernels[0]], alone[kernels[-1]])
-    if apart > session.limit:
+    apart = drift(alone[kernels[0]], alone[kernels[-1]])
+    if apart > session.tolerance:
         return failed(
-            f"the log-probs of {second.id} alone differ by {apart:.3g} nats between {' and '.join(kernels)}",
+            f"the log-probs of {second.id} alone differ by {apart:.3g} nats a token between {' and '.join(kernels)}",
             number=apart,
-            unit="nats",
-            evidence=[f"at most {session.limit:g} is rounding in {session.dtype}"],
+            unit="nats a token",
+            evidence=[f"at most {session.tolerance:g} is rounding in {session.dtype}"],
             remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
             "you serve with, compare it with the model's paper, and please report the model to transformers",
         )
     used = kernels[-1]
     leaks = {
-        setting: gap(alone[used], _logps(session, setting, [first, second]))
+        setting: drift(alone[used], _logps(session, setting, [first, second]))
         for setting in (Setting(used, *it) for it in product((True, False), *[(False, True)] * 2))
     }
     said = f"{' and '.join(kernels)} agree"
-    return passed(said, apart, "nats", list(_told(leaks, session.limit)))
+    return passed(said, apart, "nats a token", list(_told(leaks, session.tolerance)))
 
 
 def _told(leaks: dict[Setting, float], limit: float) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _told(leaks: dict[Setting, float], limit: float) -> Iterator[str]:
     used = next(iter(leaks)).kernel
     yield f"two samples packed by plain transformers ({used}), the second against itself alone:"
     for setting, value in leaks.items():
-        yield f"{'right' if value <= limit else 'LEAKS':5}  {setting} ({value:.2g} nats)"
+        yield f"{'right' if value <= limit else 'LEAKS':5}  {setting} ({value:.2g} nats a token)"
 
 
 @torch.no_grad()

@@ -1,15 +1,12 @@
 """What training computes (taut's attention, packed, prefixes shared) against the library's own path, sample by sample.
 
-Compared is the mean over a sample's targets, which rounding hardly moves: single log-probs differ by a nat in bfloat16.
+Compared is the mean over a sample's targets, which rounding hardly moves.
 """
 
 from __future__ import annotations
 
-import torch
-
-from taut.alarms import TOLERANCE
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session
+from taut.checks.session import Session, drift
 from taut.models.prove import library_attention, library_logps
 
 
@@ -21,10 +18,9 @@ def ask(session: Session) -> Finding:
     for one in session.pair:
         with session.quiet():
             theirs = library_logps(session.scorer.model, one, session.ranks.device)
-        difference = (ours[one.id] - theirs.to(ours[one.id].dtype)).abs()
-        gaps[one.id] = float(difference.mean().nan_to_num(nan=torch.inf))
+        gaps[one.id] = drift(ours[one.id], theirs)
     name, found = max(gaps.items(), key=lambda item: item[1])
-    theirs_name, limit = library_attention(session.model), TOLERANCE[session.dtype]
+    theirs_name, limit = library_attention(session.model), session.tolerance
     if found > limit:
         return failed(
             f"the log-probs of {name} differ by {found:.3g} nats a token (at most {limit:g} is rounding) from the same "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, gap
+from taut.checks.session import Session, drift
 
 
 def ask(session: Session) -> Finding:
@@ -12,15 +12,15 @@ def ask(session: Session) -> Finding:
         return skipped(f"nothing is packed: {session.loaded.one_sample}")
     first, second = session.pair
     swapped = session.logps([second, first])
-    gaps = {one.id: gap(session.packed[one.id], swapped[one.id]) for one in session.pair}
+    gaps = {one.id: drift(session.packed[one.id], swapped[one.id]) for one in session.pair}
     name, moved = max(gaps.items(), key=lambda item: item[1])
-    if moved > session.limit:
+    if moved > session.tolerance:
         return failed(
-            f"a log-prob of {name} changes by {moved:.3g} nats with its place in the pack",
+            f"the log-probs of {name} change by {moved:.3g} nats a token with its place in the pack",
             number=moved,
-            unit="nats",
+            unit="nats a token",
             evidence=[f"packed as ({first.id}, {second.id}) and the other way round"],
             remedy="the model counts positions through the pack instead of from each sample's beginning; train "
             "another model, and please report this one",
         )
-    return passed("a sample's place in the pack changes nothing", moved, "nats")
+    return passed("a sample's place in the pack changes nothing", moved, "nats a token")

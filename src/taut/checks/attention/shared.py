@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, changed, gap
+from taut.checks.session import Session, changed, drift
 from taut.data.pack import PackPolicy
 
 
@@ -22,14 +22,14 @@ def ask(session: Session) -> Finding:
     )
     shared = session.logps([sample, other], PackPolicy(min_saved_tokens=1))
     alone = {sample.id: session.alone[sample.id], **session.logps([other])}
-    gaps = {name: gap(shared[name], logp_N) for name, logp_N in alone.items()}
+    gaps = {name: drift(shared[name], logp_N) for name, logp_N in alone.items()}
     name, moved = max(gaps.items(), key=lambda item: item[1])
-    if moved > session.limit:
+    if moved > session.tolerance:
         return failed(
-            f"with its first {half} tokens shared, a log-prob of {name} is {moved:.3g} nats off",
+            f"with its first {half} tokens shared, the log-probs of {name} are {moved:.3g} nats a token off",
             number=moved,
-            unit="nats",
+            unit="nats a token",
             evidence=[f"{sample_id}: {value:.3g}" for sample_id, value in gaps.items()],
             remedy="set batch.share_prefixes=false, and please report the model",
         )
-    return passed(f"{half} shared tokens change nothing", moved, "nats")
+    return passed(f"{half} shared tokens change nothing", moved, "nats a token")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, gap
+from taut.checks.session import Session, drift, gap
 from taut.models.lora import is_adapted
 
 
@@ -23,10 +23,13 @@ def ask(session: Session) -> Finding:
     with_it = session.logps(samples)
     with _switched_off(session):
         without = session.logps(samples)
+    is_exact = not session.run.lora.dora  # DoRA divides by a norm and multiplies with it
+    differ, limit = (gap, session.exact) if is_exact else (drift, session.tolerance)
     name, moved = max(
-        ((name, gap(with_it[name], without[name])) for name in with_it), key=lambda item: item[1]
+        ((name, differ(with_it[name], without[name])) for name in with_it),
+        key=lambda item: item[1],
     )
-    if moved > (session.limit if session.run.lora.dora else session.exact):
+    if moved > limit:
         return failed(
             f"the log-probs of {name} are {moved:.3g} nats from those of the model without its new adapter",
             number=moved,
