@@ -37,6 +37,7 @@ FREE = (
     "overwrite",
     "steps",
     "epochs",
+    "check",
     "log",
     "checkpoint",
     "contract",

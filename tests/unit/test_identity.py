@@ -80,9 +80,9 @@ def test_what_changes_rounding_is_told(built: Built) -> None:
     assert told[1].startswith("environment threads: ")
 
 
-@pytest.mark.parametrize("key", ["steps", "out", "resume"])
+@pytest.mark.parametrize("key", ["steps", "out", "resume", "check"])
 def test_what_has_no_part_in_the_steps_is_free(key: str, built: Built) -> None:
-    value = {"steps": 999, "out": "elsewhere", "resume": True}[key]
+    value = {"steps": 999, "out": "elsewhere", "resume": True, "check": "off"}[key]
     assert differences(identity(built), identity(built, **{key: value})) == ([], [])
 
 
