@@ -73,7 +73,8 @@ class TestRows:
         found = findings(place.session(data=file))["data.rows"]
         assert (found.outcome, found.number, found.unit) == ("failed", 5, "of 12 rows")
         first, *rest = found.evidence
-        assert "train.jsonl:2: messages[2].content is empty (3 such)" in first
+        assert "train.jsonl:2: messages[2].content is empty" in first
+        assert first.endswith("(3 such rows)")
         assert any("train.jsonl:9" in line for line in rest)
         assert any("train.jsonl:11: broken JSON" in line for line in rest)
 
@@ -84,7 +85,7 @@ class TestRows:
         found = findings(place.session(data__eval=str(file)))["data.rows"]
         assert (found.number, found.unit) == (1, "of 16 rows")
         assert "eval.jsonl:3: the row has no targets" in found.evidence[0]
-        assert "data.without_targets=drop" in found.remedy
+        assert "data.without_targets=drop" in found.evidence[0]
 
     def test_a_file_that_is_not_there(self, place: Place) -> None:
         found = findings(place.session(data=place.directory / "none.jsonl"))
@@ -280,6 +281,20 @@ class TestLeak:
         ]
         given = [one for one in found if leak.gives_away(one)]
         assert (len(given) == len(found) and not leak.is_copying(given)) == is_fault
+
+
+@pytest.mark.parametrize(
+    ("answer", "check", "note"),
+    [
+        ("why &lt; and &#39;how&#39;", "data.tokens", "12 of 12 rows have HTML entities"),
+        ("first\\nthen", "data.tokens", "12 of 12 rows have \\n for line breaks"),
+        ("yes", "data.targets", "12 of 12 answers are 'yes'"),
+    ],
+)
+def test_what_people_may_want_is_told(answer: str, check: str, note: str, place: Place) -> None:
+    found = findings(place.session(data=place.data(talks(plain()[0], [answer] * 12))))[check]
+    assert found.outcome == "passed"
+    assert any(one.startswith(note) for one in found.notes), found.notes
 
 
 @pytest.mark.parametrize(

@@ -214,3 +214,9 @@ def test_one_row_with_a_special_token_in_its_words_is_told(place: Place) -> None
     ]
     assert found.number == 1
     assert "<|im_end|>" in found.notes[0]
+
+
+def test_marks_of_another_model_are_told(place: Place) -> None:
+    rows = [{"text": f"<|user|> why {row}? <|assistant|> so <|im_end|>"} for row in range(4)]
+    found = answers(examine(place.session(data=place.data(rows)), only=ASKED))["template.lossless"]
+    assert found.notes == ("written in pieces, being no tokens: <|user|> <|assistant|>",)

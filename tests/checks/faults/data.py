@@ -232,6 +232,14 @@ def answers_that_a_table_did_not_have(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(talks(questions, answers)))
 
 
+@fault("data.targets", says="'None'")
+def answers_that_python_did_not_have(place: Place, is_faulty: bool) -> Session:
+    """str(None) for every answer; where others are there too, it may be one."""
+    questions, answers = plain()
+    answers = ["None"] * (len(answers) if is_faulty else 2) + ([] if is_faulty else answers[2:])
+    return place.session(data=place.data(talks(questions, answers)))
+
+
 @fault("data.targets", says="were dropped")
 def most_rows_have_nothing_to_learn(place: Place, is_faulty: bool) -> Session:
     """All but a few answers are marked train: false, and rows without targets are dropped: class 10."""
@@ -292,6 +300,16 @@ def the_label_in_the_prompt(place: Place, is_faulty: bool) -> Session:
     if is_faulty:
         questions = [f"{q}\n{a}" for q, a in zip(questions, answers, strict=True)]
     return place.session(data=place.data(talks(questions, answers)))
+
+
+@fault("data.leak", says="Answer: ")
+def the_answer_in_the_system_message(place: Place, is_faulty: bool) -> Session:
+    """A template of prompts that was made for judging answers has the answer in it."""
+    questions, answers = words(NUM_ROWS, 6, 8), words(NUM_ROWS + 1, 8, 10)
+    rows = talks(questions, answers[1:])
+    for row, answer in zip(rows, answers[1:] if is_faulty else answers, strict=False):
+        row["messages"].insert(0, {"role": "system", "content": f"Be kind. Answer: {answer}"})
+    return place.session(data=place.data(rows))
 
 
 # -- the plan

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
-from taut.checks.data.records import Flat, exchanges, flat_train
+from taut.checks.data.records import Exchange, Flat, exchanges, flat_train
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
 from taut.types import IntArray
@@ -12,6 +14,10 @@ from taut.types import IntArray
 SHOWN = 4
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 """What programs write for a value that is not there."""
+PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
+"""The same, and words that are an answer where others are there too."""
+FEWEST = 4
+"""Rows without which one answer for all says nothing."""
 WITHOUT = "no targets"
 """The reason of a row that data.without_targets=drop left out."""
 
@@ -30,7 +36,7 @@ def ask(session: Session) -> Finding:
             "data.without_targets=drop leaves out is most of the data",
         )
     empty = only_ends(look, np.asarray(session.stops.ids))
-    missing = [one for one in session.once(exchanges) if one.answer.strip().lower() in MISSING]
+    missing = _missing(session.once(exchanges))
     if 2 * empty.size > look.index_S.size:
         return failed(
             f"{empty.size:,} of {look.index_S.size:,} samples have no answer but its end",
@@ -53,7 +59,25 @@ def ask(session: Session) -> Finding:
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     notes += [f"{empty.size:,} samples have no answer but its end"] if empty.size else []
     notes += [f"{len(missing):,} answers are {missing[0].answer!r}"] if missing else []
+    notes += _same(session.once(exchanges))
     return passed(f"{share:.0%} of tokens are targets{look.looked_at}", share, "of tokens", notes)
+
+
+def _missing(found: list[Exchange]) -> list[Exchange]:
+    """Rows with no answer but what a program wrote in its place."""
+    if len(found) >= FEWEST and all(one.answer.strip().lower() in PLACEHOLDERS for one in found):
+        return found
+    return [one for one in found if one.answer.strip().lower() in MISSING]
+
+
+def _same(found: list[Exchange]) -> list[str]:
+    """An answer that most rows have."""
+    counts = Counter(one.answer.strip() for one in found)
+    answer, times = counts.most_common(1)[0] if counts else ("", 0)
+    if times < FEWEST or 2 * times <= len(found) or not answer:
+        return []
+    shown = answer if len(answer) <= 20 else f"{answer[:17]}..."
+    return [f"{times:,} of {len(found):,} answers are {shown!r}"]
 
 
 def only_ends(look: Flat, ends: IntArray) -> IntArray:

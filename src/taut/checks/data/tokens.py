@@ -20,6 +20,8 @@ BROKEN = 0.1
 SHOWN = 4
 MOJIBAKE = re.compile("\ufffd|\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac")
 """A character that could not be decoded, or UTF-8 that was read as Latin-1 or Windows-1252."""
+ENTITY = re.compile("&(?:lt|gt|amp|quot|apos|nbsp|#39|#x27);")
+"""What HTML writes for a character."""
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 """Tokens with which a tokenizer falls back on bytes."""
 
@@ -104,8 +106,24 @@ def broken(session: Session) -> list[tuple[str, str]]:
     return found
 
 
+def _escaped(looked: list[Row]) -> list[str]:
+    """Texts that some program escaped, where they are more than a few."""
+    texts = {row.place: "".join(text_of(row)) for row in looked}
+    ways = {
+        "HTML entities, as &lt;": [it for it, text in texts.items() if ENTITY.search(text)],
+        "\\n for line breaks": [
+            it for it, text in texts.items() if "\\n" in text and "\n" not in text
+        ],
+    }
+    return [
+        f"{len(found):,} of {len(looked):,} rows have {what}: {_short(found[0])}"
+        for what, found in ways.items()
+        if len(found) > BROKEN * len(looked)
+    ]
+
+
 def _notes(session: Session, look: Flat) -> list[str]:
-    notes = []
+    notes = _escaped(session.once(rows))
     if found := session.once(broken):
         notes.append(f"{len(found):,} rows have broken characters, as {_short(found[0][0])}")
     unknown = session.tokenizer.unk_token_id

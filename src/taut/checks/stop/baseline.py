@@ -73,11 +73,10 @@ def _other_end(session: Session, asked: list[Asked]) -> Other | None:
         return None
     at_ends, inside = [], []
     for one in asked:
-        sample = one.reference
         begun = int(one.prompt.ids_T.size)
-        share_TS = _shares(session, sample, [*specials, *stops])
-        at_ends.append(share_TS[-1])
-        inside.append(share_TS[begun - 1 : -1] if begun < sample.num_tokens - 1 else share_TS[:0])
+        share_NS = _shares(session, one.reference, begun, [*specials, *stops])
+        at_ends.append(share_NS[-1])
+        inside.append(share_NS[:-1])
     end_S, inside_S = torch.stack(at_ends).mean(0), torch.cat(inside)
     if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
         return None
@@ -88,9 +87,9 @@ def _other_end(session: Session, asked: list[Asked]) -> Other | None:
 
 
 @torch.no_grad()
-def _shares(session: Session, sample: Sample, ids: list[int]) -> Tensor:
-    """Probabilities of ``ids`` after each token but the last: [T - 1, S]."""
-    at = np.arange(1, sample.num_tokens)
+def _shares(session: Session, sample: Sample, begun: int, ids: list[int]) -> Tensor:
+    """Probabilities of ``ids`` at each token from ``begun`` on: [N, S]."""
+    at = np.arange(max(1, begun), sample.num_tokens)
     packed = pack([replace(sample, target_at_N=at, weight_N=np.ones(at.size))], ALONE)
     scorer, device = session.scorer, session.ranks.device
     layout = Layout(packed.reach_T.numpy(), device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
@@ -10,6 +11,8 @@ from taut.checks.template.rendered import SHOWN, cut, is_most, normal, rendered
 from taut.data.template import Ids
 
 ROWS = 16
+MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+"""How templates write who speaks and where turns end."""
 MOST = 4000
 """Characters of a row among which the first that differs is looked for."""
 
@@ -37,7 +40,16 @@ def ask(session: Session) -> Finding:
             "that keeps text, or prepare the rows as the model expects them",
         )
     notes = [f"lost in {len(lost)} rows: {_difference(*lost[0])}"] if lost else []
+    notes += _in_pieces(session, [text.text for text in texts])
     return passed("ids read back as the text", len(texts) - len(lost), "rows", notes)
+
+
+def _in_pieces(session: Session, texts: list[str]) -> list[str]:
+    """Marks of a template, or of rows, that are made for another tokenizer."""
+    marks = dict.fromkeys(mark for text in texts for mark in MARK.findall(text))
+    number_of = session.tokenizer.backend_tokenizer.token_to_id
+    pieces = [mark for mark in marks if number_of(mark) is None]
+    return [f"written in pieces, being no tokens: {' '.join(pieces[:SHOWN])}"] if pieces else []
 
 
 def _decoded(session: Session, ids: Ids) -> str:
