@@ -54,7 +54,9 @@ NUM_ROWS = 64
 """Rows that checks of the template look at."""
 PROBE_TOKENS = 64
 """Tokens of each of the two samples that are perturbed."""
-BATCH_TOKENS = 256
+SHORT_TOKENS = 16
+"""Tokens of the sample that is looked at where a few are enough."""
+BATCH_TOKENS = 192
 """Tokens of the samples that a forward and a backward are made of."""
 LIMITS = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}
 """Largest difference of a log-prob (nats) that is rounding, by compute dtype, between two ways through the head."""
@@ -257,6 +259,11 @@ class Session:
                 f"{first.id} backwards", first.ids_T[::-1].copy(), first.target_at_N, first.weight_N
             )
         return first, other
+
+    @property
+    def short(self) -> Sample:
+        """The first tokens of the pair's first sample, for what any few tokens show."""
+        return whole(self.pair[0], SHORT_TOKENS)
 
     @cached_property
     def batch(self) -> list[Sample]:

@@ -15,7 +15,7 @@ from taut.types import Packed
 
 def ask(session: Session) -> Finding:
     """Are all layers with state across tokens known, so that nothing is packed beside them?"""
-    sample = session.pair[0]
+    sample = session.short
     other = replace(sample, ids_T=changed(session, sample.ids_T, range(1)))
     left, right = pack([sample], ALONE), pack([other], ALONE)
     with session.quiet(), observe(is_deaf=True):

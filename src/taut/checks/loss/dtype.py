@@ -98,7 +98,7 @@ def _products(session: Session) -> tuple[Counter[tuple[str, torch.dtype]], torch
         hooks.append(module.register_forward_hook(watch.leave, always_call=True))
     try:
         with session.quiet(), watch:
-            scores = session.scorer(pack(session.pair[:1], ALONE))
+            scores = session.scorer(pack([session.short], ALONE))
     finally:
         for hook in hooks:
             hook.remove()

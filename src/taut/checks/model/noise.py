@@ -16,10 +16,9 @@ from taut.data.pack import ALONE, pack
 
 def ask(session: Session) -> Finding:
     """Does the model give the same numbers twice when it trains?"""
-    first, outputs = _forward(session)
-    second, others = _forward(session)
-    moved = gap(first, second)
+    moved = gap(_forward(session)[0], _forward(session)[0])
     if moved > session.exact:
+        outputs, others = (_forward(session, is_told=True)[1] for _ in range(2))
         where = next((n for n, t in outputs.items() if gap(t, others[n]) > 0), "the model itself")
         return failed(
             f"the same sample's log-probs differ by {moved:.3g} nats from one forward to the next",
@@ -32,8 +31,8 @@ def ask(session: Session) -> Finding:
     return passed("two forwards in training mode agree", moved, "nats")
 
 
-def _forward(session: Session) -> tuple[Tensor, dict[str, Tensor]]:
-    """logp_N of a sample in training mode, and the sums of what every module gave, innermost first."""
+def _forward(session: Session, *, is_told: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """logp_N of a sample in training mode; where asked, the sums of what every module gave, innermost first."""
     scorer, sums = session.scorer, dict[str, Tensor]()
     names = {module: name for name, module in scorer.model.named_modules()}
 
@@ -42,12 +41,12 @@ def _forward(session: Session) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(value, Tensor) and value.is_floating_point():
             sums[f"{names[module]} ({type(module).__name__})"] = value.double().sum()
 
-    hooks = [module.register_forward_hook(keep) for module in names]
+    hooks = [module.register_forward_hook(keep) for module in names if is_told]
     was_training = scorer.training
     try:
         with torch.no_grad(), session.job.compute():
             scorer.train()
-            return scorer(pack(session.pair[:1], ALONE)).logp_N, sums
+            return scorer(pack([session.short], ALONE)).logp_N, sums
     finally:
         scorer.train(was_training)
         for hook in hooks:
