@@ -19,7 +19,7 @@ from taut.build import Built
 from taut.checks import CHECKS, Check, Part
 from taut.checks.finding import Finding, Outcome, failed, skipped
 from taut.checks.session import Session, Unavailable
-from taut.errors import CheckFailed, TautError
+from taut.errors import CheckFailed, OutOfMemory, TautError
 from taut.runlog.events import plain
 
 SHOWN = 3
@@ -90,6 +90,8 @@ def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None
     try:
         return check.ask(session), None
     except TautError as error:
+        if isinstance(error, OutOfMemory) and session.ranks.size > 1:
+            raise  # on this rank alone: the others wait inside the model, and torchrun ends them
         return _refused(error), None
     except Unavailable as missing:
         if missing.owner == name:

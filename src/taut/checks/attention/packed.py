@@ -1,9 +1,11 @@
-"""What training computes (taut's attention, packed, prefixes shared) against the library's own path, sample by sample.
+"""What training computes (taut's attention, packed) against the library's own path, of a sample that follows another.
 
 Compared is the mean over a sample's targets, which rounding hardly moves.
 """
 
 from __future__ import annotations
+
+import torch
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session, drift
@@ -13,21 +15,23 @@ from taut.models.prove import library_attention, library_logps
 def ask(session: Session) -> Finding:
     """Does a packed sample have the log-probs it has alone, by the library's own attention?"""
     is_packed = session.loaded.one_sample is None
-    ours = session.packed if is_packed else session.alone
-    gaps = {}
-    for one in session.pair:
-        with session.quiet():
-            theirs = library_logps(session.scorer.model, one, session.ranks.device)
-        gaps[one.id] = drift(ours[one.id], theirs)
-    name, found = max(gaps.items(), key=lambda item: item[1])
+    one = session.pair[1 if is_packed else 0]
+    ours = (session.packed if is_packed else session.alone)[one.id]
+    with session.quiet():
+        theirs = library_logps(session.scorer.model, one, session.ranks.device)
+    found = drift(ours, theirs)
     theirs_name, limit = library_attention(session.model), session.tolerance
-    if found > limit:
+    if not found <= limit:
+        at = int((ours - theirs).abs().nan_to_num(nan=torch.inf).argmax())
+        token = session.inputs.token(int(one.ids_T[one.target_at_N[at]]))
         return failed(
-            f"the log-probs of {name} differ by {found:.3g} nats a token (at most {limit:g} is rounding) from the same "
-            f"sample alone by the library's {theirs_name} attention",
+            f"the log-probs of {one.id} differ by {found:.3g} nats a token (at most {limit:g} is rounding) from the "
+            f"same sample alone by the library's {theirs_name} attention",
             number=found,
             unit="nats a token",
-            evidence=[f"{sample_id}: {value:.3g}" for sample_id, value in gaps.items()],
+            evidence=[
+                f"{one.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
+            ],
             remedy=f"{session.loaded.attention.name} does not compute this model; set attention=reference, and please "
             "report the model",
         )

@@ -18,6 +18,8 @@ from taut.checks.session import Session
 
 LARGEST = 0.5
 """A step that moves the weights by this part of their norm leaves little of what they knew."""
+ROUNDING = 1e-2
+"""Of a norm that was clipped."""
 
 
 def ask(session: Session) -> Finding:
@@ -27,6 +29,7 @@ def ask(session: Session) -> Finding:
     with put_back(session) as copies:
         before = loop.add_gradients(job, batch_trees(session), 1).loss
         parallel.clip_gradients(job.trained, job.clip_grad_norm)
+        length = parallel.clip_gradients(job.trained, None)
         slopes = {
             name: local(p.grad).clone()
             for name, p in trained(session).items()
@@ -39,6 +42,10 @@ def ask(session: Session) -> Finding:
     moved, size, slope, changed = session.ranks.sum(moves)
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
+    clip = session.run.optim.clip_grad_norm
+    if clip is not None and not length <= clip * (1 + ROUNDING):
+        said = f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}"
+        return _wrong(said, length, "optim.clip_grad_norm is not in force; please report this")
     if not changed:
         return _wrong(f"no weight changes {at}", 0.0, "raise optim.learning_rate")
     if not slope < 0:
