@@ -16,6 +16,8 @@ MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 """What programs write for a value that is not there."""
 PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
 """The same, and words that are an answer where others are there too."""
+MOSTLY = 0.9
+"""An answer in a larger share of rows is told."""
 FEWEST = 4
 """Rows without which one answer for all says nothing."""
 WITHOUT = "no targets"
@@ -71,10 +73,10 @@ def _missing(found: list[Exchange]) -> list[Exchange]:
 
 
 def _same(found: list[Exchange]) -> list[str]:
-    """An answer that most rows have."""
+    """An answer that nearly all rows have."""
     counts = Counter(one.answer.strip() for one in found)
     answer, times = counts.most_common(1)[0] if counts else ("", 0)
-    if times < FEWEST or 2 * times <= len(found) or not answer:
+    if times < FEWEST or times <= MOSTLY * len(found) or not answer:
         return []
     shown = answer if len(answer) <= 20 else f"{answer[:17]}..."
     return [f"{times:,} of {len(found):,} answers are {shown!r}"]

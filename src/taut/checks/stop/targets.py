@@ -26,6 +26,12 @@ def ask(session: Session) -> Finding:
             if report.cut
             else "see which tokens are targets with `taut show`, and please report this",
         )
-    notes = [f"{len(report.cut):,} were cut before their end"] if number < total else []
-    said = "every sample teaches the model to stop" if number == total else "most samples do"
+    said = "every sample teaches the model to stop"
+    notes = []
+    if number < total and session.run.data.too_long == "split":
+        said = "the last part of each document does"
+        notes = [f"{len(report.cut):,} rows are split"]
+    elif number < total:
+        said = "every whole sample does" if number >= num_whole else "most samples do"
+        notes = [f"{len(report.cut):,} were cut before their end"]
     return passed(said, number, f"of {total:,} samples", notes)
