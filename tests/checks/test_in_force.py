@@ -36,6 +36,16 @@ def test_what_is_in_force_is_found_so(
     ), found
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    session = place.session(place.model(architecture), lora__rank=2, lora__alpha=3.0)
+    found = examine(session, only=ASKED)
+    assert not found.failures, found.failures
+
+
 def test_an_adapter_that_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path, monkeypatch)
     model, data = place.model("llama"), place.data()

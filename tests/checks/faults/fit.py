@@ -65,8 +65,9 @@ def an_optimizer_that_maximises(place: Place, is_faulty: bool) -> Session:
 
 @fault("fit.overfit", says="freeze")
 def a_freeze_that_leaves_one_norm(place: Place, is_faulty: bool) -> Session:
-    """A pattern freezes everything but the norms' first weights."""
-    frozen = ["*proj*", "*embed*", "*layernorm*"] if is_faulty else ["*.layers.0.*"]
+    """A pattern freezes everything but the first norm of the last layer."""
+    rest = ["*proj*", "*embed*", "model.norm*", "*.layers.0.*", "*post_att*"]
+    frozen = rest if is_faulty else ["*.layers.0.*"]
     return place.session(freeze=frozen)
 
 

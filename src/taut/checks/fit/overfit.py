@@ -23,7 +23,7 @@ RATE, FACTORS = 0.25, (1.0, 8.0, 0.125)
 STEPS = 60
 PART, LITTLE = 0.1, 0.1
 """Learned by heart: a loss below this part of the first, or below so many nats."""
-ENOUGH = 0.8
+ENOUGH = 0.86
 """The same where something is frozen: a frozen head, above all with a scale or softcap, bounds how sure one can be."""
 WINDOW, SLOW = 10, 0.8
 """A rate is given up when the loss is still above this part of what it was so many steps ago."""

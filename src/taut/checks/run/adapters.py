@@ -37,8 +37,8 @@ def adapters(session: Session) -> Iterator[Setting]:
     yield Setting("lora.targets", f"{len(wanted)} modules", _reached(wanted, adapted))
     found = list(adapted.values())
     name = found[0].active_adapters[0] if found else ""
-    ranks = (module.lora_A[name].weight.shape[0] for module in found)
-    yield Setting("lora.rank", listed([asked["rank"]]), listed(ranks))
+    ranks = listed(_rank(module, name) for module in found)
+    yield Setting("lora.rank", listed([asked["rank"]]), ranks)
     scale = asked["alpha"] / (math.sqrt(asked["rank"]) if asked["rslora"] else asked["rank"])
     yield Setting(
         "lora.alpha",
@@ -109,6 +109,14 @@ def _reached(wanted: set[str], adapted: Mapping[str, Any]) -> str:
     if missing:
         said += f", not {missing[0]}"
     return f"{said}, also {more[0]}" if more else said
+
+
+def _rank(module: Any, name: str) -> float:
+    """Of one matrix's adapter: peft stacks those of all experts, and gives two fused matrices the rank of both."""
+    matrices = getattr(module, "num_experts", 1)
+    if getattr(module, "parameter_name", "") == "gate_up_proj":
+        matrices *= 2
+    return float(module.lora_A[name].weight.shape[0] / matrices)
 
 
 def _dropout(module: Any, name: str) -> float | str:
