@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import foretold, told
-from taut.checks.session import Session
+from taut.checks.session import NUM_ROWS, Session, ending
+from taut.data.pack import pack
 from taut.estimate import measure, predict
+from taut.types import Packed, Sample
 
 MIB = 2**20
 TOLERANCE = 0.15
+TOKENS = 1024
+"""Of the micro-batch, if the first rows have so many: enough for what layers keep to be seen beside the weights."""
 SMALL = 2 * MIB
 """Too little to matter, and as much as small tensors that are not foretold."""
 
@@ -24,13 +28,14 @@ def ask(session: Session) -> Finding:
     found = session.once(foretold)
     if isinstance(found, str):
         return skipped(found)
-    work, expected = found
-    kernels = expected.kernels
-    prediction = predict(session.run, session.inputs.config, kernels, work.first, is_first=True)
-    measured = measure(session.built, work.first, is_first=True, repeats=1)
+    packed = _some(session)
+    prediction = predict(
+        session.run, session.inputs.config, found[1].kernels, packed, is_first=True
+    )
+    measured = measure(session.built, packed, is_first=True, repeats=1)
     foreseen = prediction.peak
     said = (
-        f"{measured.bytes / MIB:,.1f} MiB for {work.first.num_tokens:,} tokens, {foreseen / MIB:,.1f} foretold; "
+        f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {foreseen / MIB:,.1f} foretold; "
         f"{measured.seconds:.2g} s"
     )
     if measured.bytes <= foreseen * (1 + TOLERANCE) + SMALL:
@@ -46,3 +51,15 @@ def ask(session: Session) -> Finding:
         remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
         "activation_checkpointing is in force",
     )
+
+
+def _some(session: Session) -> Packed:
+    """The first rows as one micro-batch."""
+    most = 1 if session.loaded.one_sample else NUM_ROWS
+    chosen: list[Sample] = []
+    for sample in session.train[:most]:
+        sample = ending(sample, TOKENS)
+        if chosen and sum(one.num_tokens for one in chosen) + sample.num_tokens > TOKENS:
+            break
+        chosen.append(sample)
+    return pack(chosen, session.job.policy)
