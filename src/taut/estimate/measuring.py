@@ -10,6 +10,7 @@ package's users import it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def peak_bytes(act: Callable[[], object], here: Iterable[Tensor], device: torch.
         act()
         return torch.cuda.max_memory_allocated(device)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         act()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
