@@ -133,7 +133,7 @@ def a_derivative_without_the_softcap(place: Place, is_faulty: bool) -> Session:
     return place.session(place.model("gemma2"))
 
 
-@fault("loss.head_gradient", says="hidden states")
+@fault("loss.head_gradient", says="from that of log_softmax")
 def a_derivative_without_the_scale(place: Place, is_faulty: bool) -> Session:
     """The head's backward leaves out the factor on the logits."""
     if is_faulty:

@@ -42,7 +42,7 @@ def ask(session: Session) -> Finding:
     moved, size, slope, changed = session.ranks.sum(moves)
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
-    clip = session.run.optim.clip_grad_norm
+    clip = job.clip_grad_norm
     if clip is not None and not length <= clip * (1 + ROUNDING):
         said = f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}"
         return _wrong(said, length, "optim.clip_grad_norm is not in force; please report this")
