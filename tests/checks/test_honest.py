@@ -18,7 +18,10 @@ from taut.checks.session import Session
 from taut.config import from_mapping
 from taut.run import Run
 
-PASSAGE = "The cat sat on the mat and the dog ran over the hill to see what the cat would do about the bird. " * 3
+PASSAGE = (
+    "The cat sat on the mat and the dog ran over the hill to see what the cat would do about the bird. "
+    * 3
+)
 
 
 def ask(model: Path, train: Path, **keys: Any) -> Examination:
@@ -42,7 +45,10 @@ def conversations(template: str) -> list[dict[str, Any]]:
         if template == "qwen3" and number % 3:
             messages = [*messages[:-1], {**messages[-1], "reasoning_content": "the cat thinks"}]
         if number % 4 == 0:
-            more = [{"role": "user", "content": "and then?"}, {"role": "assistant", "content": "the end"}]
+            more = [
+                {"role": "user", "content": "and then?"},
+                {"role": "assistant", "content": "the end"},
+            ]
             messages = [*messages, *more]
         rows.append({"messages": messages})
     return rows
@@ -108,10 +114,20 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "one row": chats(1),
     "the same row many times": chats(1) * 9,
     "documents": [{"text": f"{PASSAGE} {number}"} for number in range(6)],
-    "completions": [{"prompt": f"{word}? ", "completion": f"the {word}"} for word in PASSAGE.split()[:9]],
-    "one word": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3,
+    "completions": [
+        {"prompt": f"{word}? ", "completion": f"the {word}"} for word in PASSAGE.split()[:9]
+    ],
+    "one word": [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    ]
+    * 3,
     "one prompt, several answers": [
-        {"messages": [{"role": "user", "content": "say a word"}, {"role": "assistant", "content": word}]}
+        {
+            "messages": [
+                {"role": "user", "content": "say a word"},
+                {"role": "assistant", "content": word},
+            ]
+        }
         for word in PASSAGE.split()[:9]
     ],
     "questions on one passage, answers in it": [
@@ -124,7 +140,8 @@ DATA: dict[str, list[dict[str, Any]]] = {
         for number, word in enumerate(PASSAGE.split()[:9])
     ],
     "alpaca": [
-        {"instruction": "say it", "input": word, "output": f"{word}!"} for word in PASSAGE.split()[:9]
+        {"instruction": "say it", "input": word, "output": f"{word}!"}
+        for word in PASSAGE.split()[:9]
     ],
 }
 
