@@ -135,7 +135,14 @@ def apply_lora(
                 ) from error
         else:
             _require_targets(model, config)
-            wrapped = get_peft_model(model, _peft_config(model, config, rows or {}))
+            settings = _peft_config(model, config, rows or {})
+            try:
+                wrapped = get_peft_model(model, settings)
+            except ValueError as error:
+                raise ModelError(
+                    f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
+                    "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
+                ) from error
     _require_known_tables(wrapped)
     _embed_by_rows(wrapped)
     for parameter in wrapped.parameters():

@@ -185,6 +185,13 @@ def test_an_adapter_directory_that_does_not_fit_is_refused(tmp_path: Path) -> No
         apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))
 
 
+@pytest.mark.parametrize("setting", ["dropout", "dora"])
+def test_what_experts_cannot_have_is_refused(setting: str) -> None:
+    value = {"dropout": 0.1, "dora": True}[setting]
+    with pytest.raises(ModelError, match=rf"peft puts no such adapters on Qwen3Moe.*{setting}"):
+        apply_lora(tiny_model("qwen3_moe"), from_mapping(LoraConfig, {"rank": 4, setting: value}))
+
+
 def test_settings_that_would_be_ignored_are_refused() -> None:
     for settings in ({"dropout": 0.1}, {"adapter": "a", "alpha": 2.0}, {"adapter": "a", "rank": 2}):
         with pytest.raises(ConfigError, match=r"lora\."):
