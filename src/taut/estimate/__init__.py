@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from taut.estimate.ledger import PARTS, Parts
-from taut.estimate.measuring import Measured, measure
+from taut.estimate.measuring import Measured, measure, measured_parts
 from taut.estimate.memory import Footprint, device_memory, footprint, stages
 from taut.estimate.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
 from taut.estimate.steps import Workload, filled, without_data, workload
@@ -43,6 +43,7 @@ __all__ = [
     "footprint",
     "from_data_sheet",
     "measure",
+    "measured_parts",
     "predict",
     "predict_steps",
     "stages",

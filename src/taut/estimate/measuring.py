@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from taut.build import Built
 from taut.estimate.ledger import Ledger, Parts
-from taut.loop import Job, backward
+from taut.loop import backward
 from taut.models import anatomy
 from taut.types import Packed
 
@@ -32,42 +33,52 @@ class Measured:
 
     bytes: int
     """Handed out by the allocator at the fullest moment; weights, gradients and optimizer state included."""
-    parts: Parts
-    """Of the live tensors at their fullest moment, optimizer state included."""
     seconds: float
-    """The fastest of the repetitions."""
+    """Without a profiler, once everything that is made once has been made."""
 
 
-def measure(
-    built: Built,
-    packed: Packed,
-    *,
-    is_first: bool,
-    repeats: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Measured:
+def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
     """Run ``packed`` through a job. ``is_first``: with no gradient there before it."""
     job, model = built.job, built.scorer
-    optimizer = tensors_of(job.optimizer)
-
-    def act() -> None:
-        backward(job, packed, dict.fromkeys(job.method.loss.units, 1.0), 1)
-
+    act = partial(_act, built, packed)
     model.train()
     act()  # what is made once is made now
     if is_first:
         job.optimizer.zero_grad()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    here = [*model.parameters(), *model.buffers(), *optimizer, *gradients]
-    del gradients
-    most = peak_bytes(act, here, job.ranks.device)
-    del here
+    began = time.perf_counter()
+    act()
+    if job.ranks.device.type == "cuda":
+        torch.cuda.synchronize(job.ranks.device)
+    seconds = time.perf_counter() - began
     if is_first:
         job.optimizer.zero_grad()
-    parts = _parts(job, model, act, optimizer)
-    seconds = min(_timed(act, job.ranks.device, clock) for _ in range(repeats))
+    most = peak_bytes(act, _there(built), job.ranks.device)
     job.optimizer.zero_grad()
-    return Measured(most, parts, seconds)
+    return Measured(most, seconds)
+
+
+def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
+    """What the live tensors are at their fullest moment, optimizer state included."""
+    job, model = built.job, built.scorer
+    model.train()
+    if not is_first:
+        _act(built, packed)
+    parts = _parts(model, partial(_act, built, packed), tensors_of(job.optimizer))
+    job.optimizer.zero_grad()
+    return parts
+
+
+def _act(built: Built, packed: Packed) -> None:
+    job = built.job
+    backward(job, packed, dict.fromkeys(job.method.loss.units, 1.0), 1)
+
+
+def _there(built: Built) -> list[Tensor]:
+    """The tensors that are there before a micro-batch."""
+    model = built.scorer
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    state = tensors_of(built.job.optimizer)
+    return [*model.parameters(), *model.buffers(), *state, *gradients]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -100,7 +111,7 @@ def peak_bytes(act: Callable[[], object], here: Iterable[Tensor], device: torch.
     return sum(storages.values()) + most
 
 
-def _parts(job: Job, model: nn.Module, act: Callable[[], object], optimizer: list[Tensor]) -> Parts:
+def _parts(model: nn.Module, act: Callable[[], object], optimizer: list[Tensor]) -> Parts:
     """What the live tensors are at their fullest moment."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     known: dict[str, Iterable[Tensor]] = {
@@ -120,11 +131,3 @@ def _parts(job: Job, model: nn.Module, act: Callable[[], object], optimizer: lis
         for handle in handles:
             handle.remove()
     return ledger.history().peak()
-
-
-def _timed(act: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    began = clock()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return clock() - began

@@ -22,15 +22,19 @@ GIB = 2**30
 def foretold(session: Session) -> tuple[Workload, Prediction] | str:
     """The first steps and what they need; or why that cannot be told."""
     run, ranks, inputs = session.run, session.ranks, session.inputs
-    is_cuda = ranks.device.type == "cuda"
-    attention = FUSED if is_cuda else session.loaded.attention.implementation
     work = workload(run, inputs, ranks.size)
     try:
-        kernels = Kernels(session.dtype, attention)
+        kernels = kernels_of(session)
         found = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:
         return str(error)
     return work, found
+
+
+def kernels_of(session: Session) -> Kernels:
+    """What computes: the dtype, and the attention of this device."""
+    is_cuda = session.ranks.device.type == "cuda"
+    return Kernels(session.dtype, FUSED if is_cuda else session.loaded.attention.implementation)
 
 
 def in_training(session: Session, prediction: Prediction) -> Footprint:

@@ -5,10 +5,11 @@ model's code does not: a hook, a patched layer, checkpointing that is asked for 
 from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.memory.foretold import foretold, told
+from taut.checks.memory.foretold import kernels_of, told
 from taut.checks.session import NUM_ROWS, Session, ending
 from taut.data.pack import pack
-from taut.estimate import measure, predict
+from taut.errors import ModelError
+from taut.estimate import measure, measured_parts, predict
 from taut.types import Packed, Sample
 
 MIB = 2**20
@@ -25,14 +26,12 @@ def ask(session: Session) -> Finding:
         return skipped("measured on one rank only")
     if session.job.noise is not None:
         return skipped("noise is on, and belongs to steps")
-    found = session.once(foretold)
-    if isinstance(found, str):
-        return skipped(found)
-    packed = _some(session)
-    prediction = predict(
-        session.run, session.inputs.config, found[1].kernels, packed, is_first=True
-    )
-    measured = measure(session.built, packed, is_first=True, repeats=1)
+    packed, config = _some(session), session.inputs.config
+    try:
+        prediction = predict(session.run, config, kernels_of(session), packed, is_first=True)
+    except ModelError as error:
+        return skipped(str(error))
+    measured = measure(session.built, packed, is_first=True)
     foreseen = prediction.peak
     said = (
         f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {foreseen / MIB:,.1f} foretold; "
@@ -46,7 +45,7 @@ def ask(session: Session) -> Finding:
         unit="of what is foretold",
         evidence=[
             f"foretold (GiB): {told(prediction.footprint.parts)}",
-            f"measured (GiB): {told(measured.parts)}",
+            f"live tensors (GiB): {told(measured_parts(session.built, packed, is_first=True))}",
         ],
         remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
         "activation_checkpointing is in force",

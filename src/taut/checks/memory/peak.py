@@ -1,20 +1,36 @@
-"""The memory that the largest micro-batch of the first steps is foretold to need, against what the device has."""
+"""The memory that the largest micro-batch of the first steps is foretold to need, against what the device has.
+
+Where a coarse bound fits with room to spare it is not foretold any closer: every input and output of a linear layer
+kept FACTOR times in float32, all weights with gradients and moments, and the head's chunk.
+"""
 
 from __future__ import annotations
+
+from torch import nn
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import GIB, foretold, in_training, told
 from taut.checks.session import Session
 from taut.estimate import device_memory
+from taut.models import anatomy
+from taut.models.score import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+
+ROOMY = 0.5
+"""A bound below this part of the device's memory is enough."""
+FACTOR = 2
 
 
 def ask(session: Session) -> Finding:
     """Do the first steps fit into memory?"""
+    there, bound = device_memory(session.ranks.device), _bound(session)
+    if bound is not None and bound < ROOMY * there:
+        said = f"at most {bound / GIB:.2g} of {there / GIB:.2f} GiB, by a coarse bound"
+        return passed(said, bound / GIB, "GiB at most")
     found = session.once(foretold)
     if isinstance(found, str):
         return skipped(found)
     work, prediction = found
-    needed, there = in_training(session, prediction), device_memory(session.ranks.device)
+    needed = in_training(session, prediction)
     said = f"{needed.peak / GIB:.2f} of {there / GIB:.2f} GiB for a micro-batch of {work.largest.num_tokens:,} tokens"
     if needed.peak <= there:
         return passed(said, needed.peak / GIB, "GiB")
@@ -32,3 +48,19 @@ def ask(session: Session) -> Finding:
         evidence=[f"{told(needed.parts)} GiB"],
         remedy=f"set {', or '.join(ways)}; `taut plan` tells what fits",
     )
+
+
+def _bound(session: Session) -> int | None:
+    """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts)."""
+    model = session.scorer.model
+    vocabulary, width = anatomy.head(model).weight.shape
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_linear = sum(module.weight.numel() for module in linear)
+    if num_linear < 0.5 * (num_parameters - vocabulary * width):
+        return None
+    tokens = max(session.run.batch.tokens_per_microbatch, session.inputs.longest)
+    kept = FACTOR * tokens * sum(module.in_features + module.out_features for module in linear)
+    weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
+    head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * vocabulary)
+    return session.loaded.dtype.parameters.itemsize * (kept + weights + head)
