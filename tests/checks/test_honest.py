@@ -98,6 +98,8 @@ def test_every_architecture(architecture: str, tmp_path: Path) -> None:
         {"data__targets": "all"},
         {"data__targets": "last"},
         {"tokens__add": ["<|note|>"]},
+        {"tokens__add": ["cat"]},
+        {"lora__rank": 4, "lora__modules_to_save": ["embed_tokens"]},
         {"epochs": 1.0, "steps": None},
         {"dtype": "float64"},
     ],
@@ -115,7 +117,7 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "the same row many times": chats(1) * 9,
     "documents": [{"text": f"{PASSAGE} {number}"} for number in range(6)],
     "completions": [
-        {"prompt": f"{word}? ", "completion": f"the {word}"} for word in PASSAGE.split()[:9]
+        {"prompt": f"{word}?", "completion": f" the {word}"} for word in PASSAGE.split()[:9]
     ],
     "one word": [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -190,6 +190,7 @@ def test_in_the_first_step_nothing_is_to_be_saved(
         f"data.train={train}",
         f"out={tmp_path / 'out'}",
         "data.max_length=200",
+        "check=off",
     ]
     assert (
         main(["sft", *words, "steps=2", "stop.prompts=0", "log.console=false", "device=cpu"]) == 2

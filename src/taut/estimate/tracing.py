@@ -196,8 +196,7 @@ def _run(
     run: Run, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
 ) -> Ledger:
     """Forward and backward inside a fake mode; the book of it."""
-    model.to_empty(device=CPU)
-    anatomy.unwrap(model).tie_weights()  # to_empty parts what is tied
+    _to_empty(model)
     noise = install_noise(model, run.noise, run.seed)
     if noise is not None:
         noise.set(1, packed)
@@ -223,6 +222,18 @@ def _run(
         with backward_context(dtype):
             total.backward()
     return ledger
+
+
+def _to_empty(model: nn.Module) -> None:
+    """Off the meta device; what is one table stays one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=CPU)
+    for (first, key), *others in places.values():
+        for module, name in others:
+            setattr(module, name, getattr(first, key))
 
 
 class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types

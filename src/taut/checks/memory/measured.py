@@ -24,11 +24,12 @@ def ask(session: Session) -> Finding:
     """Does a micro-batch take the memory that is foretold?"""
     if session.ranks.size > 1:
         return skipped("measured on one rank only")
-    if session.job.noise is not None:
+    run = session.run
+    if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
     packed, config = _some(session), session.inputs.config
     try:
-        prediction = predict(session.run, config, kernels_of(session), packed, is_first=True)
+        prediction = predict(run, config, kernels_of(session), packed, is_first=True)
     except ModelError as error:
         return skipped(str(error))
     measured = measure(session.built, packed, is_first=True)

@@ -12,9 +12,13 @@ def ask(session: Session) -> Finding:
     chats = rendered(session).chats
     if not chats:
         return skipped(NO_CHATS)
-    tokens = [token for token in session.tokenizer.all_special_tokens if token]
+    wanted = set(session.run.tokens.add)  # made for the messages
     added = session.tokenizer.added_tokens_decoder.values()
-    tokens += [token.content for token in added if token.special and token.content not in tokens]
+    special = [
+        *session.tokenizer.all_special_tokens,
+        *(token.content for token in added if token.special),
+    ]
+    tokens = [token for token in dict.fromkeys(special) if token and token not in wanted]
     hits = []
     for chat in chats:
         for index, message in enumerate(chat.row.messages):
