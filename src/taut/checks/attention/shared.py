@@ -20,8 +20,9 @@ def ask(session: Session) -> Finding:
         id=f"{sample.id} with another end",
         ids_T=changed(session, sample.ids_T, range(half, sample.num_tokens)),
     )
-    shared = session.logps([sample, other], PackPolicy(min_saved_tokens=1))
-    alone = {sample.id: session.alone[sample.id], **session.logps([other])}
+    with session.quiet():  # once around all: autocast keeps its casts
+        shared = session.logps([sample, other], PackPolicy(min_saved_tokens=1))
+        alone = {sample.id: session.alone[sample.id], **session.logps([other])}
     gaps = {name: drift(shared[name], logp_N) for name, logp_N in alone.items()}
     name, moved = max(gaps.items(), key=lambda item: item[1])
     if moved > session.tolerance:

@@ -16,7 +16,8 @@ from taut.data.pack import ALONE, pack
 
 def ask(session: Session) -> Finding:
     """Does the model give the same numbers twice when it trains?"""
-    moved = gap(_forward(session)[0], _forward(session)[0])
+    with torch.no_grad(), session.job.compute():  # once around both: autocast keeps its casts
+        moved = gap(_forward(session)[0], _forward(session)[0])
     if moved > session.exact:
         outputs, others = (_forward(session, is_told=True)[1] for _ in range(2))
         where = next((n for n, t in outputs.items() if gap(t, others[n]) > 0), "the model itself")
