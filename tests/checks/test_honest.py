@@ -155,3 +155,16 @@ def test_every_shape_of_sound_data(name: str, tmp_path: Path) -> None:
     found = ask(model, train, dtype="float32")
     assert not found.failures, told(found)
     json.dumps([one.finding.as_fields() for one in found.answered], allow_nan=False)
+
+
+@pytest.mark.parametrize(("architecture", "kernel"), [("qwen2", "flash"), ("gemma2", "softmax")])
+def test_the_kernels_of_attention_are_told_by_name(
+    architecture: str, kernel: str, tmp_path: Path
+) -> None:
+    """Two layers each; a softcap is no kernel's, and is computed with a softmax."""
+    model = save_model(tmp_path / "model", architecture)
+    train = write_rows(tmp_path / "train.jsonl", chats(3))
+    found = {one.name: one.finding for one in ask(model, train, dtype="float32").answered}
+    told_kernels = found["attention.library"].notes[0]
+    assert kernel in told_kernels
+    assert told_kernels.endswith("(2x)")

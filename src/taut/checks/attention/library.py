@@ -2,12 +2,16 @@
 
 Every setting people use is tried with the kernel that the library takes (use_cache, a mask of ones, position_ids that
 begin anew) and compared with the second sample alone: what differs by more than rounding leaks. That is told and no
-failure, since taut uses none of it. A failure is that the library's kernels differ about a sample alone: then
-``attention.packed`` compared with something that may be wrong, and a server computes something else than the trainer.
+failure, since taut uses none of it; told too is which kernels the run's own attention takes, by the profiler.
+
+A failure is that the library's kernels differ about a sample alone: then ``attention.packed`` compared with something
+that may be wrong, and a server computes something else than the trainer.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -15,11 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session, drift
 from taut.models import anatomy
 from taut.types import Sample
+
+KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
+SHOWN = 3
 
 
 class Setting(NamedTuple):
@@ -64,7 +72,22 @@ def ask(session: Session) -> Finding:
         for setting in (Setting(used, *it) for it in product((True, False), *[(False, True)] * 2))
     }
     said = f"{' and '.join(kernels)} agree"
-    return passed(said, apart, "nats a token", list(_told(leaks, session.tolerance)))
+    return passed(
+        said, apart, "nats a token", [_profiled(session), *_told(leaks, session.tolerance)]
+    )
+
+
+def _profiled(session: Session) -> str:
+    """The kernels of attention in a forward of the run's own, by name."""
+    is_cuda = session.ranks.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
+    with profile(activities=[activity]) as profiled:
+        session.logps(session.pair[:1])
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    found = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
+    chosen = session.loaded.attention.name
+    return f"{chosen} runs {', '.join(found[:SHOWN]) or 'no kernel with a name of attention'}"
 
 
 def _told(leaks: dict[Setting, float], limit: float) -> Iterator[str]:
