@@ -44,7 +44,16 @@ class Sample:
     positions: IntArray | None = None
     """Position ids the model wants where they are not the depth (M-RoPE: [3, T]); None: the depth."""
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
-    """Named per-target values, each of shape [N]: old_logp_N, advantage_N, ..."""
+    """Named per-target values, each of shape [N] or [N, k]: ref_logp_N, advantage_N, ..."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Named values of the whole sample: preference, margin, score, label, ..."""
+    read_at_R: IntArray | None = None
+    """Ascending positions into ``ids_T`` at which a scalar head is read; None: the last token."""
+    read_values: Mapping[str, FloatArray] = field(default_factory=dict)
+    """Named values of each read, each of shape [R]: step labels, returns, ..."""
+    group: int = -1
+    """Samples of one group are compared with each other: of two, the one with the larger value ``preference`` is the
+    better. Unique in a step, and given by the method; -1: it is compared with nothing."""
 
     def __post_init__(self) -> None:
         assert self.ids_T.ndim == 1 and self.ids_T.size > 0, (
@@ -78,6 +87,10 @@ class Tree:
     """True where the loss couples the samples (a pair, a list): never split."""
 
 
+def _no_pairs() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A micro-batch: T tokens laid out depth first, and the N targets listed."""
@@ -97,14 +110,24 @@ class Packed:
     row_N: Tensor
     """int64 [N]: the sample (index into ``sample_ids``) the target belongs to."""
     read_R: Tensor
-    """int64 [R] index into T where scalar heads are read: each sample's last token."""
+    """int64 [R] index into T where scalar heads are read: each sample's last token, or where the sample says."""
     row_R: Tensor
     """int64 [R]: the sample each read belongs to."""
     sample_ids: tuple[str, ...]
     num_tokens_unshared: int
     """Tokens the same samples have when no prefix is shared."""
     streams: Mapping[str, Tensor] = field(default_factory=dict)
-    """Named per-target tensors [N]."""
+    """Named per-target tensors, float64 [N] or [N, k]."""
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Named values of the samples, float64 [S]."""
+    read_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Named values of the reads, float64 [R]."""
+    better_P: Tensor = field(default_factory=_no_pairs)
+    """int64 [P]: the sample of each pair that is preferred. Pairs are all of a group's whose ``preference`` differs."""
+    worse_P: Tensor = field(default_factory=_no_pairs)
+    """int64 [P]: the other one."""
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+    """Statistics of the whole step, constants of the loss (``Loss.statistics``)."""
     last_T: Tensor | None = None
     """int64 [T]: for blocks that see themselves both ways, the index of the block's last token (else q itself)."""
     spans: tuple[tuple[int, int], ...] = ()
@@ -122,6 +145,27 @@ class Packed:
     def num_samples(self) -> int:
         return len(self.sample_ids)
 
+    @property
+    def num_pairs(self) -> int:
+        return int(self.better_P.numel())
+
+    @property
+    def num_reads(self) -> int:
+        return int(self.read_R.numel())
+
+    @property
+    def best_S(self) -> Tensor:
+        """bool [S]: samples that are preferred to another, and none to them: what a term on good answers learns."""
+        best_S = torch.zeros(self.num_samples, dtype=torch.bool, device=self.better_P.device)
+        best_S[self.better_P] = True
+        best_S[self.worse_P] = False
+        return best_S
+
+    def by_sample(self, value_N: Tensor) -> Tensor:
+        """The sum of each sample's targets, [S]."""
+        zero_S = value_N.new_zeros(self.num_samples)
+        return zero_S.index_add(0, self.row_N, value_N)
+
     def to(self, device: torch.device | str) -> Packed:
         """The same micro-batch on ``device``."""
         moved: dict[str, Any] = {
@@ -129,19 +173,38 @@ class Packed:
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        streams = {name: value.to(device) for name, value in self.streams.items()}
-        return replace(self, **moved, streams=streams)
+        for group in ("streams", "values", "read_values", "stats"):
+            named: Mapping[str, Tensor] = getattr(self, group)
+            moved[group] = {name: value.to(device) for name, value in named.items()}
+        return replace(self, **moved)
+
+
+class Wants(NamedTuple):
+    """What a loss is to be told of a micro-batch."""
+
+    logp: bool = True
+    """The log-probability of each target."""
+    entropy: bool = False
+    """The entropy of the distribution that predicts each target: a number, without gradient unless it is used."""
+    scalar: bool = False
+    """The scalar head's value at each read."""
 
 
 class Scores(NamedTuple):
-    """What a model says of a micro-batch's targets, in float32 (float64 stays float64)."""
+    """What a model says of a micro-batch, in float32 (float64 stays float64)."""
 
     logp_N: Tensor
-    """log-probability of each target."""
+    """log-probability of each target; empty where none was asked for."""
     entropy_N: Tensor | None = None
     """Entropy of the distribution that predicts each target, where asked for."""
     linear_sum: Tensor | None = None
     """sum of ``linear_N * logp_N`` for the coefficients the scorer was given: then the way to the gradient."""
+    scalar_R: Tensor | None = None
+    """The scalar head's value at each read, where asked for."""
+
+    def detach(self) -> Scores:
+        """The same as numbers."""
+        return Scores(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,7 +11,7 @@ what is learned. Nothing here draws random numbers or knows of steps and ranks: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
     """Lay samples out as one micro-batch; rows are in the order of the layout."""
     order, shared = shared_prefixes(samples, policy)
     ordered = [samples[index] for index in order]
+    better_P, worse_P = _pairs(ordered)
     indices, reach_T = _lay_out([sample.num_tokens for sample in ordered], shared)
     ids_T = np.empty(reach_T.size, dtype=np.int64)
     for sample, index_T in zip(ordered, indices, strict=True):
@@ -53,14 +54,26 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
         target_N=_join([s.ids_T[s.target_at_N] for s in ordered], np.int64),
         weight_N=_join([s.weight_N for s in ordered], np.float64),
         row_N=_join([np.full(s.num_targets, row) for row, s in enumerate(ordered)], np.int64),
-        read_R=torch.tensor([int(index[-1]) for index in indices]),
-        row_R=torch.arange(len(ordered)),
+        read_R=_join(
+            [index[_reads(s)] for s, index in zip(ordered, indices, strict=True)], np.int64
+        ),
+        row_R=_join([np.full(_reads(s).size, row) for row, s in enumerate(ordered)], np.int64),
         sample_ids=tuple(sample.id for sample in ordered),
         num_tokens_unshared=sum(sample.num_tokens for sample in ordered),
         streams={
             name: _join([sample.streams[name] for sample in ordered], np.float64)
             for name in ordered[0].streams
         },
+        values={
+            name: torch.tensor([sample.values[name] for sample in ordered], dtype=torch.float64)
+            for name in ordered[0].values
+        },
+        read_values={
+            name: _join([sample.read_values[name] for sample in ordered], np.float64)
+            for name in ordered[0].read_values
+        },
+        better_P=better_P,
+        worse_P=worse_P,
         spans=() if any(shared) else tuple((int(i[0]), int(i[-1]) + 1) for i in indices),
     )
 
@@ -147,6 +160,27 @@ def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray
         if sample.positions is not None:
             positions[:, index_T] = sample.positions
     return torch.from_numpy(positions)
+
+
+def _reads(sample: Sample) -> IntArray:
+    """Positions at which a scalar head is read."""
+    return np.array([sample.num_tokens - 1]) if sample.read_at_R is None else sample.read_at_R
+
+
+def _pairs(ordered: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Rows (better, worse) of all pairs of a group that differ in preference, in the order of the groups."""
+    members: dict[int, list[int]] = {}
+    for row, sample in enumerate(ordered):
+        if sample.group >= 0:
+            members.setdefault(sample.group, []).append(row)
+    pairs = [
+        (better, worse)
+        for _, rows in sorted(members.items())
+        for better, worse in permutations(rows, 2)
+        if ordered[better].values["preference"] > ordered[worse].values["preference"]
+    ]
+    found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:

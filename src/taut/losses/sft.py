@@ -7,20 +7,22 @@ May import types, errors and torch only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from taut.losses.loss import Loss, Unit
 from taut.types import LossSum, Packed, Scores
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Loss):
     """-sum weight * logp, per token."""
 
-    units: ClassVar[dict[str, Literal["token", "sequence"]]] = {"cross_entropy": "token"}
-    needs: ClassVar[tuple[str, ...]] = ()
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return {"cross_entropy": "token"}
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         weight_N = packed.weight_N.to(scores.logp_N)

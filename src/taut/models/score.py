@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.anatomy import HeadSpec, decoder, head
-from taut.types import Packed, Scores
+from taut.models.heads import scalar_head
+from taut.types import Packed, Scores, Wants
 
 MIN_CHUNK_ROWS = 256
 """Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
@@ -50,9 +51,27 @@ class Scorer(nn.Module):
         return next(self.model.parameters()).device
 
     def forward(
-        self, packed: Packed, linear_N: Tensor | None = None, with_entropy: bool = False
+        self,
+        packed: Packed,
+        linear_N: Tensor | None = None,
+        wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
     ) -> Scores:
-        """Scores of the N listed targets; see the module docstring for ``linear_N``."""
+        """Scores of the N listed targets and the R reads; see the module docstring for ``linear_N``."""
+        packed, hidden_TD = self.hidden(packed)
+        scalar_R = None
+        if wants.scalar:
+            scalar_R = score_scalar(hidden_TD.index_select(0, packed.read_R), self.model)
+        if not wants.logp:
+            return Scores(hidden_TD.new_empty(0), scalar_R=scalar_R)
+        hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
+        if linear_N is not None:
+            linear_N = linear_N.to(self.device)
+        spec = head(self.model)
+        scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
+        return scores._replace(scalar_R=scalar_R)
+
+    def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
+        """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
         last_T = None if packed.last_T is None else packed.last_T.numpy()
         layout = Layout(packed.reach_T.numpy(), last_T, self.device)
         packed = packed.to(self.device)
@@ -63,10 +82,7 @@ class Scorer(nn.Module):
             use_cache=False,
             taut_layout=layout,
         ).last_hidden_state.squeeze(0)
-        hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
-        if linear_N is not None:
-            linear_N = linear_N.to(self.device)
-        return score_hidden(hidden_ND, packed.target_N, head(self.model), linear_N, with_entropy)
+        return packed, hidden_TD
 
     def next_logits(
         self, ids_T: Tensor, position_ids: Tensor, layout: Layout | Decoding, read_R: Tensor
@@ -81,6 +97,15 @@ class Scorer(nn.Module):
             taut_layout=layout,
         ).last_hidden_state.squeeze(0)
         return head(self.model).logits(hidden_TD.index_select(0, read_R.to(self.device)))
+
+
+def score_scalar(hidden_RD: Tensor, model: nn.Module) -> Tensor:
+    """The scalar head's value at each read, [R]: its product is taken in at least float32, whatever the backbone's."""
+    spec = scalar_head(model)
+    wide = torch.promote_types(hidden_RD.dtype, torch.float32)
+    with torch.autocast(hidden_RD.device.type, enabled=False):
+        bias = None if spec.bias is None else spec.bias.to(wide)
+        return nn.functional.linear(hidden_RD.to(wide), spec.weight.to(wide), bias).squeeze(-1)
 
 
 def score_hidden(
@@ -249,15 +274,18 @@ class _Head(torch.autograd.Function):
                 entropy[rows] = -(every.exp() * every).sum(1)
         ctx.save_for_backward(hidden, weight, bias, trained, entropy)
         ctx.asked, ctx.dtype = asked, chunks.dtype
+        ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, trained, entropy = ctx.saved_tensors
         target = ctx.asked.target_N
         grad_logp, grad_entropy = grads
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(entropy)
         is_narrow = ctx.dtype != weight.dtype
         with torch.autocast(
             hidden.device.type,
@@ -273,7 +301,7 @@ class _Head(torch.autograd.Function):
             share = grad_logp[rows, None]
             grad = -share * p
             grad.scatter_add_(1, target[rows, None], share.to(grad.dtype))
-            if ctx.asked.with_entropy:
+            if grad_entropy is not None:
                 grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
             sums.add(rows, chunks.to_raw(grad, z))
         return (

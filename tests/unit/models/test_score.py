@@ -16,7 +16,7 @@ from taut.data.pack import PackPolicy, pack
 from taut.models import score
 from taut.models.anatomy import HeadSpec, Rows, head
 from taut.models.score import Scorer, score_hidden
-from taut.types import Scores
+from taut.types import Scores, Wants
 
 N, D, V = 23, 8, 17
 
@@ -77,7 +77,7 @@ def test_scores_and_gradients_equal_the_plain_head(kind: str) -> None:
     across = torch.linspace(1, -2, N, dtype=torch.float64)
     results = []
     for way in (plain, lambda *args: score_hidden(*args, with_entropy=True)):
-        logp, entropy, _ = way(hidden, target, spec)
+        logp, entropy, *_ = way(hidden, target, spec)
         total = (up * logp).sum() + (across * entropy).sum()
         results.append((logp, entropy, torch.autograd.grad(total, leaves(hidden, spec))))
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
@@ -235,7 +235,7 @@ def test_the_head_of_an_architecture_is_its_own(name: str) -> None:
     logp_N = score_hidden(hidden, target, spec).logp_N
     torch.testing.assert_close(logp_N, plain(hidden, target, spec).logp_N, rtol=0, atol=1e-12)
     packed = pack(nested_family(97), PackPolicy(True, 1))
-    scores = Scorer(model)(packed, with_entropy=True)
+    scores = Scorer(model)(packed, wants=Wants(entropy=True))
     assert scores.logp_N.shape == (packed.num_targets,)
     assert float(scores.logp_N.detach().max()) < 0
     assert float(scores.entropy_N.detach().min()) > 0

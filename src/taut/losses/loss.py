@@ -1,0 +1,83 @@
+"""What a loss is: sums of terms over a micro-batch, and what they are divided by.
+
+A loss returns the *sum* of each of its terms, its coefficient included. The loop divides by one denominator per term,
+counted over all micro-batches and ranks before the first backward from what ``units`` says:
+
+    token          the sum of ``weight_N``
+    better_token   the same over the targets of preferred answers (``best_S``)
+    sequence       the number of samples
+    pair           the number of pairs
+    read           the number of reads of a scalar head
+
+A loss that needs something of the whole step (a mean, an order) says what is to be gathered (``observe``) and what is
+made of it (``statistics``); a pass without gradient gathers it, and it is there as ``packed.stats``, constants. A
+statistic whose name ends in ``_S`` or ``_P`` has an entry for each sample or pair of the step, and each micro-batch is
+given its own.
+
+May import types, errors and torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from torch import Tensor
+
+from taut.types import LossSum, Packed, Scores, Wants
+
+Unit: TypeAlias = Literal["token", "better_token", "sequence", "pair", "read"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The base of all losses: what most of them need not say."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Streams of ``Packed`` it reads."""
+    needs_values: ClassVar[tuple[str, ...]] = ()
+    """Values of samples it reads."""
+    observes: ClassVar[bool] = False
+    """Whether it needs statistics of the whole step."""
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        """Each term's denominator."""
+        raise NotImplementedError
+
+    @property
+    def wants(self) -> Wants:
+        """What the model is asked for."""
+        return Wants()
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        """The sums of the terms and the metrics."""
+        raise NotImplementedError
+
+    def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
+        """d term / d logp_N [N] for each term where they are known before the forward; else None."""
+        return None
+
+    def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
+        """What is gathered of a micro-batch, without gradient: tensors that are joined along their first axis."""
+        return {}
+
+    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is made of it, all micro-batches and ranks together."""
+        return {}
+
+
+def count(unit: Unit, packed: Packed) -> float:
+    """A micro-batch's share of a term's denominator."""
+    match unit:
+        case "token":
+            return float(packed.weight_N.sum())
+        case "better_token":
+            return float(packed.weight_N[packed.best_S[packed.row_N]].sum())
+        case "sequence":
+            return float(packed.num_samples)
+        case "pair":
+            return float(packed.num_pairs)
+        case "read":
+            return float(packed.num_reads)
