@@ -179,6 +179,19 @@ class Packed:
         return replace(self, **moved)
 
 
+class Divergence(NamedTuple):
+    """How far a student is from its teacher, at each target (models/divergence.py has the equations)."""
+
+    kind: Literal["forward", "reverse", "js"] = "forward"
+    """KL(teacher || student), KL(student || teacher), or what lies between."""
+    beta: float = 0.5
+    """The teacher's share of js's mixture."""
+    temperature: float = 1.0
+    """Divides the logits of both."""
+    tail: Literal["bucket", "renormalise"] = "bucket"
+    """What becomes of the mass that a list of the teacher's likeliest tokens leaves out."""
+
+
 class Wants(NamedTuple):
     """What a loss is to be told of a micro-batch."""
 
@@ -188,6 +201,8 @@ class Wants(NamedTuple):
     """The entropy of the distribution that predicts each target: a number, without gradient unless it is used."""
     scalar: bool = False
     """The scalar head's value at each read."""
+    divergence: Divergence | None = None
+    """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N]."""
 
 
 class Scores(NamedTuple):
@@ -201,6 +216,12 @@ class Scores(NamedTuple):
     """sum of ``linear_N * logp_N`` for the coefficients the scorer was given: then the way to the gradient."""
     scalar_R: Tensor | None = None
     """The scalar head's value at each read, where asked for."""
+    divergence_N: Tensor | None = None
+    """The divergence from the teacher at each target, where asked for: a number, as ``logp_N`` then is."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.logp_N.device
 
     def detach(self) -> Scores:
         """The same as numbers."""
