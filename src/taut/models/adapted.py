@@ -69,7 +69,9 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
 
 def put_on(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
     """Put an adapter with these settings on a model loaded in full precision."""
-    num_rows = int(anatomy.head(model).weight.shape[0])
+    table = anatomy.stored_table(anatomy.embedding(model))
+    assert table is not None, "an embedding has a weight"
+    num_rows = int(table.shape[0])
     wanted = max([num_rows, *_rows_wanted(adapter, settings)])
     new_ids = list(range(num_rows, wanted))
     add_tokens(model, new_ids)

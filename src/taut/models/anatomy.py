@@ -1,9 +1,8 @@
 """What taut must know of a Hugging Face causal LM: its parts, its head, and what in it a layout
 cannot carry.
 
-Found by structure and configuration. The head is also proved: ``prove_head`` compares it with the
-model's own logits on random hidden states, so an architecture whose head does something not listed
-here is refused, not guessed.
+Found by structure and configuration. The head is also proved (``heads.prove_head``), so an architecture whose head does
+something not listed here is refused, not guessed. A reward model has a scalar head (``heads.py``) and no output head.
 
 Parts are looked up anew by every call (wrapping by peft or FSDP moves them). Anyone above
 ``types`` may import it.
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from taut.errors import ModelError
 
@@ -154,6 +152,12 @@ def embedding(model: nn.Module) -> nn.Module:
     return found
 
 
+def has_head(model: nn.Module) -> bool:
+    """Whether there is an output head: reward models have none."""
+    inner: Any = unwrap(model)
+    return inner.get_output_embeddings() is not None
+
+
 def head(model: nn.Module) -> HeadSpec:
     """The output head. Holds the parameters themselves, so call it again after wrapping or
     resizing.
@@ -194,52 +198,18 @@ def trained_rows(module: Any) -> Rows | None:
     return Rows(torch.tensor(adapter.token_indices[name], device=weight_RD.device), weight_RD)
 
 
-@torch.no_grad()
-def prove_head(model: nn.Module) -> float:
-    """The largest difference between ``head(model)`` and the model's own logits on random hidden
-    states.
-
-    The backbone is replaced by the random states for one call, so neither attention nor layout
-    takes part. Raises ModelError where the two differ by more than rounding.
-    """
-    inner = unwrap(model)
-    backbone, spec = decoder(model), head(model)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 3, spec.weight.shape[1], generator=generator, dtype=torch.float64)
-    hidden = hidden.to(spec.weight.device, spec.weight.dtype)
-    ids = torch.zeros(1, 3, dtype=torch.long, device=hidden.device)
-    own_forward = backbone.__dict__.get("forward")
-    backbone.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
-    try:
-        theirs = inner(input_ids=ids, use_cache=False).logits
-    finally:
-        del backbone.forward
-        if own_forward is not None:
-            backbone.forward = own_forward
-    ours = spec.logits(hidden)
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}.get(hidden.dtype, 1e-9)
-    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
-    if not error <= tolerance * (1.0 + float(ours.abs().max())):
-        raise ModelError(
-            f"the logits of {type(inner).__name__} are not softcap(scale * lm_head(hidden)): they "
-            f"differ by {error:.2g}; "
-            "taut cannot score with this head"
-        )
-    return error
-
-
 def is_tied(model: nn.Module) -> bool:
-    """Whether head and embedding are one parameter."""
-    return stored_table(embedding(model)) is head(model).weight
+    """Whether head and embedding are one parameter; False where there is no head."""
+    return has_head(model) and stored_table(embedding(model)) is head(model).weight
 
 
 def table_names(model: nn.Module) -> list[str]:
-    """The names of the embedding's and the head's module; one name where they are tied."""
+    """The names of the embedding's and the head's module; one name where they are tied or there is no head."""
     inner: Any = unwrap(model)
     names = {id(module): name for name, module in inner.named_modules()}
-    tables = (
-        [embedding(model)] if is_tied(model) else [embedding(model), inner.get_output_embeddings()]
-    )
+    tables = [embedding(model)]
+    if has_head(model) and not is_tied(model):
+        tables.append(inner.get_output_embeddings())
     return [names[id(table)] for table in tables]
 
 
@@ -329,7 +299,7 @@ class Flops:
     per_window_pair: float
     """The same over the layers with a sliding window; count the pairs inside the window."""
     per_target: float
-    """The head's row for one target."""
+    """The head's row for one target; 0 where there is no head."""
     window: int | None
     """The sliding window of those layers."""
 
@@ -352,12 +322,13 @@ def flops(model: nn.Module) -> Flops:
     per_layer = 12.0 * heads * (dim or config.hidden_size // heads)
     kinds = [kind for kind in layer_types(model) if kind not in STATEFUL_TYPES]
     windowed = sum(kind == "sliding_attention" for kind in kinds)
-    weight = head(model).weight
+    weight = head(model).weight if has_head(model) else None
+    per_target = 0.0 if weight is None else (6.0 if weight.requires_grad else 4.0) * weight.numel()
     return Flops(
         per_token=per_token,
         per_pair=per_layer * (len(kinds) - windowed),
         per_window_pair=per_layer * windowed,
-        per_target=(6.0 if weight.requires_grad else 4.0) * weight.numel(),
+        per_target=per_target,
         window=getattr(config, "sliding_window", None) if windowed else None,
     )
 

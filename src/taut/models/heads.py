@@ -1,7 +1,11 @@
-"""The scalar head: one number at a token, as reward models and critics have it.
+"""Heads: the output head proved, and the scalar head, one number at a token, as reward models and critics have it.
 
-Models of transformers' sequence and token classification call it ``score``: a linear layer with one output on the last
-hidden state. Where it is read is the sample's business (its last token, or each step's), never searched for by id.
+Models of transformers' sequence and token classification call the scalar head ``score``: a linear layer with one output
+on the last hidden state. Where it is read is the sample's business (its last token, or each step's), never searched for
+by id.
+
+Both heads are proved: the model's own logits on random hidden states are compared with what ``score.py`` computes, so
+that an architecture whose head does something else is refused, not guessed.
 
 May import errors and models.anatomy.
 """
@@ -10,10 +14,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from taut.errors import ModelError
-from taut.models.anatomy import unwrap
+from taut.models.anatomy import decoder, head, text_config, unwrap
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Relative difference that is rounding; 1e-9 in float64."""
 
 
 def scalar_head(model: nn.Module) -> nn.Linear:
@@ -28,3 +37,76 @@ def scalar_head(model: nn.Module) -> nn.Linear:
             f"{type(unwrap(model)).__name__} has no scalar head; expected `score`, a linear layer with one output"
         )
     return module
+
+
+def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
+    """The scalar head's value at each of ``hidden`` [..., D]: its product is taken in at least float32, whatever the
+    backbone's.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if spec.bias is None else spec.bias.to(wide)
+        return nn.functional.linear(hidden.to(wide), spec.weight.to(wide), bias).squeeze(-1)
+
+
+@torch.no_grad()
+def prove_head(model: nn.Module) -> float:
+    """The largest difference between ``anatomy.head(model)`` and the model's own logits on random hidden states.
+
+    Raises ModelError where the two differ by more than rounding.
+    """
+    spec = head(model)
+    hidden = _random_hidden(spec.weight)
+    theirs, ours = _own_logits(model, hidden), spec.logits(hidden)
+    return _require_equal(model, (theirs, ours), hidden.dtype, "softcap(scale * lm_head(hidden))")
+
+
+@torch.no_grad()
+def prove_scalar_head(model: nn.Module) -> float:
+    """The same for the scalar head: of a sequence class the last token's number, of a token class each one's."""
+    spec = scalar_head(model)
+    hidden = _random_hidden(spec.weight)
+    theirs, ours = _own_logits(model, hidden), scalar(hidden, spec)
+    if theirs.shape[:-1] != ours.shape:
+        ours = ours[:, -1]
+    return _require_equal(model, (theirs.squeeze(-1), ours), hidden.dtype, "score(hidden)")
+
+
+def _random_hidden(weight: Tensor) -> Tensor:
+    """[1, 3, D]"""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, weight.shape[1], generator=generator, dtype=torch.float64)
+    return hidden.to(weight.device, weight.dtype)
+
+
+def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """What the model's own forward makes of these hidden states: the backbone is replaced by them for one call, so
+    neither attention nor layout takes part.
+    """
+    inner: Any = unwrap(model)
+    backbone = decoder(model)
+    pad = text_config(model).pad_token_id  # a sequence class reads the last token that is another
+    ids = torch.full((1, 3), 1 if pad == 0 else 0, device=hidden.device)
+    own_forward = backbone.__dict__.get("forward")
+    backbone.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        logits: Tensor = inner(input_ids=ids, use_cache=False).logits
+    finally:
+        del backbone.forward
+        if own_forward is not None:
+            backbone.forward = own_forward
+    return logits
+
+
+def _require_equal(
+    model: nn.Module, pair: tuple[Tensor, Tensor], dtype: torch.dtype, formula: str
+) -> float:
+    theirs, ours = pair
+    tolerance = TOLERANCE.get(dtype, 1e-9)
+    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
+    if not error <= tolerance * (1.0 + float(ours.abs().max())):
+        raise ModelError(
+            f"the logits of {type(unwrap(model)).__name__} are not {formula}: they differ by {error:.2g}; "
+            "taut cannot score with this head"
+        )
+    return error

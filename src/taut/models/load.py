@@ -7,7 +7,9 @@ cache, no router auxiliary loss, no dropout, eager experts in float64, and a hea
 the model's own. What it deliberately does not do: choose the attention, wrap adapters, move weights
 between ranks, or initialise a weight the checkpoint lacks.
 
-May import errors and models.anatomy. Run, checks and the command line import it.
+Models with a scalar head are loaded by ``models/reward.py``, with the parts that are public here.
+
+May import errors and models.{anatomy,heads,in_force}. Run, checks and the command line import it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from transformers.utils import logging
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.models import anatomy
+from taut.models.heads import prove_head
+from taut.models.in_force import Loading, put_in_force
 
 _LIBRARY_ERRORS = (
     OSError,
@@ -50,7 +54,6 @@ _LIBRARY_ERRORS = (
     SafetensorError,
 )
 """What the library raises for a directory it cannot read."""
-_NOISY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = (
@@ -67,7 +70,7 @@ def load_config(
 ) -> PreTrainedConfig:
     """The model's configuration, before any weight is read. ``needs_weights``: whether they have to be there."""
     _require_model_directory(path, needs_weights=needs_weights)
-    with _one_line(path, "a configuration"):
+    with one_line(path, "a configuration"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
     return config
@@ -78,7 +81,7 @@ def inherited_ends(path: str, config: PreTrainedConfig) -> dict[int, str]:
     ends: dict[int, str] = {}
     directory = Path(path)
     if not directory.is_dir() or (directory / "generation_config.json").is_file():
-        with _one_line(path, "a generation_config"):
+        with one_line(path, "a generation_config"):
             generation = _generation_config(path)
         named = None if generation is None else generation.eos_token_id
         ends = dict.fromkeys(_as_list(named), "generation_config.json")
@@ -120,38 +123,60 @@ def load_model(
     ModelError where the checkpoint is incomplete or something asked for is not in force.
     """
     config = load_config(path, trust_remote_code)
-    options: dict[str, Any] = {}
-    if dtype == torch.float64 and _has_experts(config):
-        options["experts_implementation"] = "eager"
-    with _one_line(path, "a causal language model"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype if is_narrow or dtype == torch.float64 else torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            weights_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    model, report = loaded
-    _require_complete(path, report)
-    if dtype == torch.float64:
-        model.double()  # buffers too: from_pretrained leaves RoPE's frequencies in float32
-    _switch_off(model)
-    require_attention(model, attention)
-    _require_no_dropout(model)
-    anatomy.prove_head(model)
-    ready: PreTrainedModel = model.to(device).train()
+    require_language_model(path, config)
+    how = Loading(dtype, attention, trust_remote_code, is_narrow)
+    with one_line(path, "a causal language model"):
+        model, report = read_weights(AutoModelForCausalLM, path, config, how)
+    require_complete(path, report)
+    put_in_force(model, how)
+    prove_head(model)
+    ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
     return ready
+
+
+def read_weights(
+    auto: Any, path: str, config: PreTrainedConfig, how: Loading
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of one of the library's automatic classes, and its report of what was not found."""
+    options: dict[str, Any] = {}
+    if how.dtype == torch.float64 and _has_experts(config):
+        options["experts_implementation"] = "eager"
+    model, report = auto.from_pretrained(
+        path,
+        config=config,
+        dtype=how.dtype if how.is_narrow or how.dtype == torch.float64 else torch.float32,
+        attn_implementation=how.attention,
+        trust_remote_code=how.trust_remote_code,
+        weights_only=True,
+        output_loading_info=True,
+        **options,
+    )
+    return model, report
+
+
+def is_reward_config(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint says that it has a scalar head."""
+    (kind,) = (getattr(config, "architectures", None) or [""])[:1]
+    return str(kind).endswith(("ForSequenceClassification", "ForTokenClassification"))
+
+
+def require_language_model(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a reward model: its output head would be made up, or be the embedding."""
+    if is_reward_config(config):
+        raise ModelError(
+            f"model={path} is a reward model ({(config.architectures or [''])[0]}), which has a scalar head and no "
+            "output head; expected a causal language model; score with it (taut score), or name the model it was "
+            "trained from"
+        )
 
 
 def load_skeleton(
     path: str, config: PreTrainedConfig, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model's modules on the meta device: its architecture, and no weight."""
+    require_language_model(path, config)
     build: Any = AutoModelForCausalLM.from_config  # has no types
-    with _one_line(path, "a causal language model"), torch.device("meta"):
+    with one_line(path, "a causal language model"), torch.device("meta"):
         skeleton: PreTrainedModel = build(config, trust_remote_code=trust_remote_code)
     return skeleton
 
@@ -163,7 +188,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             f"{path} has no tokenizer; expected tokenizer.json beside config.json; copy it from "
             "the base model"
         )
-    with _one_line(path, "a tokenizer"):
+    with one_line(path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
@@ -196,19 +221,6 @@ def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
     """
     dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def require_attention(model: PreTrainedModel, attention: str) -> None:
-    """Raise ModelError unless every text submodule's config has ``attention`` in force."""
-    for name, module in anatomy.decoder(model).named_modules():
-        config = getattr(module, "config", None)
-        found = getattr(config, "_attn_implementation", None)
-        if isinstance(config, PreTrainedConfig) and found != attention and not _is_vision(name):
-            raise ModelError(
-                f"{name or type(module).__name__} has the attention {found} in force; expected "
-                f"{attention}: the "
-                "model does not use the library's attention interface"
-            )
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
@@ -307,7 +319,7 @@ def quiet_library() -> Iterator[None]:
 
 
 @contextmanager
-def _one_line(path: str, wanted: str) -> Iterator[None]:
+def one_line(path: str, wanted: str) -> Iterator[None]:
     """Turn what the library raises for a bad directory into one line."""
     try:
         with quiet_library():
@@ -317,7 +329,7 @@ def _one_line(path: str, wanted: str) -> Iterator[None]:
         raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
 
 
-def _require_complete(path: str, report: dict[str, Any]) -> None:
+def require_complete(path: str, report: dict[str, Any]) -> None:
     """Refuse a checkpoint that would leave weights at random."""
     for kind, said in (
         ("missing_keys", "lacks"),
@@ -336,37 +348,9 @@ def _require_complete(path: str, report: dict[str, Any]) -> None:
         raise ModelError(f"model={path} cannot be loaded: {report['error_msgs'][0]}")
 
 
-def _switch_off(model: PreTrainedModel) -> None:
-    """No cache and no router auxiliary loss, in the config of every submodule."""
-    configs = {
-        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
-    }
-    for config in configs.values():
-        for name in ("use_cache", "output_router_logits"):
-            if getattr(config, name, False):
-                setattr(config, name, False)
-
-
-def _require_no_dropout(model: PreTrainedModel) -> None:
-    """Noise inside the model would depend on how samples are packed: none is let through."""
-    text = anatomy.text_config(model).to_dict()
-    found = [(f"config.{name}", value) for name, value in text.items() if _NOISY.search(name)]
-    found += [(name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)]
-    for name, value in found:
-        if isinstance(value, float) and value > 0:
-            raise ModelError(
-                f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
-                "depend on how samples are packed; set it to 0 in the model's config.json"
-            )
-
-
 def _has_experts(config: PreTrainedConfig) -> bool:
     text = config.get_text_config()
     return any(
         getattr(text, name, None)
         for name in ("num_experts", "num_local_experts", "n_routed_experts")
     )
-
-
-def _is_vision(name: str) -> bool:
-    return any(part in name for part in ("visual", "vision", "image", "audio"))

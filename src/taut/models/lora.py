@@ -4,16 +4,17 @@
 match nothing, the output head as a target (it is scored in chunks, not called), one half of a tied
 pair. Rows of the embedding and the head that have to train (new tokens, ends that were never trained)
 train by themselves beside the frozen tables, through peft's trainable tokens: peft saves, loads and
-merges them. ``plain_model`` gives back a model of the library with the adapter merged, built beside the
-one in training, for saving.
+merges them. A reward model's scalar head trains whole beside the adapters. ``plain_model`` gives back a model of the
+library with the adapter merged, built beside the one in training, for saving.
 
 peft is imported here only, and only when an adapter is used. May import errors, config and
-models.anatomy.
+models.{anatomy,heads}.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import field
@@ -29,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy
+from taut.models.heads import scalar_head
 
 
 @configclass
@@ -98,7 +100,8 @@ def choose_rows(
         for name in anatomy.table_names(model)
         if not any(_ends(name, saved) for saved in config.modules_to_save)
     ]
-    if ids and names and anatomy.head(model).bias is not None:
+    has_head = anatomy.has_head(model)
+    if ids and names and has_head and anatomy.head(model).bias is not None:
         raise ModelError(
             f"lora.train_rows: the rows {ids[:4]} have to train, and a head with a bias cannot be trained by rows; "
             f"set lora.modules_to_save={anatomy.table_names(model)}"
@@ -125,7 +128,7 @@ def apply_lora(
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            _require_adapter(config.adapter)
+            _require_adapter(config.adapter, task_of(model))
             try:
                 wrapped: Any = PeftModel.from_pretrained(model, config.adapter, is_trainable=True)
             except (RuntimeError, ValueError, KeyError) as error:
@@ -153,6 +156,14 @@ def apply_lora(
     return wrapped
 
 
+def task_of(model: nn.Module) -> str:
+    """peft's name of what a model's head is for."""
+    if anatomy.has_head(model):
+        return "CAUSAL_LM"
+    is_token = type(anatomy.unwrap(model)).__name__.endswith("ForTokenClassification")
+    return "TOKEN_CLS" if is_token else "SEQ_CLS"
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model carries adapters."""
     return hasattr(model, "peft_config")
@@ -173,7 +184,8 @@ def plain_model(
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)
     config._attn_implementation = None
-    config.tie_word_embeddings = anatomy.is_tied(model)  # an adapter can part the two
+    if anatomy.has_head(model):
+        config.tie_word_embeddings = anatomy.is_tied(model)  # an adapter can part the two
     with torch.device("meta"):
         plain: Any = kind(config)
     if not is_adapted(model):
@@ -181,7 +193,8 @@ def plain_model(
     else:
         plain = _merged(model, plain, weights)
     plain.tie_weights()
-    plain.generation_config = copy.deepcopy(base.generation_config)
+    if hasattr(base, "generation_config"):  # reward models have none
+        plain.generation_config = copy.deepcopy(base.generation_config)
     for name in ("_weight_conversions", "_auto_class"):
         if hasattr(base, name):
             setattr(plain, name, getattr(base, name))
@@ -232,16 +245,19 @@ def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def _peft_config(model: PreTrainedModel, config: LoraConfig, rows: Mapping[str, list[int]]) -> Any:
     from peft import LoraConfig as PeftLoraConfig
 
+    task = task_of(model)
+    scalar = [] if task == "CAUSAL_LM" else ["score"]
+    saved = list(dict.fromkeys([*config.modules_to_save, *scalar]))
     saves_tied = anatomy.is_tied(model) and bool(config.modules_to_save)
     return PeftLoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,  # its name will do
         r=config.rank,
         lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=config.targets,
         use_rslora=config.rslora,
         use_dora=config.dora,
-        modules_to_save=list(config.modules_to_save) or None,
+        modules_to_save=saved or None,
         trainable_token_indices=dict(rows) or None,
         ensure_weight_tying=saves_tied and _names_embedding(model, config.modules_to_save),
     )
@@ -260,7 +276,8 @@ def _require_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse targets and modules_to_save that would not be honoured."""
     modules = dict(model.named_modules())
     linear = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    has_head = anatomy.has_head(model)
+    head = model.get_output_embeddings() if has_head else scalar_head(model)  # type: ignore[no-untyped-call]
     for target in config.targets if config.targets != "all-linear" else ():
         matches = [name for name in linear if _ends(name, target)]
         if not matches:
@@ -270,9 +287,13 @@ def _require_targets(model: PreTrainedModel, config: LoraConfig) -> None:
             )
         if any(modules[name] is head for name in matches):
             raise ModelError(
-                f"lora.targets: {target!r} is the output head, which is scored in chunks and takes "
-                "no adapter; "
-                "train it whole with lora.modules_to_save, or leave it out"
+                f"lora.targets: {target!r} is the output head, which is scored in chunks and takes no adapter; "
+                + (
+                    "train it whole with lora.modules_to_save, or "
+                    if has_head
+                    else "it trains whole: "
+                )
+                + "leave it out"
             )
     for saved in config.modules_to_save:
         matches = [name for name in modules if _ends(name, saved)]
@@ -343,7 +364,7 @@ def _embed_by_rows(model: nn.Module) -> None:
     adapter.forward_adapters = forward
 
 
-def _require_adapter(path: str) -> None:
+def _require_adapter(path: str, task: str) -> None:
     directory = Path(path)
     if not (directory / "adapter_config.json").is_file():
         raise ModelError(
@@ -354,4 +375,10 @@ def _require_adapter(path: str) -> None:
         raise ModelError(
             f"lora.adapter={path} has no adapter_model.safetensors; expected an adapter saved as "
             "safetensors"
+        )
+    settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    if settings.get("task_type") not in (task, None):
+        raise ModelError(
+            f"lora.adapter={path} is an adapter for {settings['task_type']}; expected one for {task}, the model's "
+            "head; name an adapter that was trained with this head"
         )

@@ -4,8 +4,8 @@ server.
 The stop set goes into generation_config exactly as it was derived (``data.stops``); its first, the
 turn end, becomes eos of tokenizer and config; the template in use is saved with the tokenizer. The
 pad token is never the turn end where another candidate exists: tools that mask pads by id would
-unteach it. An adapter is merged. The directory is written beside its place and renamed, and the
-tokenizer is read back first.
+unteach it. An adapter is merged. A reward model's pad ends no answer at all, since the library reads its score
+before the pads. The directory is written beside its place and renamed, and the tokenizer is read back first.
 
 May import errors, models.anatomy and models.lora. Only the rank that writes calls it.
 """
@@ -27,6 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import durable
 from taut.errors import OutputError
+from taut.models.anatomy import has_head
 from taut.models.load import quiet_library
 from taut.models.lora import plain_model
 
@@ -67,7 +68,7 @@ def saving(
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    served = serving_tokenizer(tokenizer, stop_ids, template)
+    served = serving_tokenizer(tokenizer, stop_ids, template, has_scalar=not has_head(model))
     with torch.no_grad(), quiet_library():
         plain = plain_model(model, state_dict)
         nn.Module.to(plain, dtype=dtype)
@@ -91,16 +92,24 @@ def saving(
 
 
 def serving_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], template: str | None
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    template: str | None,
+    *,
+    has_scalar: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """A copy with the template in use, whose eos is the turn end and whose pad is not."""
+    """A copy with the template in use, whose eos is the turn end and whose pad is not.
+
+    ``has_scalar``: for a reward model, which the library reads at the last token that is not the pad; so the pad ends
+    no answer, or there is none.
+    """
     parts = [value for value in vars(tokenizer).values() if isinstance(value, list | dict)]
     served = copy.deepcopy(tokenizer, {id(part): part for part in parts if len(part) > _MANY})
     if template is not None:
         served.chat_template = template
     if stop_ids:
         served.eos_token = _token(served, stop_ids[0])
-    served.pad_token = _pad_token(served)
+    served.pad_token = _unread_pad(served, stop_ids) if has_scalar else _pad_token(served)
     return served
 
 
@@ -123,6 +132,16 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None if tokenizer.eos_token is None else str(tokenizer.eos_token)
 
 
+def _unread_pad(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str | None:
+    """A pad that nothing ends with: the tokenizer's own, a well-known one, or a special token made for padding."""
+    vocabulary = tokenizer.get_vocab()
+    named = [str(token) for token in tokenizer.all_special_tokens if "pad" in str(token)]
+    own = [] if tokenizer.pad_token is None else [str(tokenizer.pad_token)]
+    ends = {*stop_ids, tokenizer.eos_token_id}
+    candidates = (*own, *_PADS, *named, tokenizer.unk_token)
+    return next((t for t in candidates if t in vocabulary and vocabulary[t] not in ends), None)
+
+
 def _set_stops(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
 ) -> None:
@@ -133,6 +152,8 @@ def _set_stops(
         settings.pad_token_id = tokenizer.pad_token_id
         if hasattr(settings, "use_cache"):
             settings.use_cache = True
+    if not hasattr(model, "generation_config"):
+        return  # a reward model does not generate
     model.generation_config = generation_to_save(model.generation_config, tokenizer, stop_ids)
 
 

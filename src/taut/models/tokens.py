@@ -70,11 +70,11 @@ def add_tokens(model: nn.Module, new_ids: list[int]) -> int:
     if num_added:
         inner.resize_token_embeddings(num_before + num_added, mean_resizing=False)
     num_known = min(num_before, min(new_ids))
-    head = anatomy.head(inner)
     tables: list[Tensor] = [_rows(anatomy.embedding(inner))]
-    if not anatomy.is_tied(inner):
+    head = anatomy.head(inner) if anatomy.has_head(inner) else None
+    if head is not None and not anatomy.is_tied(inner):
         tables.append(head.weight)
-    if head.bias is not None:
+    if head is not None and head.bias is not None:
         tables.append(head.bias)
     for table in tables:
         table[torch.tensor(new_ids, device=table.device)] = table[:num_known].mean(0)

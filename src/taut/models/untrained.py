@@ -88,10 +88,10 @@ def _is_trained(module: nn.Module, index: int, model: nn.Module) -> bool:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The embedding and the head; where they are tied too, since their rows could train apart."""
+    """The embedding and the head, if there is one; where they are tied too, since their rows could train apart."""
     inner = anatomy.unwrap(model)
     head = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return {"embedding": anatomy.embedding(inner), "head": head}
+    return {"embedding": anatomy.embedding(inner)} | ({} if head is None else {"head": head})
 
 
 def _tables(model: nn.Module) -> dict[str, Tensor]:

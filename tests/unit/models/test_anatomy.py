@@ -7,7 +7,7 @@ import torch
 from tests.models import CARRIED, REFUSED, STATEFUL, tiny_model
 
 from taut.errors import ModelError
-from taut.models import anatomy
+from taut.models import anatomy, heads
 from taut.models.lora import LoraConfig, apply_lora
 
 ALL = (*CARRIED, *STATEFUL, *REFUSED)
@@ -20,7 +20,7 @@ def test_parts_are_found_and_the_head_is_the_models_own(name: str) -> None:
     assert anatomy.layers(model) is model.model.layers
     assert anatomy.embedding(model) is model.model.embed_tokens
     assert anatomy.is_tied(model) == model.config.tie_word_embeddings
-    assert anatomy.prove_head(model) < 1e-12
+    assert heads.prove_head(model) < 1e-12
     num_stateful = len(anatomy.stateful_layers(model))
     assert (num_stateful > 0) == (name in STATEFUL)
     assert anatomy.attention_layer_count(model) == len(model.model.layers) - num_stateful
@@ -29,17 +29,17 @@ def test_parts_are_found_and_the_head_is_the_models_own(name: str) -> None:
 
 
 def test_head_of_each_kind() -> None:
-    heads = {name: anatomy.head(tiny_model(name)) for name in ("gemma2", "granite", "cohere2")}
-    assert heads["gemma2"].softcap == 5.0
-    assert heads["granite"].scale == pytest.approx(1 / 1.7)
-    assert heads["cohere2"].scale == 0.3
+    specs = {name: anatomy.head(tiny_model(name)) for name in ("gemma2", "granite", "cohere2")}
+    assert specs["gemma2"].softcap == 5.0
+    assert specs["granite"].scale == pytest.approx(1 / 1.7)
+    assert specs["cohere2"].scale == 0.3
 
 
 def test_a_head_that_does_something_else_is_refused() -> None:
     model = tiny_model("llama")
     model.lm_head.register_forward_hook(lambda module, args, logits: logits + 1.0)
     with pytest.raises(ModelError, match="taut cannot score with this head"):
-        anatomy.prove_head(model)
+        heads.prove_head(model)
 
 
 def test_a_head_with_a_bias() -> None:
@@ -47,7 +47,7 @@ def test_a_head_with_a_bias() -> None:
     bias = torch.linspace(-1, 1, 97, dtype=torch.float64)
     model.lm_head.bias = torch.nn.Parameter(bias)
     assert anatomy.head(model).bias is model.lm_head.bias
-    assert anatomy.prove_head(model) < 1e-12
+    assert heads.prove_head(model) < 1e-12
 
 
 def test_what_a_layout_does_not_describe() -> None:
@@ -72,7 +72,7 @@ def test_a_peft_model_has_the_same_parts() -> None:
     model = tiny_model("llama")
     wrapped = apply_lora(model, LoraConfig(rank=2))
     assert anatomy.decoder(wrapped) is model.model
-    assert anatomy.prove_head(wrapped) < 1e-12
+    assert heads.prove_head(wrapped) < 1e-12
     assert anatomy.attention_layer_count(wrapped) == 2
 
 

@@ -20,7 +20,7 @@ from taut.attention.select import PREFIX
 from taut.config import from_mapping
 from taut.data.pack import ALONE, pack
 from taut.errors import ConfigError, ModelError
-from taut.models import anatomy
+from taut.models import anatomy, heads
 from taut.models.lora import LoraConfig, apply_lora, plain_model, save_adapter
 from taut.models.score import Scorer
 from taut.types import Sample
@@ -149,7 +149,7 @@ def test_the_head_is_honoured_when_it_is_trained_whole() -> None:
     model = apply_lora(tiny_model("llama"), LoraConfig(rank=2, modules_to_save=["lm_head"]))
     shake(model)
     assert anatomy.head(model).weight.requires_grad
-    assert anatomy.prove_head(model) < 1e-12
+    assert heads.prove_head(model) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_rows_are_part_of_the_head_and_can_be_switched_off(name: str) -> None:
     model: Any = shake(apply_lora(base, LoraConfig(rank=2), rows=ROWS[name]))
     assert anatomy.is_tied(model) == (name != "llama")
     assert anatomy.head(model).rows is not None
-    assert anatomy.prove_head(model) < 1e-12
+    assert heads.prove_head(model) < 1e-12
     with model.disable_adapter():
         assert anatomy.head(model).rows is None
         assert torch.equal(logits_of(model), before)
