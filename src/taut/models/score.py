@@ -15,12 +15,16 @@ the forward, three matrix
 - otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry
 gradients.
 
+Where the divergence from a teacher is wanted, the teacher says what it says of the micro-batch before the backbone
+runs, and its share of the head (models/divergence.py) takes the place of both; ``linear_N`` is then [2, N], the
+coefficients of ``logp_N`` and of ``divergence_N``.
+
 The Scorer is the root of sharding; nobody calls inner modules from outside.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +33,7 @@ from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.anatomy import HeadSpec, decoder, head
 from taut.models.heads import scalar_head
-from taut.types import Packed, Scores, Wants
+from taut.types import Divergence, Packed, Scores, Wants
 
 MIN_CHUNK_ROWS = 256
 """Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
@@ -37,14 +41,31 @@ CHUNK_ELEMENTS = 2**24
 """Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
 
 
+class Lesson(Protocol):
+    """What a teacher says of a micro-batch."""
+
+    def score(
+        self, hidden_ND: Tensor, target_N: Tensor, spec: HeadSpec, linear_2N: Tensor | None
+    ) -> Scores:
+        """What the student's head says, ``divergence_N`` included; with ``linear_2N``, the way to the gradient."""
+
+
+class Teacher(Protocol):
+    """What a student is compared with. No module, so that it is neither trained nor sharded nor saved."""
+
+    def lesson(self, packed: Packed, how: Divergence) -> Lesson:
+        """What it says of a micro-batch, without gradient."""
+
+
 class Scorer(nn.Module):
     """Scores micro-batches with a Hugging Face causal language model loaded with a taut
     attention.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, teacher: Teacher | None = None) -> None:
         super().__init__()
         self.model = model
+        self.teacher = teacher
 
     @property
     def device(self) -> torch.device:
@@ -57,6 +78,10 @@ class Scorer(nn.Module):
         wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
     ) -> Scores:
         """Scores of the N listed targets and the R reads; see the module docstring for ``linear_N``."""
+        lesson = None
+        if wants.divergence is not None:
+            assert self.teacher is not None, "a divergence is wanted, and there is no teacher"
+            lesson = self.teacher.lesson(packed, wants.divergence)
         packed, hidden_TD = self.hidden(packed)
         scalar_R = None
         if wants.scalar:
@@ -67,7 +92,11 @@ class Scorer(nn.Module):
         if linear_N is not None:
             linear_N = linear_N.to(self.device)
         spec = head(self.model)
-        scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
+        if lesson is not None:
+            assert not wants.entropy, "entropy is not computed beside a divergence"
+            scores = lesson.score(hidden_ND, packed.target_N, spec, linear_N)
+        else:
+            scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
         return scores._replace(scalar_R=scalar_R)
 
     def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
@@ -124,7 +153,7 @@ def score_hidden(
         )
         return Scores(logp_N, entropy_N if with_entropy else None)
     assert not with_entropy, "entropy is not computed where the gradient is formed in the forward"
-    total, logp_N = _LinearHead.apply(  # type: ignore[no-untyped-call]
+    total, logp_N = LinearHead.apply(  # type: ignore[no-untyped-call]
         *inputs, _Asked(spec, target_N, linear_N)
     )
     return Scores(logp_N, linear_sum=total)
@@ -139,7 +168,7 @@ class _Asked(NamedTuple):
     with_entropy: bool = False
 
 
-class _Chunks:
+class Chunks:
     """The arithmetic of the head on a chunk of rows, shared by both ways through it."""
 
     def __init__(
@@ -158,12 +187,17 @@ class _Chunks:
         self.bias, self.spec = bias, spec
         self.trained = None if trained is None else trained.to(self.dtype)
         self.index = None if spec.rows is None else spec.rows.index_R
-        rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
-        shape = (min(rows, hidden.shape[0]), weight.shape[0])
+        self.num_rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
+        shape = (min(self.num_rows, hidden.shape[0]), weight.shape[0])
         # Written anew by each chunk: fresh memory of this size costs more than what is computed in it.
         self._logits = hidden.new_empty(shape, dtype=self.wide)
         self._log_probs = torch.empty_like(self._logits)
-        self.slices = [slice(at, at + rows) for at in range(0, max(1, hidden.shape[0]), rows)]
+        self.slices = self.slices_of(self.num_rows)
+
+    def slices_of(self, num_rows: int | None) -> list[slice]:
+        """The chunks where they may have at most so many rows."""
+        rows = min(self.num_rows, num_rows or self.num_rows)
+        return [slice(at, at + rows) for at in range(0, max(1, self.hidden.shape[0]), rows)]
 
     def logits(self, rows: slice) -> Tensor:
         """[rows, V] after bias, scale and softcap; valid until the next chunk's."""
@@ -196,12 +230,12 @@ class _Chunks:
         return grad.mul_(self.spec.scale) if self.spec.scale != 1.0 else grad
 
 
-class _Sums:
+class Sums:
     """Gradients of hidden, weight, bias and the rows that train by themselves, accumulated over chunks; only those
     that are needed.
     """
 
-    def __init__(self, chunks: _Chunks, needs: tuple[bool, ...], weight: Tensor) -> None:
+    def __init__(self, chunks: Chunks, needs: tuple[bool, ...], weight: Tensor) -> None:
         wide = chunks.wide
         self.chunks = chunks
         self.hidden = torch.empty_like(chunks.hidden) if needs[0] else None
@@ -213,6 +247,17 @@ class _Sums:
         self.trained = None
         if chunks.trained is not None:
             self.trained = torch.zeros_like(chunks.trained, dtype=wide)
+
+    def like(
+        self, hidden: Tensor, weight: Tensor, trained: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """All of them, in the dtypes of what they are the gradients of."""
+        return (
+            _cast(self.hidden, hidden),
+            _cast(self.weight, weight),
+            self.bias,
+            _cast(self.trained, trained),
+        )
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """``grad`` [rows, V]: gradient with respect to h W^T + b; it is used up."""
@@ -263,7 +308,7 @@ class _Head(torch.autograd.Function):
         trained: Tensor | None,
         asked: _Asked,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, bias, trained, asked.spec)
+        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
         target, with_entropy = asked.target_N, asked.with_entropy
         logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
         entropy = torch.zeros_like(logp)
@@ -292,8 +337,8 @@ class _Head(torch.autograd.Function):
             dtype=ctx.dtype if is_narrow else None,
             enabled=is_narrow,
         ):
-            chunks = _Chunks(hidden, weight, bias, trained, ctx.asked.spec)
-        sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
+            chunks = Chunks(hidden, weight, bias, trained, ctx.asked.spec)
+        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
         for rows in chunks.slices:
             z = chunks.logits(rows)
             every = chunks.log_probs(z)
@@ -304,16 +349,10 @@ class _Head(torch.autograd.Function):
             if grad_entropy is not None:
                 grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
             sums.add(rows, chunks.to_raw(grad, z))
-        return (
-            _cast(sums.hidden, hidden),
-            _cast(sums.weight, weight),
-            sums.bias,
-            _cast(sums.trained, trained),
-            None,
-        )
+        return (*sums.like(hidden, weight, trained), None)
 
 
-class _LinearHead(torch.autograd.Function):
+class LinearHead(torch.autograd.Function):
     """sum of linear_N * logp_N, with its gradient formed in the forward."""
 
     @staticmethod
@@ -325,8 +364,8 @@ class _LinearHead(torch.autograd.Function):
         trained: Tensor | None,
         asked: _Asked,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, bias, trained, asked.spec)
-        sums = _Sums(chunks, ctx.needs_input_grad[:3], weight)
+        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
+        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
         assert asked.linear_N is not None
         target, linear = asked.target_N, asked.linear_N.to(chunks.wide)
         logp = torch.empty_like(linear)
@@ -338,12 +377,7 @@ class _LinearHead(torch.autograd.Function):
             grad = every.exp_().mul_(-share)
             grad.scatter_add_(1, target[rows, None], share)
             sums.add(rows, chunks.to_raw(grad, z))
-        ctx.save_for_backward(
-            _cast(sums.hidden, hidden),
-            _cast(sums.weight, weight),
-            sums.bias,
-            _cast(sums.trained, trained),
-        )
+        ctx.save_for_backward(*sums.like(hidden, weight, trained))
         ctx.mark_non_differentiable(logp)
         return (linear * logp).sum(), logp
 

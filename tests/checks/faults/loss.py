@@ -103,33 +103,33 @@ def a_softcap_that_is_dropped(place: Place, is_faulty: bool) -> Session:
 def a_target_read_one_row_late(place: Place, is_faulty: bool) -> Session:
     """The way that the run takes reads the next row's token; the other way is right."""
     if is_faulty:
-        apply = score._LinearHead.apply
+        apply = score.LinearHead.apply
 
         def shifted(*args: Any) -> Any:
             asked = args[-1]
             return apply(*args[:-1], asked._replace(target_N=asked.target_N.roll(1)))
 
-        place.patch.setattr(score._LinearHead, "apply", shifted)
+        place.patch.setattr(score.LinearHead, "apply", shifted)
     return place.session()
 
 
 def _chunked(place: Place, **changes: Any) -> None:
     """The chunked head is given another description of the head."""
-    init = score._Chunks.__init__
+    init = score.Chunks.__init__
 
     def wrong(self: Any, *args: Any) -> None:
         init(self, *args)
         fields = {name: getattr(self.spec, name) for name in ("weight", "bias", "softcap", "rows")}
         self.spec = type(self.spec)(**{**fields, "scale": self.spec.scale, **changes})
 
-    place.patch.setattr(score._Chunks, "__init__", wrong)
+    place.patch.setattr(score.Chunks, "__init__", wrong)
 
 
 @fault("loss.head_gradient", says="with respect to the")
 def a_derivative_without_the_softcap(place: Place, is_faulty: bool) -> Session:
     """The head's backward leaves out what the softcap does to the gradient."""
     if is_faulty:
-        place.patch.setattr(score._Chunks, "to_raw", lambda self, grad, z: grad)
+        place.patch.setattr(score.Chunks, "to_raw", lambda self, grad, z: grad)
     return place.session(place.model("gemma2"))
 
 
@@ -137,7 +137,7 @@ def a_derivative_without_the_softcap(place: Place, is_faulty: bool) -> Session:
 def a_derivative_without_the_scale(place: Place, is_faulty: bool) -> Session:
     """The head's backward leaves out the factor on the logits."""
     if is_faulty:
-        place.patch.setattr(score._Chunks, "to_raw", lambda self, grad, z: grad)
+        place.patch.setattr(score.Chunks, "to_raw", lambda self, grad, z: grad)
     return place.session(place.model("granite"))
 
 

@@ -148,14 +148,14 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(
     assert spec.bias is not None
     spec.weight.requires_grad_(False)
     spec.bias.requires_grad_(False)
-    made: list[score._Sums] = []
-    initialise = score._Sums.__init__
+    made: list[score.Sums] = []
+    initialise = score.Sums.__init__
 
-    def record(self: score._Sums, *args: object) -> None:
+    def record(self: score.Sums, *args: object) -> None:
         initialise(self, *args)  # type: ignore[arg-type]
         made.append(self)
 
-    monkeypatch.setattr(score._Sums, "__init__", record)
+    monkeypatch.setattr(score.Sums, "__init__", record)
     scores = score_hidden(hidden, target, spec, torch.ones(N) if is_linear else None)
     total = scores.linear_sum if is_linear else scores.logp_N.sum()
     assert total is not None
