@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from taut.data.columns import Columns, read_row
-from taut.data.dataset import BATCH_ROWS
-from taut.data.formats import Document, Row
-from taut.data.length import Limits, fit
+from taut.data.answers import fit_any, render_any
+from taut.data.columns import Columns
+from taut.data.judged import read_any
+from taut.data.length import Limits
+from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
+from taut.data.tokenise import BATCH_ROWS
 from taut.errors import DataError, RenderError, TautError
 from taut.types import Sample
 
@@ -40,19 +42,19 @@ def attempt_rows(
             yield Attempt(f"{found.path}:{number}", error)
 
 
-def _read(record: object, place: str, columns: Columns) -> Row | TautError:
+def _read(record: object, place: str, columns: Columns) -> AnyRow | TautError:
     if isinstance(record, DataError):
         return record
     try:
-        return read_row(record, place, columns)
+        return read_any(record, place, columns)
     except DataError as error:
         return error
 
 
-def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[Sample] | TautError]:
+def _render(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | TautError]:
     """The samples of each row, or its error: all at once where none has one."""
     try:
-        return list(renderer.render_all(rows))
+        return list(render_any(rows, renderer))
     except RenderError as error:
         if len(rows) == 1:
             return [error]
@@ -60,12 +62,11 @@ def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[Sample] | Taut
     return _render(rows[:middle], renderer) + _render(rows[middle:], renderer)
 
 
-def _fit(row: Row, samples: list[Sample] | TautError, limits: Limits) -> TautError | None:
+def _fit(row: AnyRow, samples: list[Sample] | TautError, limits: Limits) -> TautError | None:
     if isinstance(samples, TautError):
         return samples
     try:
-        for sample in samples:
-            fit(sample, limits, is_document=isinstance(row, Document))
+        fit_any(row, samples, limits)
     except DataError as error:
         return error
     return None

@@ -9,6 +9,8 @@ on.
                   part.npy            int32 [S]     which sample of that row; 0: the only one
                   meta.json           rows read, incidents, and the SHA-256 of each array
 
+and others where samples have more to say (``tokenise.py``): float64, but for what names places, int64.
+
 An entry is written beside and renamed, so it is there whole or not at all; when read, every array
 is checked against its hash, and an entry that fails is reported and made anew, never used. Does not
 know how a key is made (``dataset.py``, which imports it).
@@ -82,12 +84,13 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         return None, "not in the cache"
     try:
         meta = json.loads((entry / "meta.json").read_text())
-        for name in ARRAYS:
+        names = [*ARRAYS, *sorted(meta["sha256"].keys() - ARRAYS.keys())]
+        for name in names:
             if durable.digest(entry / f"{name}.npy") != meta["sha256"][name]:
                 return None, f"the cached {name} is damaged"
-        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
         incidents = tuple(Incident(**incident) for incident in meta["incidents"])
-        digest = hashlib.sha256(json.dumps([meta["sha256"][name] for name in ARRAYS]).encode())
+        digest = hashlib.sha256(json.dumps([meta["sha256"][name] for name in names]).encode())
         return Entry(arrays, int(meta["num_rows"]), incidents, digest.hexdigest()), ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"the cached entry is damaged ({type(error).__name__})"
@@ -97,10 +100,10 @@ def save(directory: Path, key: str, entry: Entry) -> None:
     """Write an entry; a damaged one that is there under the key is replaced."""
     with _beside(directory, key) as fresh:
         digests = {}
-        for name, kind in ARRAYS.items():
+        for name, array in entry.arrays.items():
             path = fresh / f"{name}.npy"
             with path.open("wb") as file:
-                np.save(file, np.asarray(entry.arrays[name], dtype=kind))
+                np.save(file, np.asarray(array, dtype=ARRAYS.get(name)))
                 file.flush()
                 os.fsync(file.fileno())
             digests[name] = durable.digest(path)

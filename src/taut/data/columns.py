@@ -10,7 +10,8 @@ sharegpt presets.
 The same columns without the answer make a prompt (``read_prompt``). A record that fits none, or more
 than one, is an error that names the columns found. A mapping names taut's column and the one in the
 data: ``data.columns = {messages = "dialog"}``; formats whose columns are mapped take precedence.
-Imported by ``dataset.py`` and ``prompts.py``.
+Rows whose answers are judged (``kind``) have columns of their own: ``judged.py``. Imported by it,
+``dataset.py`` and ``prompts.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from taut.data.formats import (
     read_text,
     shown,
 )
+from taut.data.preferences import Kind
 from taut.errors import ConfigError, DataError
 
 Format: TypeAlias = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
@@ -56,6 +58,20 @@ READS: dict[str, tuple[str, ...]] = {
     "text": (),
 }
 """What each format reads where it is there. Tools go with messages, not with a text and its completion."""
+CHOSEN_SCORES, REJECTED_SCORES = (
+    ("chosen_score", "score_chosen"),
+    ("rejected_score", "score_rejected"),
+)
+ANSWER_LISTS, GRADES = ("answers", "responses", "completions"), ("scores", "ranks")
+_PAIR = ("chosen", "rejected")
+JUDGED_NAMES: dict[Kind, tuple[str, ...]] = {
+    "sft": (),
+    "preference": (*_PAIR, "margin", *CHOSEN_SCORES, *REJECTED_SCORES, *ANSWER_LISTS, *GRADES),
+    "unpaired": ("label", *_PAIR),
+    "scored": ("score",),
+    "stepwise": ("completions", "labels"),
+}
+"""The columns that each kind of data has beside those above."""
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -83,12 +99,17 @@ class Columns:
     """Keys of messages, and columns, that may be there and are not used."""
     prefix: str = field(default="data.", repr=False)
     """What stands before these names in the configuration, for messages."""
+    kind: Kind = field(default="sft", repr=False)
+    """What a row says of its answers."""
+    step_separator: str = field(default="\n", repr=False)
+    """What joins the steps of stepwise data."""
 
     def __post_init__(self) -> None:
+        names = (*COLUMN_NAMES, *JUDGED_NAMES[self.kind])
         for name in self.mapping:
-            if name not in COLUMN_NAMES:
-                hint = did_you_mean(name, COLUMN_NAMES)
-                known = ", ".join(COLUMN_NAMES)
+            if name not in names:
+                hint = did_you_mean(name, names)
+                known = ", ".join(names)
                 raise ConfigError(
                     f"{self.prefix}columns names {name!r}; expected one of {known}{hint}"
                 )
@@ -104,7 +125,7 @@ class Recognised(NamedTuple):
 
 def recognise(record: object, place: str, columns: Columns) -> Recognised:
     """Which format a record has, and what of it is not read. Its values are not looked at."""
-    named = _rename(record, place, columns)
+    named = renamed(record, place, columns)
     chosen = _recognise(named, place, columns, REQUIRED)
     read = {*REQUIRED[chosen], *READS[chosen], *columns.ignore_keys}
     if chosen == "completion" and isinstance(named["prompt"], str):
@@ -114,8 +135,13 @@ def recognise(record: object, place: str, columns: Columns) -> Recognised:
 
 def read_row(record: object, place: str, columns: Columns) -> Row:
     """Validate one record of a file."""
-    named = _rename(record, place, columns)
-    _refuse_media(named, place, columns)
+    named = renamed(record, place, columns)
+    refuse_media(named, place, columns)
+    return read_named(named, place, columns)
+
+
+def read_named(named: dict[str, Any], place: str, columns: Columns) -> Row:
+    """The same of a record whose columns have taut's names."""
     chosen = _recognise(named, place, columns, REQUIRED)
     if chosen == "text":
         return Document(place, read_text(named["text"], f"{place}: text"))
@@ -131,22 +157,22 @@ def read_prompt(record: object, place: str, columns: Columns) -> Conversation | 
     """Validate one record of a file of prompts: a conversation, its last answer included where the
     row has it as a message, or a text to be continued as it is.
     """
-    named = _rename(record, place, columns)
-    _refuse_media(named, place, columns)
+    named = renamed(record, place, columns)
+    refuse_media(named, place, columns)
     chosen = _recognise(named, place, columns, PROMPT_REQUIRED)
     column = PROMPT_REQUIRED[chosen][0]
     value = named[column]
     if chosen == "text" or (chosen == "completion" and isinstance(value, str)):
         return Document(place, read_text(value, f"{place}: {column}"))
     if chosen == "alpaca":
-        return read_conversation(_alpaca_prompt(named, place), place, column="alpaca")
+        return read_conversation(alpaca_prompt(named, place), place, column="alpaca")
     answer = named.get("completion")
     if chosen == "completion" and isinstance(value, list) and isinstance(answer, list):
         named = {**named, column: [*value, *answer]}
     return _read_turns(named, place, column, columns)
 
 
-def _rename(record: object, place: str, columns: Columns) -> dict[str, Any]:
+def renamed(record: object, place: str, columns: Columns) -> dict[str, Any]:
     """taut's names for the columns, nulls left out."""
     if not isinstance(record, dict):
         raise DataError(
@@ -168,7 +194,7 @@ def _rename(record: object, place: str, columns: Columns) -> dict[str, Any]:
     return named
 
 
-def _refuse_media(named: Mapping[str, Any], place: str, columns: Columns) -> None:
+def refuse_media(named: Mapping[str, Any], place: str, columns: Columns) -> None:
     for name in MEDIA:
         if named.get(name) and name not in columns.ignore_keys:
             raise DataError(
@@ -209,20 +235,30 @@ def _recognise(
 
 
 def _read_turns(named: dict[str, Any], place: str, column: str, columns: Columns) -> Conversation:
-    turns = parse_if_text(named[column], f"{place}: {column}")
+    turns = after_system(named, place, turns_of(named[column], f"{place}: {column}"))
+    ignore = columns.ignore_keys
+    return read_conversation(turns, place, named.get("tools"), ignore=ignore, column=column)
+
+
+def turns_of(value: object, where: str) -> object:
+    """Messages as they are given, those of sharegpt renamed; not validated."""
+    turns = parse_if_text(value, where)
     if isinstance(turns, list):
         first = turns[0] if turns else None
         if isinstance(first, dict) and "from" in first and "role" not in first:
-            turns = [
-                _from_sharegpt(turn, f"{place}: {column}[{i}]") for i, turn in enumerate(turns)
-            ]
+            turns = [_from_sharegpt(turn, f"{where}[{i}]") for i, turn in enumerate(turns)]
             turns = [turn for turn in turns if turn != {"role": "system", "content": ""}]
-        system = _system(named, place)
-        if system and turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
-            raise DataError(f"{place}: a system column and a system message; expected one of them")
-        turns = [*system, *turns]
-    ignore = columns.ignore_keys
-    return read_conversation(turns, place, named.get("tools"), ignore=ignore, column=column)
+    return turns
+
+
+def after_system(named: dict[str, Any], place: str, turns: object) -> object:
+    """The same with the system column before them."""
+    if not isinstance(turns, list):
+        return turns
+    system = _system(named, place)
+    if system and turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
+        raise DataError(f"{place}: a system column and a system message; expected one of them")
+    return [*system, *turns]
 
 
 def _from_sharegpt(turn: object, where: str) -> Message:
@@ -281,11 +317,11 @@ def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row
 
 def _read_alpaca(named: dict[str, Any], place: str) -> Conversation:
     answer = read_text(named["output"], f"{place}: output")
-    turns = [*_alpaca_prompt(named, place), {"role": "assistant", "content": answer}]
+    turns = [*alpaca_prompt(named, place), {"role": "assistant", "content": answer}]
     return read_conversation(turns, place, column="alpaca")
 
 
-def _alpaca_prompt(named: dict[str, Any], place: str) -> list[Message]:
+def alpaca_prompt(named: dict[str, Any], place: str) -> list[Message]:
     """One user message of instruction, newline, input; earlier exchanges from ``history``."""
     messages = _system(named, place)
     history = parse_if_text(named.get("history") or [], f"{place}: history")

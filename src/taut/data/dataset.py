@@ -16,30 +16,31 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, overload
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from taut.config import configclass, user_path
 from taut.data import cache
-from taut.data.columns import Columns, Format, read_row
-from taut.data.formats import Document, Row
-from taut.data.length import Incident, Limits, TooLong, fit
+from taut.data.columns import Columns, Format
+from taut.data.formats import Row
+from taut.data.judged import read_any
+from taut.data.length import Incident, Limits, TooLong
+from taut.data.preferences import AnyRow, Kind
 from taut.data.render import Renderer, Targets
 from taut.data.sources import Opened, Source, Stamp, changes, open_source
-from taut.errors import ConfigError, DataError
+from taut.data.tokenise import row_offsets, sample_at, tokenise
+from taut.errors import ConfigError
 from taut.types import FloatArray, IntArray, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 3
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
-BATCH_ROWS = 256
 BLOCK = 4096
 """Samples looked at together."""
 
@@ -69,7 +70,9 @@ class DataConfig:
     min_length: Annotated[int, Field(ge=0)] = 0
     """Shorter samples are left out."""
     without_targets: Literal["error", "drop"] = "error"
-    """What happens to rows in which nothing is to be learned."""
+    """What happens to rows in which nothing is to be learned: no target, or no answer better than another."""
+    step_separator: str = "\n"
+    """What joins the steps of stepwise data."""
     cache: str | None = None
     """Where tokenised data is kept; by default $TAUT_CACHE or the user's cache directory."""
 
@@ -116,12 +119,7 @@ class Part:
     """Its files, as they were read."""
 
     def sample(self, index: int) -> Sample:
-        arrays = self.entry.arrays
-        start, stop = arrays["offsets"][index : index + 2]
-        first, last = arrays["target_offsets"][index : index + 2]
-        target_at_N = arrays["target_at"][first:last].astype(np.int64)
-        ids_T = arrays["ids"][start:stop].astype(np.int64)
-        return Sample(self.name(index), ids_T, target_at_N, np.ones(target_at_N.size))
+        return sample_at(self.entry.arrays, index, self.name(index))
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -165,6 +163,12 @@ class Dataset(Sequence[Sample]):
         self.weights: FloatArray = np.repeat([part.weight for part in parts], counts)
         """How many times each sample is seen per epoch."""
         self._starts: IntArray = np.cumsum([0, *counts])
+        rows = [row_offsets(part.entry.arrays["line"]) for part in parts]
+        begins = [start + at[:-1] for start, at in zip(self._starts, rows, strict=False)]
+        self.rows: IntArray = _joined([*begins, self._starts[-1:]])
+        """Where the samples of each row begin, and one more, the end: row i has samples rows[i] to rows[i + 1]."""
+        self.row_weights: FloatArray = self.weights[self.rows[:-1]]
+        """How many times each row is seen per epoch."""
         identity = json.dumps([[part.key, part.weight] for part in parts])
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.report = self._report(decisions, is_cached)
@@ -243,13 +247,15 @@ def build_renderer(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Re
 
 def load_dataset(
     config: DataConfig,
-    split: Literal["train", "eval"],
+    split: Split,
     renderer: Renderer,
     max_length: int,
     cache_dir: Path | None = None,
+    kind: Kind = "sft",
 ) -> Dataset:
     """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them."""
-    named = sources(config, split)
+    _require_fitting(config, kind)
+    named = sources(config, split, kind)
     directory = cache_dir or cache.directory_of(config.cache)
     limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
     opened = [open_source(source) for source, _ in named]
@@ -261,7 +267,7 @@ def load_dataset(
         entry, reason = cache.load(directory, key)
         if entry is None:
             is_cached = False
-            cache.save(directory, key, _tokenise(found, how, limits, renderer))
+            cache.save(directory, key, tokenise(found, how, limits, renderer))
             entry, trouble = cache.load(directory, key)
             assert entry is not None, f"a fresh cache entry cannot be read: {trouble}"
         decisions.append(
@@ -289,12 +295,34 @@ def _require_weight_counts(part: Part, split: str) -> None:
         )
 
 
-def read_rows(config: DataConfig, split: Literal["train", "eval"]) -> Iterator[Row]:
+def _require_fitting(config: DataConfig, kind: Kind) -> None:
+    """That no option is set which this kind of data has no use for."""
+    if kind != "stepwise" and config.step_separator != DataConfig.step_separator:
+        raise ConfigError(
+            f"data.step_separator is set, and these are {kind} data; expected it for stepwise data only; remove it"
+        )
+    if kind != "sft" and config.targets == "all":
+        raise ConfigError(
+            f"data.targets=all would learn the prompts of {kind} data too; expected assistant (all of an answer) or "
+            "last (its last turn); set data.targets"
+        )
+    if kind != "sft" and config.too_long == "split":
+        raise ConfigError(
+            f"data.too_long=split would take the answers of {kind} data apart; expected error, drop or truncate; set "
+            "data.too_long"
+        )
+
+
+@overload
+def read_rows(config: DataConfig, split: Split, kind: Literal["sft"] = "sft") -> Iterator[Row]: ...
+@overload
+def read_rows(config: DataConfig, split: Split, kind: Kind) -> Iterator[AnyRow]: ...
+def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[AnyRow]:
     """The rows of ``config.train`` or ``config.eval`` themselves, in the order of sources and rows."""
-    for source, columns in sources(config, split):
+    for source, columns in sources(config, split, kind):
         found = open_source(source)
         for number, record in found.records():
-            yield read_row(record, f"{found.path}:{number}", columns)
+            yield read_any(record, f"{found.path}:{number}", columns)
 
 
 def input_paths(config: DataConfig) -> list[str]:
@@ -303,12 +331,12 @@ def input_paths(config: DataConfig) -> list[str]:
     return [*paths, *(path for path in (config.template, config.cache) if path)]
 
 
-def sources(config: DataConfig, split: Literal["train", "eval"]) -> list[tuple[Source, Columns]]:
+def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[Source, Columns]]:
     """What ``config.train`` or ``config.eval`` names, and how each is read."""
-    return [(source, _columns(config, source)) for source in _sources(config, split)]
+    return [(source, _columns(config, source, kind)) for source in _sources(config, split)]
 
 
-def _sources(config: DataConfig, split: Literal["train", "eval"]) -> list[Source]:
+def _sources(config: DataConfig, split: Split) -> list[Source]:
     listed = _listed(config, split)
     if not listed:
         raise ConfigError(
@@ -323,74 +351,22 @@ def _listed(config: DataConfig, split: str) -> list[Source]:
     return [Source(path=item) if isinstance(item, str) else item for item in items]
 
 
-def _columns(config: DataConfig, source: Source) -> Columns:
+def _columns(config: DataConfig, source: Source, kind: Kind) -> Columns:
     mapping = config.columns if source.columns is None else source.columns
-    return Columns(source.format or config.format, mapping, config.ignore_keys)
+    return Columns(
+        source.format or config.format,
+        mapping,
+        config.ignore_keys,
+        kind=kind,
+        step_separator=config.step_separator,
+    )
 
 
 def _key(found: Opened, columns: Columns, limits: Limits, identity: str) -> str:
     parts = [CACHE_VERSION, found.digest, identity, repr(columns), repr(limits)]
+    if columns.kind != "sft":
+        parts += [columns.kind, columns.step_separator]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
-    """Read, render and fit every row of a source; nothing is written."""
-    flat = _Flat()
-    records = iter(found.records())
-    while batch := list(islice(records, BATCH_ROWS)):
-        rows = [read_row(record, f"{found.path}:{number}", columns) for number, record in batch]
-        for (number, _), row, samples in zip(batch, rows, renderer.render_all(rows), strict=True):
-            flat.num_rows += 1
-            for sample in samples:
-                kept, incident = fit(sample, limits, is_document=isinstance(row, Document))
-                flat.add(number, row.place, kept, incident)
-    if not flat.num_rows:
-        raise DataError(
-            f"{found.path}: the file has no rows; expected at least one; check the path"
-        )
-    if not flat.lines:
-        first = flat.incidents[0]
-        raise DataError(
-            f"{found.path}: none of its {flat.num_rows} rows is left (row {first.place}: "
-            f"{first.reason}); "
-            "expected some; change data.max_length, data.min_length or data.too_long"
-        )
-    return flat.entry()
-
-
-class _Flat:
-    """Samples on their way into flat arrays."""
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self.ids: list[NDArray[np.int32]] = []
-        self.target_at: list[NDArray[np.int32]] = []
-        self.lines: list[int] = []
-        self.part_numbers: list[int] = []
-        self.incidents: list[Incident] = []
-
-    def add(
-        self, number: int, place: str, samples: Sequence[Sample], incident: Incident | None
-    ) -> None:
-        for sample in samples:
-            self.ids.append(sample.ids_T.astype(np.int32))
-            self.target_at.append(sample.target_at_N.astype(np.int32))
-            self.lines.append(number)
-            self.part_numbers.append(int(sample.id[len(place) + 1 :] or 0))
-        if incident is not None:
-            where = f"{number}{incident.place[len(place) :]}"
-            self.incidents.append(replace(incident, place=where))
-
-    def entry(self) -> cache.Entry:
-        arrays = {
-            "ids": np.concatenate(self.ids),
-            "offsets": np.cumsum([0, *map(len, self.ids)]),
-            "target_at": np.concatenate(self.target_at),
-            "target_offsets": np.cumsum([0, *map(len, self.target_at)]),
-            "line": np.asarray(self.lines),
-            "part": np.asarray(self.part_numbers),
-        }
-        return cache.Entry(arrays, self.num_rows, tuple(self.incidents))
 
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:

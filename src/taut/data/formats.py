@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -108,6 +109,24 @@ def read_text(value: object, where: str) -> str:
     if not value.strip():
         raise DataError(f"{where} is empty; expected text; remove the row or fill it in")
     return value
+
+
+def read_list(value: object, where: str) -> list[Any]:
+    """A list, or its JSON."""
+    items = parse_if_text(value, where)
+    if not isinstance(items, list):
+        raise DataError(f"{where} is {shown(items)}; expected a list")
+    return items
+
+
+def read_number(value: object, where: str) -> float:
+    """A finite number, or its text as CSV files have it."""
+    found = parse_if_text(value, where)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise DataError(f"{where} is {shown(value)}; expected a number")
+    if not abs(found) <= sys.float_info.max:
+        raise DataError(f"{where} is {shown(value)}; expected a finite number")
+    return float(found)
 
 
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:

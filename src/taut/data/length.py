@@ -10,12 +10,12 @@
                an error
 
 Samples under min_length are left out. Whatever is left out or cut is returned as an Incident, to be
-listed. Imported by ``dataset.py``.
+listed. Of answers that are judged ``answers.py`` decides. Imported by it and ``dataset.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -103,9 +103,15 @@ def _shorten(
 
 def _slice(sample: Sample, name: str, start: int, stop: int) -> Sample:
     is_inside = (sample.target_at_N > start) & (sample.target_at_N < stop)
-    return Sample(
-        name,
-        np.ascontiguousarray(sample.ids_T[start:stop]),
-        sample.target_at_N[is_inside] - start,
-        sample.weight_N[is_inside],
+    short = replace(
+        sample,
+        id=name,
+        ids_T=np.ascontiguousarray(sample.ids_T[start:stop]),
+        target_at_N=sample.target_at_N[is_inside] - start,
+        weight_N=sample.weight_N[is_inside],
     )
+    if sample.read_at_R is None:
+        return short
+    is_read = (sample.read_at_R >= start) & (sample.read_at_R < stop)
+    read_values = {label: value_R[is_read] for label, value_R in sample.read_values.items()}
+    return replace(short, read_at_R=sample.read_at_R[is_read] - start, read_values=read_values)

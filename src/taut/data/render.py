@@ -96,6 +96,21 @@ class Renderer:
         text = self.template.apply(messages, tuple(tools or ()), "prompt", is_prompt=True)
         return np.asarray(self.template.encode([text])[text], dtype=np.int64)
 
+    def answer_text(self, row: Row) -> tuple[Text, int | None]:
+        """The whole text of a row as it is tokenised, and where its last message, or its completion, begins in it;
+        None: the template does not write the content as it is."""
+        if isinstance(row, Conversation):
+            before, content = row.messages[:-1], row.messages[-1]["content"]
+            text = self.template.apply(row.messages, row.tools, row.place)
+            prompt = self.template.apply(before, row.tools, row.place, is_prompt=True)
+            lead = len(content) - len(content.lstrip())
+            asked = prompt.text if text.text.startswith(prompt.text) else ""
+            at = text.text.find(content.strip(), len(asked))
+            return text, None if at < 0 else at - lead
+        whole = row.prompt + row.completion if isinstance(row, Completion) else row.text
+        start = len(row.prompt) if isinstance(row, Completion) else 0
+        return checked(whole, row.place, is_rendering=False), start
+
     def render(self, row: Row) -> list[Sample]:
         """The samples of one row: one, or one per learned turn."""
         return self.render_all([row])[0]
@@ -162,7 +177,7 @@ class Renderer:
             prompt = prompt[:-1]  # a tokenizer that itself ends each text with eos
         start = self.template.context_length(prompt, ids, row.place)
         ids = [*ids, *self._missing_eos(ids, row.place)]
-        self._require_none_inside(ids[start:-1], ids[-1], row.place)
+        self.require_none_inside(ids[start:-1], ids[-1], row.place)
         first = 1 if self.targets == "all" else max(start, 1)
         return self._sample(row.place, ids, range(first, len(ids)))
 
@@ -222,10 +237,10 @@ class Renderer:
                 f"at which no server would stop; expected {self._stops}; add its id to eos_token_id in "
                 "the model's generation_config.json"
             )
-        self._require_none_inside(ids[start:end], ids[end], place)
+        self.require_none_inside(ids[start:end], ids[end], place)
         return start, end + 1
 
-    def _require_none_inside(self, inside: Ids, end: int, place: str) -> None:
+    def require_none_inside(self, inside: Ids, end: int, place: str) -> None:
         """No token that ends an answer may be among the targets before the end."""
         found = next((token for token in inside if token == end or token in self.stop_set), None)
         if found is not None:

@@ -144,6 +144,16 @@ class Template:
             ids_of.update(zip(group, encoded["input_ids"], strict=True))
         return ids_of
 
+    def spans(self, text: Text) -> list[tuple[int, int]]:
+        """Where each of a text's tokens lies in it: [start, stop); empty for tokens that are added."""
+        encoded = self.tokenizer(
+            text.text,
+            add_special_tokens=not text.is_rendering,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        return [(int(start), int(stop)) for start, stop in encoded["offset_mapping"]]
+
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """The token that ends an assistant turn as rendered; without a template, the eos."""

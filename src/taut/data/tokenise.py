@@ -1,0 +1,138 @@
+"""A source's rows on their way to flat arrays: read, rendered, fitted, laid one after another.
+
+Nothing is written (``cache.py``). The arrays beside the cache's own are there where samples have what they hold: a
+``value.NAME`` for each of a sample's values, and ``read_at``, ``read_offsets`` and a ``read_value.NAME`` for places to
+read; ``sample_at`` is the way back. Imported by ``dataset.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taut.data import cache
+from taut.data.answers import fit_any, render_any
+from taut.data.columns import Columns
+from taut.data.judged import read_any
+from taut.data.length import Incident, Limits
+from taut.data.render import Renderer
+from taut.data.sources import Opened
+from taut.errors import DataError
+from taut.types import IntArray, Sample
+
+BATCH_ROWS = 256
+VALUE, READ_VALUE = "value.", "read_value."
+
+
+def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
+    """Read, render and fit every row of a source; nothing is written."""
+    flat = _Flat()
+    records = iter(found.records())
+    while batch := list(islice(records, BATCH_ROWS)):
+        rows = [read_any(record, f"{found.path}:{number}", columns) for number, record in batch]
+        for (number, _), row, samples in zip(batch, rows, render_any(rows, renderer), strict=True):
+            flat.num_rows += 1
+            flat.add(number, row.place, *fit_any(row, samples, limits))
+    if not flat.num_rows:
+        raise DataError(
+            f"{found.path}: the file has no rows; expected at least one; check the path"
+        )
+    if not flat.lines:
+        first = flat.incidents[0]
+        raise DataError(
+            f"{found.path}: none of its {flat.num_rows} rows is left (row {first.place}: "
+            f"{first.reason}); "
+            "expected some; change data.max_length, data.min_length or data.too_long"
+        )
+    return flat.entry()
+
+
+class _Flat:
+    """Samples on their way into flat arrays."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.ids: list[NDArray[np.int32]] = []
+        self.target_at: list[NDArray[np.int32]] = []
+        self.lines: list[int] = []
+        self.part_numbers: list[int] = []
+        self.values: dict[str, list[float]] = {}
+        self.read_at: list[NDArray[np.int32]] = []
+        self.read_values: dict[str, list[NDArray[np.float64]]] = {}
+        self.incidents: list[Incident] = []
+
+    def add(
+        self, number: int, place: str, samples: Sequence[Sample], incidents: Sequence[Incident]
+    ) -> None:
+        for sample in samples:
+            self.ids.append(sample.ids_T.astype(np.int32))
+            self.target_at.append(sample.target_at_N.astype(np.int32))
+            self.lines.append(number)
+            self.part_numbers.append(int(sample.id[len(place) + 1 :] or 0))
+            for name, value in sample.values.items():
+                self.values.setdefault(name, []).append(value)
+            if sample.read_at_R is not None:
+                self.read_at.append(sample.read_at_R.astype(np.int32))
+            for name, value_R in sample.read_values.items():
+                self.read_values.setdefault(name, []).append(value_R)
+        for incident in incidents:
+            where = f"{number}{incident.place[len(place) :]}"
+            self.incidents.append(replace(incident, place=where))
+
+    def entry(self) -> cache.Entry:
+        arrays = {
+            "ids": np.concatenate(self.ids),
+            "offsets": np.cumsum([0, *map(len, self.ids)]),
+            "target_at": np.concatenate(self.target_at),
+            "target_offsets": np.cumsum([0, *map(len, self.target_at)]),
+            "line": np.asarray(self.lines),
+            "part": np.asarray(self.part_numbers),
+        }
+        arrays |= {VALUE + name: np.asarray(given) for name, given in self.values.items()}
+        if self.read_at:
+            arrays["read_at"] = np.concatenate(self.read_at)
+            arrays["read_offsets"] = np.cumsum([0, *map(len, self.read_at)])
+        for name, given in self.read_values.items():
+            arrays[READ_VALUE + name] = np.concatenate(given)
+        return cache.Entry(arrays, self.num_rows, tuple(self.incidents))
+
+
+def sample_at(arrays: Mapping[str, NDArray[Any]], index: int, name: str) -> Sample:
+    """A sample of an entry, by its number in it."""
+    start, stop = arrays["offsets"][index : index + 2]
+    first, last = arrays["target_offsets"][index : index + 2]
+    target_at_N = arrays["target_at"][first:last].astype(np.int64)
+    sample = Sample(
+        name,
+        arrays["ids"][start:stop].astype(np.int64),
+        target_at_N,
+        np.ones(target_at_N.size),
+        values={
+            key.removeprefix(VALUE): float(array[index])
+            for key, array in arrays.items()
+            if key.startswith(VALUE)
+        },
+    )
+    if "read_at" not in arrays:
+        return sample
+    first, last = arrays["read_offsets"][index : index + 2]
+    return replace(
+        sample,
+        read_at_R=arrays["read_at"][first:last].astype(np.int64),
+        read_values={
+            key.removeprefix(READ_VALUE): np.asarray(array[first:last], dtype=np.float64)
+            for key, array in arrays.items()
+            if key.startswith(READ_VALUE)
+        },
+    )
+
+
+def row_offsets(line_S: NDArray[np.int64]) -> IntArray:
+    """Where the samples of each row begin, and one more, the end: samples of one row are neighbours."""
+    begins = np.flatnonzero(np.diff(line_S)) + 1
+    return np.concatenate([[0], begins, [line_S.size]])
