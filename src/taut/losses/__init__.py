@@ -6,9 +6,42 @@ What a loss is: losses/loss.py. May import types, errors and torch only.
 from __future__ import annotations
 
 from taut.losses.loss import Loss, Unit, count
+from taut.losses.margins import VARIANTS
+from taut.losses.preference import Preference
+from taut.losses.reference_free import Orpo, cpo, simpo
+from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.losses.sft import CrossEntropy
+from taut.losses.unpaired import Unpaired
 
 __all__ = ["LOSSES", "Loss", "Unit", "count"]
 
-LOSSES: dict[str, Loss] = {"cross_entropy": CrossEntropy()}
+_SMOOTHED = {"robust": 0.1, "exo": 1e-3, "aot": 0.1}
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": CrossEntropy(),
+    **{
+        f"dpo_{name}": Preference(terms=((name, 1.0),), label_smoothing=_SMOOTHED.get(name, 0.0))
+        for name in VARIANTS
+    },
+    "dpo_conservative": Preference(label_smoothing=0.1),
+    "dpo_forward_kl": Preference(divergence="forward_kl"),
+    "dpo_js": Preference(divergence="js"),
+    "dpo_alpha": Preference(divergence="alpha", alpha=0.5),
+    "dpo_length_normalised": Preference(length_normalised=True, beta=2.0),
+    "dpo_margin": Preference(margin=1.0),
+    "dpo_reference_free": Preference(reference_free=True),
+    "dpo_mpo": Preference(terms=(("sigmoid", 0.8), ("bco", 0.2)), sft_weight=1.0, entropy=True),
+    "kto": Unpaired(undesirable_weight=1.3),
+    "bco_unpaired": Unpaired("bco"),
+    "apo_zero_unpaired": Unpaired("apo_zero"),
+    "orpo": Orpo(),
+    "simpo": simpo(beta=2.0, gamma=1.0),
+    "alphapo": simpo(beta=2.0, gamma=0.5, alpha=0.25),
+    "cpo_sigmoid": cpo(beta=0.1),
+    "cpo_hinge": cpo(beta=0.1, variant="hinge"),
+    "cpo_ipo": cpo(beta=0.1, variant="ipo"),
+    "bradley_terry": BradleyTerry(margin=1.0, centring=0.01),
+    "regression": Regression(),
+    "process": Process(),
+}
 """name -> an instance. Every entry is held to tests/invariants."""

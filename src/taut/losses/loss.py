@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -34,12 +34,20 @@ Unit: TypeAlias = Literal["token", "better_token", "sequence", "pair", "read"]
 class Loss:
     """The base of all losses: what most of them need not say."""
 
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Streams of ``Packed`` it reads."""
-    needs_values: ClassVar[tuple[str, ...]] = ()
-    """Values of samples it reads."""
-    observes: ClassVar[bool] = False
-    """Whether it needs statistics of the whole step."""
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Streams of ``Packed`` it reads."""
+        return ()
+
+    @property
+    def needs_values(self) -> tuple[str, ...]:
+        """Values of samples it reads."""
+        return ()
+
+    @property
+    def observes(self) -> bool:
+        """Whether it needs statistics of the whole step."""
+        return False
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -50,6 +58,11 @@ class Loss:
     def wants(self) -> Wants:
         """What the model is asked for."""
         return Wants()
+
+    @property
+    def best_by(self) -> tuple[str, ...]:
+        """Metrics by which the best model may be chosen; the larger, the better."""
+        return ()
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         """The sums of the terms and the metrics."""
