@@ -4,7 +4,9 @@
 than the layers ask for; - a sample's log-probs do not change when its neighbour in the pack does
 (a neighbour longer than the sample included),
   nor when a later token of its own does;
-- the chunked head gives the model's own logits.
+- the chunked head, or the scalar head, gives the model's own logits.
+
+Of a model with a scalar head its numbers at each token stand for log-probs.
 
 A model whose layers carry state across tokens fails the neighbour proof; it is then run one sample
 at a time, which the caller records. Anything else that fails is an error that names the layer or
@@ -13,8 +15,9 @@ the number.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +30,9 @@ from taut.attention.select import Observation, observe
 from taut.data.pack import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import anatomy
+from taut.models.heads import prove_scalar_head, scalar, scalar_head
 from taut.models.score import Scorer
-from taut.types import Packed, Sample
+from taut.types import Packed, Sample, Wants
 
 LENGTHS = (24, 40)
 """Tokens of the two probe samples: the neighbour is the longer one. Fewer where all samples are shorter."""
@@ -119,7 +123,7 @@ def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
 def _observe(scorer: Scorer) -> Observation:
     """One sample alone, seen by ``observe``."""
     with observe() as seen:
-        scorer(pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
+        _numbers(scorer, pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
     return seen
 
 
@@ -151,16 +155,19 @@ def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
     other = _probe("a", longer, scorer, seed=3)
     changed = short.ids_T.copy()
     changed[-1] = (changed[-1] + 1) % anatomy.text_config(scorer.model).vocab_size
-    late = Sample("b", changed, short.target_at_N, short.weight_N)
+    late = replace(short, ids_T=changed)
     with_long, with_other, with_late = (
-        _logps(scorer, pack(pair, ALONE)) for pair in ((long, short), (other, short), (long, late))
+        _numbers(scorer, pack(pair, ALONE))
+        for pair in ((long, short), (other, short), (long, late))
     )
-    alone = _logps(scorer, pack([short], ALONE))
+    alone = _numbers(scorer, pack([short], ALONE))
     neighbour = max(_gap(with_long, with_other), _gap(with_long, alone))
     return neighbour, _gap(with_long[:-1], with_late[:-1])
 
 
 def _head_difference(scorer: Scorer) -> float:
+    if not anatomy.has_head(scorer.model):
+        return prove_scalar_head(scorer.model)
     packed = pack([_probe("a", LENGTHS[0], scorer, seed=4)], ALONE)
     ours = scorer(packed).logp_N
     layout = Layout(packed.reach_T.numpy(), device=scorer.device)
@@ -177,20 +184,36 @@ def _head_difference(scorer: Scorer) -> float:
 
 def library_logps(model: nn.Module, sample: Sample, device: torch.device) -> Tensor:
     """logp_N of one sample alone, through the library's own attention and the model's own head; on the CPU."""
-    plain = anatomy.unwrap(model)
-    ours = anatomy.text_config(model)._attn_implementation
-    plain.set_attn_implementation(library_attention(plain))
-    try:
+    with _library(model) as plain:
         logits = plain(
             input_ids=torch.from_numpy(sample.ids_T).to(device)[None],
             use_cache=False,
             logits_to_keep=torch.from_numpy(sample.target_at_N - 1).to(device),
         ).logits[0]
-    finally:
-        plain.set_attn_implementation(ours)
     every = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     targets = torch.from_numpy(sample.ids_T[sample.target_at_N]).to(device)
     return every.gather(1, targets[:, None]).squeeze(1).cpu()
+
+
+def library_scalars(model: nn.Module, sample: Sample, device: torch.device) -> Tensor:
+    """The scalar head where one sample alone is read, through the library's own attention; on the CPU."""
+    with _library(model) as plain:
+        ids = torch.from_numpy(sample.ids_T).to(device)[None]
+        hidden_TD = anatomy.decoder(plain)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    at = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R.tolist()
+    return scalar(hidden_TD[at], scalar_head(model)).cpu()
+
+
+@contextmanager
+def _library(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The model with the library's own attention."""
+    plain = anatomy.unwrap(model)
+    ours = anatomy.text_config(model)._attn_implementation
+    plain.set_attn_implementation(library_attention(plain))
+    try:
+        yield plain
+    finally:
+        plain.set_attn_implementation(ours)
 
 
 def library_attention(model: PreTrainedModel) -> str:
@@ -200,10 +223,13 @@ def library_attention(model: PreTrainedModel) -> str:
     return "sdpa" if is_plain else "eager"
 
 
-def _logps(scorer: Scorer, packed: Packed) -> Tensor:
-    """log-probs of the last sample's targets."""
-    logp_N: Tensor = scorer(packed).logp_N
-    return logp_N[packed.row_N.to(logp_N.device) == packed.num_samples - 1]
+def _numbers(scorer: Scorer, packed: Packed) -> Tensor:
+    """What the model says of the last sample: log-probs of its targets, or its scalar head at each token before one."""
+    has_head = anatomy.has_head(scorer.model)
+    scores = scorer(packed, wants=Wants(logp=has_head, scalar=not has_head))
+    every, row = (scores.logp_N, packed.row_N) if has_head else (scores.scalar_R, packed.row_R)
+    last: Tensor = every[row.to(every.device) == packed.num_samples - 1]
+    return last
 
 
 def _gap(left: Tensor, right: Tensor) -> float:
@@ -211,7 +237,8 @@ def _gap(left: Tensor, right: Tensor) -> float:
 
 
 def _probe(name: str, length: int, scorer: Scorer, seed: int) -> Sample:
-    """Random tokens, all targets."""
+    """Random tokens, all targets; a scalar head is read where they are predicted."""
     vocabulary = anatomy.text_config(scorer.model).vocab_size
     ids_T = np.random.default_rng(seed).integers(0, vocabulary, length)
-    return Sample(name, ids_T, np.arange(1, length), np.ones(length - 1))
+    at = np.arange(1, length)
+    return Sample(name, ids_T, at, np.ones(length - 1), read_at_R=at - 1)

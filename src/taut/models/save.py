@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,11 @@ def serving_tokenizer(
         served.chat_template = template
     if stop_ids:
         served.eos_token = _token(served, stop_ids[0])
-    served.pad_token = _unread_pad(served, stop_ids) if has_scalar else _pad_token(served)
+    served.pad_token = (
+        _unread_pad(served, {*stop_ids, tokenizer.eos_token_id})
+        if has_scalar
+        else _pad_token(served)
+    )
     return served
 
 
@@ -132,12 +136,11 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None if tokenizer.eos_token is None else str(tokenizer.eos_token)
 
 
-def _unread_pad(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str | None:
+def _unread_pad(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None]) -> str | None:
     """A pad that nothing ends with: the tokenizer's own, a well-known one, or a special token made for padding."""
     vocabulary = tokenizer.get_vocab()
     named = [str(token) for token in tokenizer.all_special_tokens if "pad" in str(token)]
     own = [] if tokenizer.pad_token is None else [str(tokenizer.pad_token)]
-    ends = {*stop_ids, tokenizer.eos_token_id}
     candidates = (*own, *_PADS, *named, tokenizer.unk_token)
     return next((t for t in candidates if t in vocabulary and vocabulary[t] not in ends), None)
 

@@ -143,7 +143,7 @@ def open_renderer(use: ModelUse) -> Rendering:
         tokenizer_path = use.adapter
         decisions.append(("tokenizer", use.adapter, "the adapter brings its own"))
     tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
-    renderer = Renderer(tokenizer, _template(use.template), key="template")
+    renderer = Renderer(tokenizer, read_template(use.template), key="template")
     stops = derive_stop_set(renderer, inherited_ends(use.model, config))
     decisions.append(("stop", *described(stops, renderer.template)))
     return Rendering(config, renderer, stops, decisions)
@@ -158,7 +158,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     return _server(use, rendering) if use.engine == "server" else _local(use, rendering)
 
 
-def _template(path: str | None) -> str | None:
+def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
@@ -182,8 +182,8 @@ def _server(use: ModelUse, rendering: Rendering) -> Opened:
 def _local(use: ModelUse, rendering: Rendering) -> Opened:
     config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     context, reasons = _exact_context(use, config)
-    device = _device(use.device)
-    dtype = _dtype(use.dtype, device)
+    device = one_device(use.device)
+    dtype = inference_dtype(use.dtype, device)
     chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
     decisions = [
         *rendering.decisions,
@@ -192,7 +192,7 @@ def _local(use: ModelUse, rendering: Rendering) -> Opened:
         ("attention", chosen.name, chosen.reason),
     ]
     scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
-    compute = partial(_compute, dtype.dtype)
+    compute = partial(inference_context, dtype.dtype)
     prove(scorer, compute(), dtype.dtype, context or PROVED)
     engine = LocalEngine(
         scorer,
@@ -221,7 +221,7 @@ def _exact_context(use: ModelUse, config: PreTrainedConfig) -> tuple[int | None,
     return context, []
 
 
-def _device(requested: str) -> torch.device:
+def one_device(requested: str) -> torch.device:
     ranks = parallel.start(requested)
     if ranks.size > 1:
         parallel.stop(ranks)
@@ -232,13 +232,13 @@ def _device(requested: str) -> torch.device:
     return ranks.device
 
 
-def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+def inference_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
     if requested is None and device.type == "cpu":
         return ChosenDtype(torch.float32, "decoding on a CPU gains nothing from bf16")
     return resolve_dtype(requested, device)
 
 
-def _compute(dtype: torch.dtype) -> Any:
+def inference_context(dtype: torch.dtype) -> Any:
     """The context of a forward pass: the weights are in the dtype computed in, so there is no autocast."""
     return nullcontext() if dtype == torch.bfloat16 else backward_context(dtype)
 

@@ -16,12 +16,13 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from taut.attention.select import PREFIX, select
 from taut.data.pack import ALONE, pack
-from taut.errors import ModelError
+from taut.errors import AttentionError, ModelError
 from taut.models import anatomy
 from taut.models.heads import scalar_head
 from taut.models.load import freeze, load_config, load_model, load_skeleton, quiet_library
 from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model, save_adapter
 from taut.models.precision import compute_context
+from taut.models.prove import library_scalars, prove
 from taut.models.reward import NewHead, load_reward_model, reward_skeleton
 from taut.models.save import saving
 from taut.models.score import Scorer
@@ -345,3 +346,23 @@ def test_what_is_asked_of_a_language_model_has_an_answer_without_a_head(tmp_path
     assert add_tokens(model, [rows]) == 1
     skeleton = reward_skeleton(str(base), load_config(str(base)), NewHead())
     assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("kind", ["sequence", "process"])
+def test_the_proofs_are_made_on_the_scalar_head(tmp_path: Path, kind: str) -> None:
+    model = open_reward(save_tiny("gemma2", tmp_path, tiny_tokenizer()), NewHead(kind))
+    found = prove(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)
+    assert max(found.neighbour, found.future, found.head) < 1e-9
+    assert found.num_attention_layers == 2
+    rows = samples([0, 3]) if kind == "process" else samples()
+    with torch.no_grad(), compute_context(torch.float64, CPU):
+        alone = torch.cat([library_scalars(model, row, CPU) for row in rows])
+    torch.testing.assert_close(scores_of(model, rows, torch.float64), alone, atol=1e-9, rtol=1e-9)
+
+
+def test_a_later_token_that_changes_an_earlier_number_is_found(tmp_path: Path) -> None:
+    """Planted: the head's input is the mean of all hidden states."""
+    model = open_reward(save_tiny("llama", tmp_path, tiny_tokenizer()))
+    model.model.norm.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
+    with pytest.raises(AttentionError, match="a later token changes"):
+        prove(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)

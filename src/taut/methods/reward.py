@@ -1,0 +1,79 @@
+"""What a user says of a reward model, and the loss and the head it makes. Wiring, no maths: the formulas and their
+papers are in losses/reward.py, the head's in models/{heads,reward}.py.
+
+    bradley_terry   pairs of answers (data of the kind preference); one score at the end of each
+    regression      answers with a score (scored); one score at the end
+    process         answers in steps with a label each (stepwise); a score at the end of each step
+
+May import losses, config and errors. run.py names this section.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.losses.loss import Loss
+from taut.losses.reward import BradleyTerry, Process, Regression
+
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+@configclass
+class RewardConfig:
+    """A reward model."""
+
+    loss: Literal["bradley_terry", "regression", "process"] = "bradley_terry"
+    """bradley_terry: of two answers the better has the higher score; regression: the data's score is given; process:
+    each step's label is."""
+    margin: NotNegative = 0.0
+    """How much of the data's margin the difference of scores is to exceed; 0: margins are not read."""
+    centring: NotNegative = 0.0
+    """How strongly the scores of a pair are drawn to a sum of 0, which differences leave free."""
+    bias: bool = False
+    """Whether the head has a bias. Transformers then reads the model with AutoModelForTokenClassification."""
+
+    def __post_init__(self) -> None:
+        if self.loss != "bradley_terry":
+            for name in ("margin", "centring"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"reward.{name}={getattr(self, name):g} would be ignored by reward.loss={self.loss}; "
+                        "expected it with bradley_terry only; remove it"
+                    )
+        elif self.bias and not self.centring:
+            raise ConfigError(
+                "reward.bias=true would never train: a bias cancels in differences of scores; expected a loss that "
+                "sees the scores themselves; set reward.centring, or remove it"
+            )
+
+    @property
+    def kind(self) -> Literal["preference", "scored", "stepwise"]:
+        """The kind of data it is trained on."""
+        return KINDS[self.loss]
+
+    @property
+    def head_kind(self) -> Literal["sequence", "process"]:
+        """Where the head is read: ``models.reward.NewHead.kind``."""
+        return "process" if self.loss == "process" else "sequence"
+
+    def make_loss(self) -> Loss:
+        """The loss."""
+        match self.loss:
+            case "bradley_terry":
+                return BradleyTerry(margin=self.margin, centring=self.centring)
+            case "regression":
+                return Regression()
+            case "process":
+                return Process()
+
+
+KINDS: dict[str, Literal["preference", "scored", "stepwise"]] = {
+    "bradley_terry": "preference",
+    "regression": "scored",
+    "process": "stepwise",
+}
+"""What each loss reads."""
