@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
 from taut.build import Built, build, build_method
 from taut.config import from_mapping
+from taut.data.dataset import Dataset
+from taut.data.groups import Rows
 from taut.data.plan import Cursor
 from taut.losses import Loss
 from taut.losses.sft import CrossEntropy
 from taut.run import Run, load_inputs
-from taut.types import Tree
+from taut.types import Sample, Tree
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,19 @@ class Fixed:
     def prepare(self, step: int) -> list[Tree]:
         return list(self.trees)
 
+    def observed(self, step: int) -> list[Tree] | None:
+        return None
+
+    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
+        return None
+
     def cursor(self, step: int) -> Cursor:
         return Cursor(step, step * len(self.trees))
+
+
+def singles(samples: Sequence[Sample]) -> Rows:
+    """Samples as the rows of a data set, each a tree of its own."""
+    return Rows(cast(Dataset, samples))
 
 
 def make(

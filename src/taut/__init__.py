@@ -61,24 +61,57 @@ __all__ = [
     "TautError",
     "__version__",
     "check",
+    "cpo",
+    "dpo",
     "evaluate",
     "export",
     "generate",
+    "kto",
     "merge",
+    "orpo",
     "resume",
+    "reward",
     "runs",
     "sft",
     "show",
+    "simpo",
     "verify",
 ]
 
 
 def sft(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
     """Supervised fine-tuning: check, train, save."""
-    from taut import api
-    from taut.run import Run
+    return _train("sft", run, keys)
 
-    return api.sft(_configure(Run, run, keys))
+
+def reward(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """A reward model, of comparisons, scores or step labels."""
+    return _train("reward", run, keys)
+
+
+def dpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Direct preference optimisation and its family: preferences, against a reference."""
+    return _train("dpo", run, keys)
+
+
+def kto(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Kahneman-Tversky optimisation: answers marked good or bad, against a reference."""
+    return _train("kto", run, keys)
+
+
+def orpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Odds ratio preference optimisation: preferences without a reference, and good answers."""
+    return _train("orpo", run, keys)
+
+
+def simpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Simple preference optimisation: preferences by mean log-probs, without a reference."""
+    return _train("simpo", run, keys)
+
+
+def cpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Contrastive preference optimisation: preferences without a reference, and good answers."""
+    return _train("cpo", run, keys)
 
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
@@ -96,24 +129,22 @@ def runs(*directories: str | PathLike[str]) -> list[RunState]:
 
 
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
-    """Print the resolved configuration and the first samples, their targets coloured. Takes what ``sft`` takes."""
+    """Print the resolved configuration and the first samples, their targets coloured. Takes a run of any ``method``."""
     from taut import api
-    from taut.run import Run
 
-    api.show(_configure(Run, run, keys))
+    api.show(_configure_run(run, keys))
 
 
 def check(
     run: Run | str | PathLike[str] | None = None, /, *, full: bool = False, **keys: Any
 ) -> Examination:
-    """What is asked before each training, and what was found; ``full``: all there is to ask. Takes what ``sft`` takes.
+    """What is asked before each training, and what was found; ``full``: all there is to ask. Takes runs of any method.
 
     Prints nothing, and raises nothing where a check fails: see ``failures``.
     """
     from taut.commands import check as command
-    from taut.run import Run
 
-    return command.check(_configure(Run, run, keys), full=full)
+    return command.check(_configure_run(run, keys), full=full)
 
 
 def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: Any) -> Generated:
@@ -151,6 +182,24 @@ def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -
     chosen = _configure(command.Export, config, keys)
     command.run(chosen)
     return Path(chosen.out).expanduser()
+
+
+def _train(method: Any, run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Result:
+    from taut import api
+    from taut.training import METHODS
+
+    return api.train(_configure(METHODS[method], run, keys))
+
+
+def _configure_run(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Run:
+    """A run of any method, by its key ``method``."""
+    from taut.run import Run
+    from taut.training import class_of
+
+    if isinstance(run, Run):
+        return _configure(type(run), run, keys)
+    named = [f"method={keys['method']}"] if "method" in keys else []
+    return _configure(class_of(None if run is None else Path(run), named), run, keys)
 
 
 def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dict[str, Any]) -> _T:

@@ -1,7 +1,7 @@
-"""The library: ``taut.sft(run)`` trains, ``taut.show(run)`` looks. The command line calls nothing else.
+"""The library: ``train(run)`` trains a run of any method, ``show(run)`` looks. The command line calls nothing else.
 
-``sft`` refuses, builds, checks, claims the output directory, trains, evaluates, saves: in that order, so that a mistake
-found before training leaves nothing behind.
+``train`` refuses, builds, checks, claims the output directory, trains, evaluates, saves: in that order, so that a
+mistake found before training leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from taut.evals.during import Evaluations, build_answering, held_out, require_be
 from taut.evals.stopping import StopCheck, Stops, prepare
 from taut.lifecycle import Asked, execute
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
+from taut.recorded import keep_reference
 from taut.rewards import files_of
-from taut.run import Run, load_inputs
+from taut.run import Run, load_inputs, rows_of
 from taut.start import first_day, look
 
 
@@ -59,8 +60,8 @@ class Result:
         return f"{self.model} may not stop: {self.stops}"
 
 
-def sft(run: Run) -> Result:
-    """Fine-tune a model on a data set; see ``taut.run.Run`` for the configuration.
+def train(run: Run) -> Result:
+    """Train a model on a data set, as the class of the run says (taut/training.py).
 
     Raises TautError (what was found, what was expected, what to do) before anything is written; CheckFailed where a
     proof or an alarm stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
@@ -80,6 +81,7 @@ def sft(run: Run) -> Result:
             built = build(run, inputs, start.plan, ranks)
             evaluations, stop_check = _evaluations(built, out), _stop_check(built)
             asked = Asked(before_training(built), evaluations, stop_check)
+            keep_reference(built)
             ended = execute(built, start, lock, asked)
             result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
         else:
@@ -109,20 +111,30 @@ def _inputs(run: Run) -> list[str]:
     adapter = [run.lora.adapter] if run.lora.adapter else []
     asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
     files = map(str, files_of(run.eval.answers.rewards))
-    return [run.model, *adapter, *input_paths(run.data), *input_paths(asked), *files]
+    reference = run.objective.reference
+    others = [path for path in (reference.model, reference.file) if path] if reference else []
+    return [run.model, *adapter, *others, *input_paths(run.data), *input_paths(asked), *files]
 
 
 def _stop_check(built: Built) -> StopCheck:
     """Whether the model ends its answers; asked before it is saved."""
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
+    if run.objective.head is not None:
+        return StopCheck([], None, run.stop, built.job, run.seed, "a reward model writes nothing")
     return prepare(run.stop, data, inputs.stops.ids, engine_of(built), built.job, run.seed)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
     run, inputs, job = built.run, built.inputs, built.job
-    found = [] if inputs.eval is None else [held_out(inputs.eval, run.eval.every, job)]
+    found = []
+    if inputs.eval is not None:
+        found.append(held_out(rows_of(run, inputs.eval), run.eval.every, job))
+    if run.objective.head is not None and run.eval.answers.rewards:
+        raise ConfigError(
+            "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
+        )
     answers, make_engine = run.eval.answers, engine_of(built)
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job)
     found += [] if answering is None else [answering.as_evaluation()]

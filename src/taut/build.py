@@ -21,16 +21,19 @@ from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.attention.select import Chosen, select
 from taut.data.dataset import Dataset
 from taut.data.pack import PackPolicy
-from taut.data.plan import START, Budget, CostModel, Cursor, Order, prefix_groups
-from taut.loop import Job
+from taut.data.plan import START, Budget, CostModel, Cursor, Order
+from taut.errors import ModelError
+from taut.loop import Job, Role
 from taut.memory import build_fit
-from taut.methods.sft import Sft
+from taut.methods.offline import Offline
+from taut.methods.reference import Other, Start
 from taut.models import anatomy
 from taut.models.load import (
     checkpoint_dtype,
     context_length,
     freeze,
     load_model,
+    load_tokenizer,
 )
 from taut.models.lora import apply_lora, choose_rows
 from taut.models.noise import install_noise
@@ -41,13 +44,14 @@ from taut.models.precision import (
     resolve_dtype,
 )
 from taut.models.prove import library_logps, one_sample_reasons
+from taut.models.reward import load_reward_model
 from taut.models.score import Scorer
 from taut.models.tokens import add_tokens
 from taut.models.untrained import require_trained, untrained_rows
 from taut.optim import build_optimizer, learning_rate
 from taut.parallel import Ranks
 from taut.rollout.local import LocalEngine
-from taut.run import Decision, Inputs, Run
+from taut.run import Decision, Inputs, Run, rows_of
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -89,14 +93,17 @@ def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     """Load, wrap and shard the model; everything is in force or refused when this returns."""
     loaded = load(run, inputs, ranks)
     adapted = adapt(run, inputs, loaded.model)
-    require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
+    if run.objective.head is None:
+        require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
     return assemble(run, inputs, plan, ranks, loaded, adapted, trains=True)
 
 
 def load(run: Run, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with what was asked of attention and dtype in force."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
-    model = load_model(
+    head = run.objective.head
+    read = load_model if head is None else partial(load_reward_model, head=head)
+    model = read(
         run.model,
         dtype=dtype.dtype,
         device=ranks.device,
@@ -126,21 +133,30 @@ def assemble(
     scorer = Scorer(model)
     method, num_steps, cursor = plan
     noise = install_noise(model, run.noise, run.seed)
-    is_compared = trains and noise is None and cursor == START
+    is_scored = run.objective.head is None
+    is_compared = trains and noise is None and cursor == START and is_scored
     alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
         anatomy.unwrap(model).activation_checkpointing_enable({"use_reentrant": False})
+    if one_sample and run.objective.are_compared:
+        raise ModelError(
+            f"model={run.model}: it runs one sample at a time ({one_sample}), and taut {run.method} compares samples; "
+            "expected a model that packs"
+        )
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     fit = build_fit(
         run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
     )
     parallel.shard(scorer, anatomy.layers(model), ranks)
+    optimizer = build_optimizer(scorer, run.optim)
+    roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
+    decisions.extend(reasons)
     job = Job(
         scorer=scorer,
         method=method,
-        optimizer=build_optimizer(scorer, run.optim),
+        optimizer=optimizer,
         learning_rate=partial(learning_rate, total=num_steps, config=run.optim),
         num_steps=num_steps,
         budget=budget,
@@ -150,10 +166,61 @@ def assemble(
         compute_backward=partial(backward_context, dtype),
         noise=noise,
         fit=fit,
+        roles=roles,
         clip_grad_norm=run.optim.clip_grad_norm,
         alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
     )
     return Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
+
+
+def build_roles(
+    run: Run, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
+) -> tuple[list[Role], list[Decision]]:
+    """The models beside the one that trains, and why these."""
+    config = run.objective.reference
+    if config is None:
+        return [], []
+    if config.model is not None:
+        require_same_tokenizer(run, inputs, config.model, "reference.model")
+        other = Scorer(load_beside(run, config.model, loaded, ranks))
+        parallel.shard(other, anatomy.layers(other.model), ranks)
+        return [Other(other)], [Decision("reference", config.model, "named by reference.model")]
+    start = Start(scorer, [p for p in scorer.parameters() if p.requires_grad], config)
+    if config.update_every:
+        scorer.reference = start  # so that a checkpoint holds it
+        value = f"the policy, every {config.update_every} steps"
+        reason = f"moves {config.update_mix:g} of the way (reference.update_every, update_mix)"
+        return [start], [Decision("reference", value, reason)]
+    if run.lora.rank and not run.lora.adapter:
+        value, reason = "the base model", "the policy without what LoRA adds: its adapters' start"
+    elif run.lora.is_on:
+        value, reason = "lora.adapter as it is", "the policy at the start, adapter included"
+    else:
+        value, reason = "a frozen copy", "the policy at the start"
+    return [start], [Decision("reference", value, reason)]
+
+
+def load_beside(run: Run, path: str, loaded: Loaded, ranks: Ranks) -> PreTrainedModel:
+    """Another model, with the attention and dtype of the one that trains."""
+    return load_model(
+        path,
+        dtype=loaded.dtype.dtype,
+        device=ranks.device,
+        attention=loaded.attention.implementation,
+        trust_remote_code=run.trust_remote_code,
+    )
+
+
+def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> None:
+    """Raise ModelError where another model's ids mean other tokens."""
+    theirs = load_tokenizer(path, run.trust_remote_code).get_vocab()
+    mine = inputs.tokenizer.get_vocab()
+    differing = next((token for token, index in mine.items() if theirs.get(token) != index), None)
+    if differing is not None:
+        raise ModelError(
+            f"{key}={path}: its tokenizer has {theirs.get(differing)} for {differing!r} and that of model={run.model} "
+            f"has {mine[differing]}; expected the same tokenizer; name a model of the same family"
+        )
 
 
 def engine_of(built: Built) -> Callable[..., LocalEngine]:
@@ -171,7 +238,8 @@ def engine_of(built: Built) -> Callable[..., LocalEngine]:
 
 def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
     """Rows of the embedding and the head that have to train, and why; empty where all of the model trains."""
-    if not run.lora.is_on and not run.freeze:
+    is_whole = not run.lora.is_on and not run.freeze
+    if is_whole or run.objective.head is not None:
         return {}
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     added = {index: f"{inputs.token(index)}: added by tokens.add" for index in inputs.new_ids}
@@ -185,7 +253,7 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         return Adapted(model, [])
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
-    rows = choose_rows(model, run.lora, needed, ends)
+    rows = choose_rows(model, run.lora, needed, ends) if run.objective.head is None else {}
     decisions = []
     if rows:
         ids = next(iter(rows.values()))
@@ -218,7 +286,7 @@ def choose(
 class Plan(NamedTuple):
     """Which samples each step has, and how many steps there are."""
 
-    method: Sft
+    method: Offline
     num_steps: int
     cursor: Cursor
     """How far the run has come."""
@@ -226,17 +294,20 @@ class Plan(NamedTuple):
 
 def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
     """The method with its order of samples, and the number of steps. ``cursor``: how far a resumed run has come."""
-    groups = prefix_groups(train, run.batch.group_min_tokens) if run.batch.group_prefixes else None
-    order = Order(train.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
+    objective, rows = run.objective, rows_of(run, train)
+    groups = rows.prefix_groups(run.batch.group_min_tokens) if run.batch.group_prefixes else None
+    order = Order(rows.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
     epochs = None if run.steps is not None else (1.0 if run.epochs is None else run.epochs)
     order = order.going_on_from(cursor, epochs)
     num_steps = run.steps if epochs is None else order.num_steps(epochs)
     assert num_steps is not None
-    return Plan(Sft(train, order, epochs), num_steps, cursor)
+    spliced = int(train.lengths.max()) if objective.is_mismatched else None
+    method = Offline(rows, order, epochs, objective.loss, spliced)
+    return Plan(method, num_steps, cursor)
 
 
 def _alone(
-    method: Sft, model: nn.Module, dtype: torch.dtype, device: torch.device
+    method: Offline, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """log-probs of some of the first step's samples, run alone through the library's own path."""
     samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}

@@ -47,20 +47,59 @@ class Command(NamedTuple):
     """The key of the list that words standing alone are put in."""
     is_raw: bool = False
     """It takes the TOML file and the settings as they are, and makes its configuration itself."""
+    has_method: bool = False
+    """It takes a run of any method, by the key ``method``."""
 
 
 COMMANDS = {
     "sft": Command(
         "[RUN.toml] [key=value ...]",
         "fine-tune a model on your data",
-        "taut.api:sft",
+        "taut.api:train",
         "taut.run:Run",
+    ),
+    "reward": Command(
+        "[RUN.toml] [key=value ...]",
+        "train a reward model on comparisons, scores or steps",
+        "taut.api:train",
+        "taut.training:RewardRun",
+    ),
+    "dpo": Command(
+        "[RUN.toml] [key=value ...]",
+        "train on preferences, against a reference",
+        "taut.api:train",
+        "taut.training:DpoRun",
+    ),
+    "kto": Command(
+        "[RUN.toml] [key=value ...]",
+        "train on answers marked good or bad",
+        "taut.api:train",
+        "taut.training:KtoRun",
+    ),
+    "orpo": Command(
+        "[RUN.toml] [key=value ...]",
+        "train on preferences and good answers, without a reference",
+        "taut.api:train",
+        "taut.training:OrpoRun",
+    ),
+    "simpo": Command(
+        "[RUN.toml] [key=value ...]",
+        "train on preferences by mean log-probs, without a reference",
+        "taut.api:train",
+        "taut.training:SimpoRun",
+    ),
+    "cpo": Command(
+        "[RUN.toml] [key=value ...]",
+        "train on preferences and good answers, contrastively",
+        "taut.api:train",
+        "taut.training:CpoRun",
     ),
     "show": Command(
         "[RUN.toml] [key=value ...]",
         "print the resolved configuration, and which tokens are targets",
         "taut.api:show",
         "taut.run:Run",
+        has_method=True,
     ),
     "check": Command(
         "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE] [--full] [--json]",
@@ -232,6 +271,8 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     else:
         cls = config_class(command)
         sorted_words = sort_words(words, switches(cls), command.alone, command.many)
+        if command.has_method:
+            cls = _named("taut.training:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":
         _tell(getattr(result, "notice", None), getattr(result, "warning", None))

@@ -80,7 +80,7 @@ class Assignment(NamedTuple):
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """The configuration in a TOML file (or none) with ``a.b=value`` set on top."""
     assignments = [_parse_override(cls, text) for text in overrides]
-    return _build(cls, _read_toml(path), assignments, ("on the command line", _place(path)))
+    return _build(cls, read_toml(path), assignments, ("on the command line", _place(path)))
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = None) -> T:
@@ -88,7 +88,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = N
     place = "in the arguments"
     assignments = list(_flatten(cls, mapping, ()))
     return _build(
-        cls, _read_toml(path), assignments, (place, place if path is None else _place(path))
+        cls, read_toml(path), assignments, (place, place if path is None else _place(path))
     )
 
 
@@ -185,7 +185,8 @@ def _place(path: Path | None) -> str:
     return "on the command line" if path is None else f"at {path.name}"
 
 
-def _read_toml(path: Path | None) -> dict[str, Any]:
+def read_toml(path: Path | None) -> dict[str, Any]:
+    """What a file says, unchecked; nothing without one."""
     if path is None:
         return {}
     try:

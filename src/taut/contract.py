@@ -175,6 +175,8 @@ def _goldens(
     """The golden prompts with their answers, or why there are none."""
     if not config.prompts:
         return [], "contract.prompts=0"
+    if not anatomy.has_head(reloaded.model):
+        return [], "a reward model writes nothing"
     stateful = anatomy.stateful_layers(reloaded.model)
     if stateful:
         return [], f"the local engine does not keep the state of {stateful[0]}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -21,6 +22,7 @@ from taut.build import Built
 from taut.checkpoint import Checkpoints
 from taut.contract import Origin, answer_best, seal, seal_best
 from taut.data.dataset import read_rows
+from taut.data.preferences import best_row
 from taut.errors import CheckFailed, OutputError, TautError
 from taut.golden import Question, choose_questions
 from taut.loop import Job
@@ -32,9 +34,11 @@ from taut.reloaded import Comparison, Trained, load_adapted, room_for, samples_t
 def choose_goldens(built: Built) -> list[Question]:
     """The golden prompts, chosen before training: a row that is gone is told now. For the writer only."""
     run = built.run
-    if not run.contract.prompts or not built.job.ranks.is_writer:
+    is_asked = run.contract.prompts and run.objective.head is None
+    if not is_asked or not built.job.ranks.is_writer:
         return []
-    rows = read_rows(run.data, "eval" if run.data.eval else "train")
+    split: Literal["eval", "train"] = "eval" if run.data.eval else "train"
+    rows = map(best_row, read_rows(run.data, split, kind=run.objective.kind))
     return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
 
 
@@ -152,7 +156,8 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
 def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
     """The best model's answers to the golden prompts, into its contract: once, when the best is known."""
     run, job = built.run, built.job
-    if job.ranks.is_writer and best.is_dir() and run.contract.prompts:
+    is_asked = run.contract.prompts and run.objective.head is None
+    if job.ranks.is_writer and best.is_dir() and is_asked:
         use = room_for(built.scorer.model, job.ranks.device), run.trust_remote_code
         try:
             answer_best(best, questions, built.inputs.stops, run.contract, use)

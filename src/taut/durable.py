@@ -11,8 +11,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 """What the system says where fsync is not to be had."""
@@ -20,13 +22,33 @@ CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 def write_text(path: Path, text: str) -> None:
     """The file with this content, or as it was before."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """The same."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
     sync(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[TextIO]:
+    """A file to write to bit by bit, in its place once it is whole; what stops the writing leaves nothing."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def replace_directory(partial: Path, directory: Path) -> None:

@@ -47,6 +47,8 @@ FREE = (
     "model",  # its files are hashed, wherever they lie
     "data.cache",
     "data.eval",
+    "reference.model",  # hashed as the model is
+    "reference.file",  # what is in it has an identity of its own
     "dtype",  # what came of it is compared
 )
 """Keys that a resume may change."""
@@ -89,7 +91,16 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
             for part in inputs.train.parts
         },
         "environment": environment(ranks),
+        **_others(run, ranks),
     }
+
+
+def _others(run: Run, ranks: Ranks) -> dict[str, Any]:
+    """Other models that take part, where there are any."""
+    reference = run.objective.reference
+    if reference is None or reference.model is None:
+        return {}
+    return {"reference": _hashes(reference.model, "reference.model", None, ranks)}
 
 
 def environment(ranks: Ranks) -> dict[str, Any]:
@@ -140,7 +151,8 @@ def _settings(run: Run) -> dict[str, Any]:
     config = to_dict(run)
     for key in FREE:
         table, _, name = key.rpartition(".")
-        (config[table] if table else config).pop(name)
+        if not table or table in config:  # some tables are of one method
+            (config[table] if table else config).pop(name)
     return config
 
 

@@ -269,7 +269,7 @@ def _resolved(built: Built, start: Start) -> dict[str, Any]:
     """The configuration in force, what was decided for the user, and what makes this run the one it is."""
     return {
         "taut": version("taut"),
-        "method": "sft",
+        "method": built.run.method,
         "directory": str(Path.cwd()),
         "config": to_dict(built.run),
         "decisions": [decision._asdict() for decision in built.decisions],

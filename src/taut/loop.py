@@ -4,6 +4,7 @@
 
 ``count_i`` is taken over all micro-batches and ranks before the first backward, and the gradient is divided by it in
 exactly one place (``scales`` below). So any split of a step into micro-batches and ranks gives the same numbers.
+What a loss needs of other models (roles) or of the whole step (statistics) is there before the first backward, too.
 
 Alarms watch the steps and may stop the run (taut/alarms.py); events go to the sinks the caller passed.
 """
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from taut import losses, optim, parallel, randomness
+from taut import losses, optim, parallel, randomness, wholestep
+from taut.data.groups import Rows
 from taut.data.pack import PackPolicy
 from taut.data.plan import Budget, Cursor, assign, layouts
 from taut.errors import NonFiniteError, OutOfMemory
@@ -31,6 +33,9 @@ from taut.models.noise import Noise
 from taut.parallel import Ranks
 from taut.types import Packed, Sample, Scores, Tree
 
+SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
+"""What is counted of every step."""
+
 
 class Method(Protocol):
     """What the loop knows of a training method."""
@@ -40,10 +45,29 @@ class Method(Protocol):
         """What is minimised."""
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1), every stream the loss needs included."""
+        """The trees of a step (counted from 1), with the streams that no role fills in."""
+
+    def observed(self, step: int) -> list[Tree] | None:
+        """The trees that the loss's statistics are taken over; None: those of the step."""
+
+    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
+        """The same for some rows, as of held-out data."""
 
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step: with the seed, all that a resumed run needs of them."""
+
+
+class Role(Protocol):
+    """A model beside the one that trains: a reference, a teacher."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Entered while streams are made: once a step, on every rank."""
+
+    def streams(self, packed: Packed) -> dict[str, Tensor]:
+        """What the role says of a micro-batch. Called equally often on every rank, without gradient."""
+
+    def follow(self, step: int) -> None:
+        """Called after the update of a step, on every rank."""
 
 
 class Scored(NamedTuple):
@@ -92,6 +116,7 @@ class Job:
     """The precision context of a backward."""
     noise: Noise | None
     fit: Fit
+    roles: Sequence[Role] = ()
     clip_grad_norm: float | None = None
     alarms: Sequence[Alarm] = ()
     after_step: Sequence[Callable[[int], None]] = ()
@@ -177,7 +202,7 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
 
 def train_step(job: Job, step: int) -> StepReport:
     """One optimizer step."""
-    report = add_gradients(job, job.method.prepare(step), step)
+    report = add_gradients(job, job.method.prepare(step), step, job.method.observed(step))
     require_finite(report.loss, "loss", report, job)
     report = replace(report, grad_norm=parallel.clip_gradients(job.trained, job.clip_grad_norm))
     require_finite(report.grad_norm, "gradient norm", report, job)
@@ -187,19 +212,25 @@ def train_step(job: Job, step: int) -> StepReport:
     optim.set_learning_rate(job.optimizer, job.learning_rate(step))
     job.optimizer.step()
     job.optimizer.zero_grad()
+    for role in job.roles:
+        role.follow(step)
     return report
 
 
-def add_gradients(job: Job, trees: Sequence[Tree], step: int) -> StepReport:
-    """Add the gradient of a step that has these trees, and say what was seen."""
-    loss = job.method.loss
-    microbatches = microbatches_of(trees, job)
-    counts = denominators(loss, microbatches, job.ranks)
+def add_gradients(
+    job: Job, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
+) -> StepReport:
+    """Add the gradient of a step that has these trees, and say what was seen. ``observed``: what the loss's statistics
+    are taken over, if not these.
+    """
+    job.scorer.train()
+    planned = made_ready(job, trees, observed, f"step {step}")
+    microbatches = [packed for packed, is_real in planned if is_real]
+    counts = denominators(job.method.loss, microbatches, job.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
-    job.scorer.train()
     scored = []
-    for packed, is_real in padded(microbatches, trees, job):
+    for packed, is_real in planned:
         if job.ranks.size == 1:
             job.interrupts.check()
         act = partial(backward, job, packed, scales if is_real else nothing, step)
@@ -221,13 +252,51 @@ def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> S
             scores: Scores = job.scorer(packed, torch.stack(shares).sum(0))
             total = scores.linear_sum
         else:
-            scores = job.scorer(packed)
-            terms = loss(scores, packed.to(scores.logp_N.device)).terms
+            scores = job.scorer(packed, wants=loss.wants)
+            terms = loss(scores, packed.to(scores.device)).terms
             total = torch.stack([scales[term] * value for term, value in terms.items()]).sum()
     assert total is not None
     with job.compute_backward():
         total.backward()  # type: ignore[no-untyped-call]
-    return Scores(scores.logp_N.detach())
+    return scores.detach()
+
+
+def made_ready(
+    job: Job, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
+) -> list[tuple[Packed, bool]]:
+    """This rank's micro-batches with all that the loss needs of other models and of the whole step, and whether each
+    counts.
+    """
+    loss = job.method.loss
+    planned = filled(job, trees, where)
+    if not loss.observes:
+        return planned
+    seen = planned if observed is None else filled(job, observed, where)
+    found = []
+    with torch.no_grad(), job.compute():
+        for packed, _ in seen:
+            score = partial(job.scorer, packed, wants=loss.wants)
+            scores = job.fit.attempt(score, packed, observed or trees, where)
+            found.append(loss.observe(scores, packed.to(scores.device)))
+    own = [one for one, (_, is_real) in zip(found, seen, strict=True) if is_real]
+    stats = wholestep.statistics(loss, own, job.ranks)
+    return wholestep.attached(planned, stats, job.ranks)
+
+
+def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
+    """This rank's micro-batches with the streams of every role, and whether each counts."""
+    planned = padded(microbatches_of(trees, job), trees, job)
+    for role in job.roles:
+        with role.active(), torch.no_grad(), job.compute():
+            streams = [
+                job.fit.attempt(partial(role.streams, packed), packed, trees, where)
+                for packed, _ in planned
+            ]
+        planned = [
+            (replace(packed, streams={**packed.streams, **more}), is_real)
+            for (packed, is_real), more in zip(planned, streams, strict=True)
+        ]
+    return planned
 
 
 def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
@@ -270,34 +339,24 @@ def summarise(
     scales: dict[str, float],
 ) -> StepReport:
     """Sum what the micro-batches and ranks saw."""
-    terms = dict.fromkeys(scales, 0.0)
-    metrics: dict[str, list[float]] = {}
+    terms, rest = wholestep.Sums(), wholestep.Sums()
     for packed, scores in scored:
-        sums = job.method.loss(scores, packed.to(scores.logp_N.device))
+        sums = job.method.loss(scores, packed.to(scores.device))
         for term, total in sums.terms.items():
-            terms[term] += float(total)
-        for name, (total, number) in sums.metrics.items():
-            have = metrics.setdefault(name, [0.0, 0.0])
-            have[:] = [have[0] + float(total), have[1] + float(number)]
-    sizes = [
-        float(sum(packed.num_targets for packed, _ in scored)),
-        float(sum(packed.num_tokens for packed, _ in scored)),
-        float(sum(packed.num_tokens_unshared for packed, _ in scored)),
-    ]
-    names = sorted(set().union(*job.ranks.gather(set(metrics))))
-    pairs = [value for name in names for value in metrics.get(name, [0.0, 0.0])]
-    *rest, targets, tokens, unshared = job.ranks.sum([*terms.values(), *pairs, *sizes])
-    totals, pairs = rest[: len(terms)], rest[len(terms) :]
-    means = dict(zip(names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+            terms.add(term, total)
+        for name, (total, count) in sums.metrics.items():
+            rest.add(name, total, count)
+        for name in SIZES:
+            rest.add(name, getattr(packed, name))
+    summed, found = terms.totals(job.ranks), rest.totals(job.ranks)
+    sizes = {name: int(found.pop(name).total) for name in SIZES}
     return StepReport(
         step=step,
-        loss=sum(scale * total for scale, total in zip(scales.values(), totals, strict=True)),
-        metrics={name: total / count for name, (total, count) in means.items() if count},
-        num_targets=int(targets),
-        num_tokens=int(tokens),
-        num_tokens_unshared=int(unshared),
+        loss=sum(scale * summed[term].total for term, scale in scales.items()),
+        metrics={name: one.mean for name, one in found.items() if one.over},
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),
+        **sizes,
     )
 
 
@@ -305,10 +364,10 @@ def require_finite(value: float, what: str, report: StepReport, job: Job) -> Non
     """Stop before the update if ``value`` is not finite, and name the samples."""
     if torch.isfinite(torch.tensor(value)):
         return
-    mine = {id_ for packed, scores in report.scored for id_ in _not_finite(packed, scores.logp_N)}
+    mine = {id_ for packed, scores in report.scored for id_ in _not_finite(packed, scores)}
     guilty = sorted(set().union(*job.ranks.gather(mine)))
     named = guilty or report.sample_ids
-    whose = "samples with a log-probability that is not finite" if guilty else "the step's samples"
+    whose = "samples with a score that is not finite" if guilty else "the step's samples"
     raise NonFiniteError(
         f"step {report.step}: the {what} is {value}; the weights are those of step {report.step - 1}; "
         f"{whose}: {', '.join(named[:8])}{f' and {len(named) - 8} more' if len(named) > 8 else ''}; "
@@ -316,6 +375,8 @@ def require_finite(value: float, what: str, report: StepReport, job: Job) -> Non
     )
 
 
-def _not_finite(packed: Packed, logp_N: Tensor) -> set[str]:
-    rows = packed.row_N[~torch.isfinite(logp_N).cpu()]
-    return {packed.sample_ids[row] for row in rows.tolist()}
+def _not_finite(packed: Packed, scores: Scores) -> set[str]:
+    rows = packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist() if packed.num_targets else []
+    if scores.scalar_R is not None:
+        rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
+    return {packed.sample_ids[row] for row in rows}

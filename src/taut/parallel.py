@@ -168,6 +168,26 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
+@torch.no_grad()
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange the contents of two tensors of one shape; of shards, those this rank holds."""
+    if not hasattr(one, "full_tensor"):
+        one.data, other.data = other.data, one.data
+        return
+    kept = one.detach().clone()  # FSDP gathers from the storage it knows
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def reshard(root: nn.Module) -> None:
+    """Forget gathered weights, so that the next forward gathers them as they are now."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
     """The gradient's total norm over all ranks; where finite, gradients are scaled down to ``max_norm``."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -115,10 +115,10 @@ def _indented(part: Any) -> Padding:
 
 def _configuration(run: Run) -> Iterator[Table]:
     """What was set, one key a line with its default beside it; then the defaults, a table of keys a line."""
-    values = dict(_flat(to_dict(run), {row.key for row in describe(Run)}))
+    values = dict(_flat(to_dict(run), {row.key for row in describe(type(run))}))
     given, rest = _grid(3), _grid(2)
     defaults: dict[str, list[str]] = {}
-    for row in describe(Run):
+    for row in describe(type(run)):
         value = _written(values[row.key])
         if value == row.default:
             table, _, name = row.key.rpartition(".")

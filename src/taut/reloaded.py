@@ -1,7 +1,7 @@
 """Trained, merged, reloaded: one and the same model? Merges lose tied tables and new tokens where nobody looks.
 
-Log-probabilities of a few samples, every token a target, and of a run of all new and stop tokens, so that the rows of
-the embedding and of the head that matter most take part:
+Log-probabilities of a few samples, every token a target (of a reward model: its number at every token), and of a run
+of all new and stop tokens, so that the rows of the embedding and of the head that matter most take part:
 
     weights   each tensor of the reloaded model is the merged one, rounded to the saved dtype: bit for bit
     merge     the merged weights, not yet rounded, in the saved directory's own configuration, against training
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -32,12 +33,13 @@ from taut.attention.select import select
 from taut.data.pack import ALONE, pack
 from taut.errors import CheckFailed
 from taut.models import anatomy
-from taut.models.load import load_config, load_model
+from taut.models.load import is_reward_config, load_config, load_model
 from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
 from taut.models.precision import compute_context
+from taut.models.reward import load_reward_model
 from taut.models.score import Scorer
 from taut.models.tokens import add_tokens
-from taut.types import Sample
+from taut.types import Sample, Scores, Wants
 
 SAMPLES = 4
 """Samples compared, beside the run of new and stop tokens."""
@@ -94,17 +96,21 @@ def samples_to_compare(data: Sequence[Sample], extra_ids: Sequence[int]) -> list
 
 
 def every_token(name: str, ids: Sequence[int]) -> Sample:
-    """A sample in which each token but the first is a target."""
-    return Sample(
-        name, np.asarray(ids, dtype=np.int64), np.arange(1, len(ids)), np.ones(len(ids) - 1)
-    )
+    """A sample in which each token but the first is a target, and where a scalar head is read at the same."""
+    at = np.arange(1, len(ids))
+    return Sample(name, np.asarray(ids, dtype=np.int64), at, np.ones(at.size), read_at_R=at)
 
 
 @torch.no_grad()
 def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
-    """logp_N of each sample in full precision, on the CPU. A collective where the model is sharded."""
+    """logp_N of each sample (a reward model's number at each read) in full precision, on the CPU. A collective where
+    the model is sharded.
+    """
+    is_scalar = not anatomy.has_head(scorer.model)
+    wants = Wants(logp=not is_scalar, scalar=is_scalar)
     with _in_full_precision(scorer) as dtype, compute_context(dtype, scorer.device):
-        return [scorer(pack([sample], ALONE)).logp_N.cpu() for sample in samples]
+        every: list[Scores] = [scorer(pack([one], ALONE), wants=wants) for one in samples]
+    return [one.logp_N.cpu() if one.scalar_R is None else one.scalar_R.cpu() for one in every]
 
 
 @contextmanager
@@ -126,8 +132,10 @@ def _in_full_precision(scorer: Scorer) -> Iterator[torch.dtype]:
 
 def load_anew(directory: str, device: torch.device, trust_remote_code: bool = False) -> Scorer:
     """A model directory for computing in float32."""
-    config = load_config(directory, trust_remote_code).get_text_config()
-    model = load_model(
+    whole = load_config(directory, trust_remote_code)
+    config = whole.get_text_config()
+    read = partial(load_reward_model, head=None) if is_reward_config(whole) else load_model
+    model = read(
         directory,
         dtype=torch.float32,
         device=device,
@@ -193,7 +201,8 @@ def compare(
     position = int(sample.target_at_N[int(gaps[worst].argmax())])
     every = torch.cat(gaps)
     where = f"the largest ({largest:.2g}) at {PurePath(sample.id).name}, token {position}"
-    what = f"log-probs of {every.numel()} tokens, {what}"
+    kind = "log-probs" if anatomy.has_head(trained.model) else "scores"
+    what = f"{kind} of {every.numel()} tokens, {what}"
     if saved in ROUNDED:
         return Comparison(name, float(every.mean()), ROUNDED[saved], f"mean over {what}; {where}")
     return Comparison(name, largest, TOLERANCE, f"{what}; {where}")

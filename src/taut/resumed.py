@@ -15,12 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taut import api
+from taut import api, training
 from taut.api import Result
 from taut.config import override, replace, restore, user_path
 from taut.errors import ConfigError, DataError, ModelError, OutputError
 from taut.outdir import MARK, read_resolved
-from taut.run import Run
 
 
 class Method(NamedTuple):
@@ -30,7 +29,7 @@ class Method(NamedTuple):
     call: Callable[[Any], Result]
 
 
-METHODS = {"sft": Method(Run, api.sft)}
+METHODS = {name: Method(cls, api.train) for name, cls in training.METHODS.items()}
 
 
 class Begun(NamedTuple):
@@ -73,7 +72,7 @@ def _go_on(named: str, set_on_top: Callable[[Any], Any]) -> Result:
 
 def _read(out: Path) -> Begun:
     resolved, place = read_resolved(out), out / MARK
-    method = METHODS.get(str(resolved.get("method")))
+    method = next((m for name, m in METHODS.items() if name == resolved.get("method")), None)
     if method is None:
         raise ConfigError(
             f"found method={resolved.get('method')!r} at {place}; expected one of {', '.join(METHODS)}; "

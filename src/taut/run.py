@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 from transformers import PreTrainedConfig
@@ -16,13 +16,18 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.groups import Rows
 from taut.data.plan import BatchConfig
+from taut.data.preferences import Kind
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
 from taut.evals.during import AnswersConfig
 from taut.evals.stopping import StopConfig
 from taut.golden import ContractConfig
+from taut.losses import Loss
+from taut.losses.sft import CrossEntropy
+from taut.methods.reference import ReferenceConfig
 from taut.models.load import (
     context_length,
     inherited_ends,
@@ -31,10 +36,29 @@ from taut.models.load import (
 )
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
+from taut.models.reward import NewHead
 from taut.models.tokens import TokensConfig, add_tokens_to_tokenizer
 from taut.optim import OptimConfig
 from taut.parallel import Ranks
 from taut.runlog import LogConfig
+
+Method: TypeAlias = Literal["sft", "reward", "dpo", "kto", "orpo", "simpo", "cpo", "distill"]
+
+
+class Objective(NamedTuple):
+    """What a method minimises, and what it has to be given for that."""
+
+    loss: Loss = CrossEntropy()
+    kind: Kind = "sft"
+    """What a row of data is."""
+    are_compared: bool = False
+    """Whether the answers of a row are compared with each other, and so never apart."""
+    is_mismatched: bool = False
+    """Whether the loss's statistics are taken over prompts with each other's answers."""
+    head: NewHead | None = None
+    """The scalar head that trains in the place of the language model's; None: the model's own head."""
+    reference: ReferenceConfig | None = None
+    """What the policy is measured against; None: nothing."""
 
 
 @configclass
@@ -50,8 +74,12 @@ class EvalConfig:
 
 @configclass
 class Run:
-    """A training run."""
+    """A training run: of ``taut sft``, and what is common to all (taut/training.py has the others)."""
 
+    METHOD: ClassVar[Method] = "sft"
+
+    method: Method = "sft"
+    """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""
     model: str
     """Directory (or hub name) of the model to start from."""
     out: str | None = None
@@ -93,6 +121,18 @@ class Run:
     stop: StopConfig = StopConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        if self.method != self.METHOD:
+            raise ConfigError(
+                f"found method={self.method} in a run of taut {self.METHOD}; expected {self.METHOD}; give the run to "
+                f"taut {self.method}, or take the key out"
+            )
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+        return Objective()
 
 
 class Decision(NamedTuple):
@@ -173,8 +213,11 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     renderer = language.renderer.stopping_at(stops.ids)
     if not ranks.is_writer:
         ranks.barrier()
-    train = load_dataset(run.data, "train", renderer, max_length)
-    held_out = load_dataset(run.data, "eval", renderer, max_length) if run.data.eval else None
+    kind = run.objective.kind
+    train = load_dataset(run.data, "train", renderer, max_length, kind=kind)
+    held_out = None
+    if run.data.eval:
+        held_out = load_dataset(run.data, "eval", renderer, max_length, kind=kind)
     if ranks.is_writer:
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:
@@ -185,8 +228,15 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     inputs = inputs_of(run, language, stops, train, held_out)
     for data in (train, held_out):
         _require_rows(data, language)
-    inputs.decisions.extend(_taught_ends(train, stops))
+    if run.objective.head is None:
+        inputs.decisions.extend(_taught_ends(train, stops))
     return inputs
+
+
+def rows_of(run: Run, data: Dataset) -> Rows:
+    """A data set as the trees that the run's method compares or pools."""
+    objective = run.objective
+    return Rows(data, objective.are_compared, has_targets=objective.head is None)
 
 
 def inputs_of(

@@ -108,9 +108,9 @@ def test_the_open_step_is_abandoned_and_taken_again(
 @pytest.mark.parametrize(
     ("target", "number", "step"),
     [
-        ("taut.evals.heldout.microbatches_of", 2, 4),  # the evaluation after step 4
+        ("taut.evals.heldout.made_ready", 2, 4),  # the evaluation after step 4
         ("taut.evals.best._write", 2, 4),  # while out/best is written
-        ("taut.evals.heldout.microbatches_of", 3, 6),  # the one at the end
+        ("taut.evals.heldout.made_ready", 3, 6),  # the one at the end
         ("taut.deliver.score", 1, 6),  # the final export
         ("taut.contract.answer", 1, 6),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,13 +210,14 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
     whole = go("whole", **keys).out
     step = every or 4
     with monkeypatch.context() as planted:
-        sums = HeldOut._sums
+        add = HeldOut._add
 
-        def few(self: HeldOut, trees: Any, where: str) -> Any:
-            planted.setattr(type(self.job.scorer), "forward", lambda *_: torch.empty(1 << 50))
-            return sums(self, trees, where)
+        def few(self: HeldOut, *given: Any) -> Any:
+            too_much = partial(torch.empty, 1 << 50)
+            planted.setattr(type(self.job.scorer), "forward", lambda *_, **__: too_much())
+            return add(self, *given)
 
-        planted.setattr(HeldOut, "_sums", few)
+        planted.setattr(HeldOut, "_add", few)
         with pytest.raises(
             taut.TautError, match=rf"^held-out loss after step {step}: out of memory"
         ) as e:

@@ -19,9 +19,9 @@ from taut.errors import CheckFailed, ConfigError
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[run.Run]:
-    """The configurations ``api.sft`` is called with."""
+    """The configurations ``api.train`` is called with."""
     seen: list[run.Run] = []
-    monkeypatch.setattr(api, "sft", seen.append)
+    monkeypatch.setattr(api, "train", seen.append)
     return seen
 
 
@@ -85,7 +85,7 @@ def test_each_error_has_its_exit_code_and_one_line(
     def fail(_: run.Run) -> None:
         raise CheckFailed("two\nlines")
 
-    monkeypatch.setattr(api, "sft", fail)
+    monkeypatch.setattr(api, "train", fail)
     assert main(["sft", *MINIMAL]) == 1
     assert capsys.readouterr().err == "taut: error: two lines\n"
 
@@ -111,7 +111,7 @@ def test_an_interrupt_is_exit_code_130_and_one_line(
     def interrupt(_: run.Run) -> None:
         raise KeyboardInterrupt(*left)
 
-    monkeypatch.setattr(api, "sft", interrupt)
+    monkeypatch.setattr(api, "train", interrupt)
     assert main(["sft", *MINIMAL]) == 130
     assert capsys.readouterr().err == told
 
@@ -140,7 +140,7 @@ def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
     def fail(_: run.Run) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(api, "sft", fail)
+    monkeypatch.setattr(api, "train", fail)
     with pytest.raises(ZeroDivisionError):
         main(["sft", *MINIMAL])
 
@@ -246,14 +246,20 @@ def test_the_public_surface_is_pinned() -> None:
         "TautError",
         "__version__",
         "check",
+        "cpo",
+        "dpo",
         "evaluate",
         "export",
         "generate",
+        "kto",
         "merge",
+        "orpo",
         "resume",
+        "reward",
         "runs",
         "sft",
         "show",
+        "simpo",
         "verify",
     ]
     assert all(getattr(taut, name) is not None for name in taut.__all__)

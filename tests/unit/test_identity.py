@@ -14,7 +14,7 @@ from taut.build import Built
 from taut.config import describe, to_dict
 from taut.errors import ConfigError
 from taut.identity import FREE, ROUNDING, differences, identity_of, require_same
-from taut.run import Run
+from taut.training import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_the_same_run_is_the_same(built: Built) -> None:
 
 
 def test_every_key_is_of_one_kind_and_every_name_is_a_key(built: Built) -> None:
-    keys = {row.key for row in describe(Run)}
+    keys = {row.key for cls in METHODS.values() for row in describe(cls)}
     for name in (*FREE, *(one.removeprefix("config.") for one in ROUNDING if one != "environment")):
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     left = identity(built)["config"]

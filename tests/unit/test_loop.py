@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from tests.jobs import Fixed, make
+from tests.jobs import Fixed, make, singles
 from tests.models import parameters_of
 from tests.samples import nested_family
 from torch import Tensor
@@ -20,7 +21,7 @@ from taut.errors import NonFiniteError
 from taut.evals.heldout import HeldOut
 from taut.interrupts import Interrupt
 from taut.loop import Job, _gpu_memory, denominators, padded, train, train_step
-from taut.losses import Unit
+from taut.losses import Loss, Unit
 from taut.losses.sft import CrossEntropy
 from taut.types import LossSum, Packed, Sample, Scores, Tree
 
@@ -29,11 +30,12 @@ TREES = [Tree((s,)) for s in SAMPLES]
 
 
 @dataclass(frozen=True)
-class TwoTerms:
+class TwoTerms(Loss):
     """Cross entropy per token, and the largest surprise of each sample per sequence; linear in neither."""
 
-    units: ClassVar[dict[str, Unit]] = {"token": "token", "worst": "sequence"}
-    needs: ClassVar[tuple[str, ...]] = ()
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return {"token": "token", "worst": "sequence"}
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         rows = range(packed.num_samples)
@@ -41,9 +43,6 @@ class TwoTerms:
         total = -(packed.weight_N * scores.logp_N).sum()
         metrics = {"samples_seen": (torch.tensor(2.0 * len(rows)), torch.tensor(float(len(rows))))}
         return LossSum({"token": total, "worst": torch.stack(worst).sum()}, metrics)
-
-    def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
-        return None
 
 
 def prepared(place: Path, **keys: Any) -> Job:
@@ -128,7 +127,7 @@ def test_the_held_out_loss_of_the_same_samples_is_that_of_the_step(tmp_path: Pat
     events: list[dict[str, Any]] = []
     job.emit = lambda kind, **fields: events.append(fields)
     job.method = Fixed(TREES, TwoTerms())
-    held_out = HeldOut(SAMPLES, job)(0)
+    held_out = HeldOut(singles(SAMPLES), job)(0)["loss"]
     assert held_out == pytest.approx(train_step(job, 1).loss, rel=1e-12)
     assert events[0]["num_samples"] == len(SAMPLES)
 

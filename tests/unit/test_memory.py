@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.jobs import Fixed, make
+from tests.jobs import Fixed, make, singles
 from tests.models import parameters_of
 from tests.samples import nested_family
 from torch import Tensor
@@ -327,8 +327,8 @@ def test_held_out_loss_that_does_not_fit_names_its_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, _ = trained(tmp_path)
-    monkeypatch.setattr(type(job.scorer), "forward", lambda *_: torch.empty(IMPOSSIBLE))
+    monkeypatch.setattr(type(job.scorer), "forward", lambda *_, **__: torch.empty(IMPOSSIBLE))
     with pytest.raises(
         OutOfMemory, match=r"^held-out loss after step 4: out of memory .* samples \w+, "
     ):
-        HeldOut(SAMPLES, job)(4)
+        HeldOut(singles(SAMPLES), job)(4)

@@ -227,7 +227,7 @@ def test_only_training_needs_an_out(model: Path, capsys: pytest.CaptureFixture[s
     message = "taut: error: out is not set; expected a directory; set out=DIR\n"
     assert capsys.readouterr().err == message
     with pytest.raises(ConfigError, match="out is not set"):
-        api.sft(from_mapping(Run, {"model": str(model), "data.train": str(data)}))
+        api.train(from_mapping(Run, {"model": str(model), "data.train": str(data)}))
 
 
 def test_a_template_that_never_ends_a_turn_is_refused_before_training() -> None:

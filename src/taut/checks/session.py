@@ -30,7 +30,9 @@ from taut.attention.select import Observation, observe
 from taut.build import Adapted, Built, Loaded, adapt, assemble, build_method, load
 from taut.data.dataset import Dataset, load_dataset, read_rows
 from taut.data.formats import Row
+from taut.data.groups import Rows
 from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
 from taut.errors import TautError
@@ -47,8 +49,9 @@ from taut.run import (
     load_language,
     load_stops,
     longest_sample,
+    rows_of,
 )
-from taut.types import IntArray, Packed, Sample
+from taut.types import IntArray, Packed, Sample, Tree
 
 NUM_ROWS = 64
 """Rows that checks of the template look at."""
@@ -144,8 +147,10 @@ class Session:
     @cached_property
     @owned_by("data.rows")
     def rows(self) -> list[Row]:
-        """The first rows of the training data, not rendered."""
-        return list(islice(read_rows(self.run.data, "train"), NUM_ROWS))
+        """The first rows of the training data, not rendered; where answers are judged, the best of each."""
+        kind = self.run.objective.kind
+        rows = read_rows(self.run.data, "train", kind=kind)
+        return [best_row(row) for row in islice(rows, NUM_ROWS)]
 
     @cached_property
     @owned_by("data.rows")
@@ -159,7 +164,8 @@ class Session:
 
     def _dataset(self, split: Any) -> Dataset:
         longest = longest_sample(self.run, self.language.config)
-        return load_dataset(self.run.data, split, self.renderer, longest)
+        kind = self.run.objective.kind
+        return load_dataset(self.run.data, split, self.renderer, longest, kind=kind)
 
     @property
     def data(self) -> list[tuple[str, Dataset]]:
@@ -266,8 +272,33 @@ class Session:
         return whole(self.pair[0], SHORT_TOKENS)
 
     @cached_property
+    def trees(self) -> list[Tree]:
+        """The batch as the method would prepare it."""
+        if not self.run.objective.are_compared:
+            return self._rows.trees_of([(sample,) for sample in _unique(self.batch)])
+        return self._rows.trees_of(self._compared())
+
+    @property
+    def _rows(self) -> Rows:
+        return rows_of(self.run, self.train)
+
+    def _compared(self) -> list[tuple[Sample, ...]]:
+        """The shortest of the first rows whose answers are compared, whole."""
+        rows = self._rows
+        first = [rows.samples(index) for index in range(min(len(rows), NUM_ROWS))]
+        sized = sorted(first, key=lambda some: sum(one.num_tokens for one in some))
+        chosen = sized[:1]
+        for some in sized[1:]:
+            if sum(one.num_tokens for row in [*chosen, some] for one in row) > BATCH_TOKENS:
+                break
+            chosen.append(some)
+        return [tuple(some) for some in chosen]
+
+    @cached_property
     def batch(self) -> list[Sample]:
         """Real samples with their own targets, the shortest of the first rows, BATCH_TOKENS in all or a little more."""
+        if self.run.objective.are_compared:
+            return [sample for some in self._compared() for sample in some]
         chosen: list[Sample] = []
         for sample in sorted(self.train[:NUM_ROWS], key=lambda one: one.num_tokens):
             sample = ending(sample, BATCH_TOKENS // 2)
@@ -314,6 +345,10 @@ class Session:
         with observe() as seen:
             found = self.logps([first])
         return {**found, **self.logps([second])}, seen
+
+
+def _unique(samples: Iterable[Sample]) -> list[Sample]:
+    return list({sample.id: sample for sample in samples}.values())
 
 
 def whole(sample: Sample, most: int) -> Sample:

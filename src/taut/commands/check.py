@@ -18,24 +18,31 @@ from pathlib import Path
 from rich.console import Console
 
 from taut import parallel
+from taut.checks import Part
 from taut.checks.examine import Examination, examine
 from taut.checks.report import as_json, show_end, show_row
 from taut.checks.session import Session
-from taut.config import configclass, from_mapping, load, to_dict
+from taut.config import configclass, load
 from taut.errors import ConfigError
 from taut.run import Run
+from taut.training import class_of
 
 WIDTH = 100
 
 
 @configclass
-class CheckRun(Run):
-    """A run, and how it is looked at."""
+class Looking:
+    """How a run is looked at."""
 
     full: bool = False
     """Ask what takes minutes too."""
     json: bool = False
     """Print one JSON object (docs/check.md says what is in it) in place of the table."""
+
+
+@configclass
+class CheckRun(Looking, Run):
+    """A run, and how it is looked at: the keys of the command."""
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
@@ -44,24 +51,24 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     if recipe:
         return _recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
     named = [f"data.train={word[5:]}" if word.startswith("data=") else word for word in overrides]
-    return run(load(CheckRun, path, named))
+    ours = [word for word in named if word.partition("=")[0].strip() in ("full", "json")]
+    rest = [word for word in named if word not in ours]
+    return run(load(class_of(path, rest), path, rest), load(Looking, None, ours))
 
 
-def run(config: CheckRun) -> int:
+def run(config: Run, how: Looking) -> int:
     """Print every question and its answer; 1 if one failed."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     session = session_of(config)
-    part = "full" if config.full else "quick"
-    if config.json:
-        found = examine(session, "full" if config.full else "quick")
+    part: Part = "full" if how.full else "quick"
+    if how.json:
+        found = examine(session, part)
         sys.stdout.write(
             json.dumps(as_json(found, {"model": config.model}), allow_nan=False) + "\n"
         )
         return 1 if found.failures else 0
     console.print(f"{config.model}, {part} part\n", markup=False)
-    found = examine(
-        session, "full" if config.full else "quick", follow=lambda one: show_row(console, one)
-    )
+    found = examine(session, part, follow=lambda one: show_row(console, one))
     show_end(console, found)
     return 1 if found.failures else 0
 
@@ -78,10 +85,7 @@ def session_of(config: Run) -> Session:
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
             "asks the quick part on all of its ranks)"
         )
-    keys = to_dict(config)
-    for name in ("full", "json"):
-        keys.pop(name, None)
-    return Session(from_mapping(Run, keys), parallel.start(config.device))
+    return Session(config, parallel.start(config.device))
 
 
 def _recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:

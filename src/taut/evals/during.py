@@ -20,7 +20,8 @@ import torch
 from pydantic import Field
 
 from taut.config import configclass, to_dict
-from taut.data.dataset import DataConfig, Dataset, sources
+from taut.data.dataset import DataConfig, sources
+from taut.data.groups import Rows
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.data.sources import Source
@@ -182,13 +183,11 @@ def build_answering(
     return Answering(config, rows, rewards, engine, job)
 
 
-def held_out(data: Dataset, every: int, job: Job) -> Evaluation:
-    """The loss on held-out samples."""
-    evaluate = HeldOut(data, job)
-    measured = data.fingerprint[:16]
-    return Evaluation(
-        "eval.every", every, ["loss"], measured, lambda step: {"loss": evaluate(step)}
-    )
+def held_out(rows: Rows, every: int, job: Job) -> Evaluation:
+    """The loss, and what it tells beside it, on held-out rows."""
+    measured = rows.data.fingerprint[:16]
+    names = ["loss", *job.method.loss.best_by]
+    return Evaluation("eval.every", every, names, measured, HeldOut(rows, job))
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -1,60 +1,66 @@
-"""Loss on held-out data: the training loss's own sums, without gradient, over every sample of a set."""
+"""Loss on held-out data: the training loss's own sums and metrics, without gradient, over every row of a set."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 
 from taut import losses
-from taut.loop import Job, microbatches_of, padded
-from taut.types import Sample, Tree
+from taut.data.groups import Rows
+from taut.loop import Job, made_ready
+from taut.types import Tree
+from taut.wholestep import Planned, Sums
 
-SAMPLES_AT_A_TIME = 512
-"""Samples planned together; bounds what is laid out in memory."""
+ROWS_AT_A_TIME = 512
+"""Rows planned together; bounds what is laid out in memory. What a loss takes over a whole step it takes over so many.
+"""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Evaluates ``job.method.loss`` on ``samples`` and emits an ``eval`` event."""
+    """Evaluates ``job.method.loss`` on ``rows`` and emits an ``eval`` event."""
 
-    samples: Sequence[Sample]
+    rows: Rows
     job: Job
 
-    def __call__(self, step: int) -> float:
-        """The loss: each term's sum by its count; every sample counts once, whatever the number of ranks."""
-        job = self.job
-        units = job.method.loss.units
-        sums = [0.0] * (2 * len(units) + 1)
+    def __call__(self, step: int) -> dict[str, float]:
+        """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
+        ranks.
+        """
+        job, method = self.job, self.job.method
+        terms, metrics, num_tokens = Sums(), Sums(), 0
         job.scorer.eval()
-        with torch.no_grad(), job.compute():
-            for start in range(0, len(self.samples), SAMPLES_AT_A_TIME):
-                stop = min(start + SAMPLES_AT_A_TIME, len(self.samples))
-                trees = [Tree((self.samples[index],)) for index in range(start, stop)]
-                for some in self._sums(trees, f"held-out loss after step {step}"):
-                    sums = [left + right for left, right in zip(sums, some, strict=True)]
-        *pairs, tokens = job.ranks.sum(sums)
-        loss = sum(total / count for total, count in zip(pairs[::2], pairs[1::2], strict=True))
-        job.emit(
-            "eval", step=step, loss=loss, num_samples=len(self.samples), num_tokens=int(tokens)
-        )
-        return loss
+        for start in range(0, len(self.rows), ROWS_AT_A_TIME):
+            indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
+            trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
+            planned = made_ready(job, trees, observed, f"held-out loss after step {step}")
+            num_tokens += self._add(planned, trees, (terms, metrics), step)
+        found = {"loss": sum(terms.means(job.ranks).values()), **metrics.means(job.ranks)}
+        total = int(job.ranks.sum([num_tokens])[0])
+        job.emit("eval", step=step, num_samples=len(self.rows), num_tokens=total, **found)
+        return found
 
-    def _sums(self, trees: list[Tree], where: str) -> list[list[float]]:
-        """Sum and count of each term, then tokens, of each micro-batch; all ranks run equally many forwards."""
-        job = self.job
-        sums = []
-        for packed, is_real in padded(microbatches_of(trees, job), trees, job):
-            scores = job.fit.attempt(partial(job.scorer, packed), packed, trees, where)
+    def _add(
+        self, planned: Planned, trees: Sequence[Tree], sums: tuple[Sums, Sums], step: int
+    ) -> int:
+        """Add the terms and metrics of what counts; its tokens. All ranks run equally many forwards."""
+        job, loss = self.job, self.job.method.loss
+        terms, metrics = sums
+        num_tokens = 0
+        for packed, is_real in planned:
+            with torch.no_grad(), job.compute():
+                score = partial(job.scorer, packed, wants=loss.wants)
+                where = f"held-out loss after step {step}"
+                scores = job.fit.attempt(score, packed, trees, where)
             if not is_real:
                 continue
-            terms = job.method.loss(scores, packed.to(scores.logp_N.device)).terms
-            pairs = [
-                (float(terms[term]), losses.count(unit, packed))
-                for term, unit in job.method.loss.units.items()
-            ]
-            sums.append([*chain.from_iterable(pairs), float(packed.num_tokens)])
-        return sums
+            found = loss(scores, packed.to(scores.device))
+            for term, unit in loss.units.items():
+                terms.add(term, found.terms[term], losses.count(unit, packed))
+            for name, (total, count) in found.metrics.items():
+                metrics.add(name, total, count)
+            num_tokens += packed.num_tokens
+        return num_tokens

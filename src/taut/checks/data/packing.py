@@ -16,7 +16,7 @@ from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
 from taut.data.forecast import StepPlan, lay_out, step_plan
 from taut.data.plan import START, Order, samples_of
-from taut.methods.sft import Sft
+from taut.methods.offline import Offline
 from taut.types import Packed, Sample
 
 STEPS = 5
@@ -31,8 +31,8 @@ SHOWN = 4
 def ask(session: Session) -> Finding:
     """Is every sample seen once an epoch, and all of it, with nothing else?"""
     method, last = session.job.method, session.job.num_steps
-    wrong = list(_miscounted(session, method.order)) if isinstance(method, Sft) else []
-    begun = method.order.origin.step if isinstance(method, Sft) else 0
+    wrong = list(_miscounted(session, method.order)) if isinstance(method, Offline) else []
+    begun = method.order.origin.step if isinstance(method, Offline) else 0
     plans: list[StepPlan] = []
     for step in range(begun + 1, min(begun + STEPS, last) + 1):
         trees = method.prepare(step)

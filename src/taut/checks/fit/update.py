@@ -13,7 +13,7 @@ from torch import Tensor
 from taut import loop, optim, parallel
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.fit.weights import local, put_back
-from taut.checks.loss.step import batch_trees, trained
+from taut.checks.loss.step import trained
 from taut.checks.session import Session
 
 LARGEST = 0.5
@@ -27,7 +27,7 @@ def ask(session: Session) -> Finding:
     job = session.job
     rate = max(job.learning_rate(step) for step in range(1, min(job.num_steps, 10_000) + 1))
     with put_back(session) as copies:
-        before = loop.add_gradients(job, batch_trees(session), 1).loss
+        before = loop.add_gradients(job, session.trees, 1).loss
         parallel.clip_gradients(job.trained, job.clip_grad_norm)
         length = parallel.clip_gradients(job.trained, None)
         slopes = {
@@ -38,7 +38,7 @@ def ask(session: Session) -> Finding:
         _update(session, rate)
         moves = _moves(session, copies, slopes)
         job.optimizer.zero_grad(set_to_none=True)
-        after = loop.add_gradients(job, batch_trees(session), 1).loss
+        after = loop.add_gradients(job, session.trees, 1).loss
     moved, size, slope, changed = session.ranks.sum(moves)
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"

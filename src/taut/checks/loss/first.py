@@ -13,7 +13,7 @@ from torch import Tensor
 
 from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.loss.step import batch_trees, step
+from taut.checks.loss.step import step
 from taut.checks.session import Session
 from taut.loop import Scored
 from taut.models.prove import library_logps
@@ -31,7 +31,7 @@ def ask(session: Session) -> Finding:
         return skipped("the loss is not cross entropy alone")
     report = session.once(step).report
     assert report is not None, "asked after loss.reached"
-    samples = [sample for tree in batch_trees(session) for sample in tree.samples]
+    samples = [sample for tree in session.trees for sample in tree.samples]
     listed = _listed(session, report.scored)
     unlike = [line for sample in samples if (line := _unlike(sample, listed.get(sample.id)))]
     if unlike:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.loss.step import batch_trees
 from taut.checks.session import Session
 from taut.data.pack import pack
 from taut.types import Scores
@@ -18,7 +17,7 @@ EXACT = 1e-9
 def ask(session: Session) -> Finding:
     """Is the gradient that is formed in the forward that of the reported loss?"""
     loss = session.job.method.loss
-    packed = pack([sample for tree in batch_trees(session) for sample in tree.samples])
+    packed = pack([sample for tree in session.trees for sample in tree.samples])
     weights = loss.linear_weights(packed)
     if weights is None:
         return skipped("the loss needs more than weights known beforehand")

@@ -8,7 +8,6 @@ from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.compare import ROUNDING, gradients, worst
 from taut.checks.loss.first import KNOWN
-from taut.checks.loss.step import batch_trees
 from taut.checks.session import Session
 from taut.models.prove import library_attention, library_logps
 from taut.types import Sample
@@ -23,7 +22,7 @@ def ask(session: Session) -> Finding:
         return skipped("noise is on: samples alone would have other noise")
     if session.ranks.size > 1:
         return skipped("the library's own path runs on one rank")
-    trees = batch_trees(session)
+    trees = session.trees
     samples = [sample for tree in trees for sample in tree.samples]
     ours = gradients(session, lambda: loop.add_gradients(job, trees, 1))
     theirs = gradients(session, lambda: _alone(session, samples))

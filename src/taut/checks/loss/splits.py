@@ -12,7 +12,6 @@ from torch import Tensor
 from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.compare import ROUNDING, gradients, worst
-from taut.checks.loss.step import batch_trees
 from taut.checks.session import Session
 from taut.data.pack import PackPolicy
 from taut.loop import Job
@@ -23,7 +22,7 @@ LOSS = 0.25
 
 def ask(session: Session) -> Finding:
     """Do loss and gradient not depend on how a step is cut into micro-batches?"""
-    trees = batch_trees(session)
+    trees = session.trees
     if len(trees) < 2:
         return skipped("the first step has one sample")
     ours, loss = _taken(session, session.job)
@@ -68,6 +67,6 @@ def _cuts(session: Session) -> Iterator[tuple[str, Job]]:
 def _taken(session: Session, job: Job) -> tuple[dict[str, Tensor], float]:
     losses: list[float] = []
     found = gradients(
-        session, lambda: losses.append(loop.add_gradients(job, batch_trees(session), 1).loss)
+        session, lambda: losses.append(loop.add_gradients(job, session.trees, 1).loss)
     )
     return found, losses[0]

@@ -20,7 +20,7 @@ from taut.checks.session import Session
 from taut.loop import StepReport
 from taut.models import anatomy
 from taut.models.score import score_hidden
-from taut.types import Packed, Sample, Scores, Tree
+from taut.types import Packed, Scores
 
 ROWS = 64
 """Logits that exist at a time."""
@@ -60,7 +60,7 @@ def step(session: Session) -> Step:
     was_training = scorer.training
     try:
         with _watching(session, seen):
-            seen.report = loop.add_gradients(job, batch_trees(session), 1)
+            seen.report = loop.add_gradients(job, session.trees, 1)
         for name, parameter in trained(session).items():
             if parameter.grad is None:
                 seen.absent.append(name)
@@ -74,12 +74,6 @@ def step(session: Session) -> Step:
         forget(session)
         scorer.train(was_training)
     return seen
-
-
-def batch_trees(session: Session) -> list[Tree]:
-    """The batch as a method would prepare it: each sample once, a tree of its own."""
-    unique: dict[str, Sample] = {sample.id: sample for sample in session.batch}
-    return [Tree((sample,)) for sample in unique.values()]
 
 
 def trained(session: Session) -> dict[str, nn.Parameter]:

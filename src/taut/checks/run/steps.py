@@ -12,7 +12,7 @@ from dataclasses import replace
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.data.plan import Order
-from taut.methods.sft import Sft
+from taut.methods.offline import Offline
 from taut.types import Tree
 
 ORDER = (
@@ -23,7 +23,7 @@ ORDER = (
 def ask(session: Session) -> Finding:
     """Does each step have the samples it should, in this run and in one that goes on from it?"""
     method = session.job.method
-    if not isinstance(method, Sft):
+    if not isinstance(method, Offline):
         return skipped("the method prepares its steps itself")
     return _count(session) or _repeats(method, session) or _said(method, session)
 
@@ -48,7 +48,7 @@ def _count(session: Session) -> Finding | None:
     )
 
 
-def _repeats(method: Sft, session: Session) -> Finding | None:
+def _repeats(method: Offline, session: Session) -> Finding | None:
     """The same step twice, and the next step after a resume."""
     first, last = method.order.origin.step + 1, session.job.num_steps
     for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
@@ -76,7 +76,7 @@ def _repeats(method: Sft, session: Session) -> Finding | None:
     return None
 
 
-def _said(method: Sft, session: Session) -> Finding:
+def _said(method: Offline, session: Session) -> Finding:
     """How often round the data, and what the last step has."""
     order, last = method.order, session.job.num_steps
     size, full = len(order.step(last, method.epochs)), order.samples_per_step
@@ -90,7 +90,7 @@ def _said(method: Sft, session: Session) -> Finding:
 
 def _order(session: Session) -> Order:
     method = session.job.method
-    assert isinstance(method, Sft)
+    assert isinstance(method, Offline)
     return method.order
 
 

@@ -1,0 +1,88 @@
+"""A data set as the trees that a step is made of, by index: one a sample, or one a row whose answers are compared.
+
+    samples    each sample is a tree of its own, to be cut and pooled as the budget asks
+    answers    the samples of a row are one tree that is never cut; ``Sample.group`` ties them
+
+``mismatched`` puts each sample's prompt before the next one's answer: what KTO's reference point is taken over.
+
+Knows no steps and no order (data/plan.py), and makes no layout (data/pack.py). Methods and evals import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from taut.data.dataset import Dataset
+from taut.data.plan import prefix_groups
+from taut.types import FloatArray, IntArray, Sample, Tree
+
+NONE_T = np.empty(0, dtype=np.int64)
+NONE_N = np.empty(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Trees by index."""
+
+    data: Dataset
+    are_answers: bool = False
+    """Whether the samples of a row are compared with each other."""
+    has_targets: bool = True
+    """False: nothing is predicted; a scalar head is read."""
+
+    def __len__(self) -> int:
+        return len(self.data.rows) - 1 if self.are_answers else len(self.data)
+
+    @property
+    def weights(self) -> FloatArray:
+        """How many times each is seen per epoch."""
+        return self.data.row_weights if self.are_answers else self.data.weights
+
+    def trees(self, indices: Sequence[int]) -> list[Tree]:
+        """The trees of a step: their groups are numbered in this order."""
+        return self.trees_of([self.samples(index) for index in indices])
+
+    def trees_of(self, rows: Sequence[Sequence[Sample]]) -> list[Tree]:
+        """The trees that rows of these samples make."""
+        return [self._tree(samples, number) for number, samples in enumerate(rows)]
+
+    def mismatched(self, indices: Sequence[int], max_length: int) -> list[Tree]:
+        """Each sample's prompt with the answer of the one after it, cut at ``max_length`` tokens."""
+        samples = [self.data[index] for index in indices]
+        others = [*samples[1:], *samples[:1]]
+        return [
+            Tree((_spliced(one, other, max_length),))
+            for one, other in zip(samples, others, strict=True)
+        ]
+
+    def prefix_groups(self, min_tokens: int) -> IntArray:
+        """For each tree the number of the document it belongs to (plan.prefix_groups)."""
+        first = [self.samples(index)[0] for index in range(len(self))]
+        return prefix_groups(first if self.are_answers else self.data, min_tokens)
+
+    def samples(self, index: int) -> list[Sample]:
+        """The samples of a tree, as the data have them."""
+        if not self.are_answers:
+            return [self.data[index]]
+        start, stop = self.data.rows[index : index + 2]
+        return self.data[int(start) : int(stop)]
+
+    def _tree(self, samples: Sequence[Sample], number: int) -> Tree:
+        if not self.has_targets:
+            samples = [replace(s, target_at_N=NONE_T, weight_N=NONE_N, streams={}) for s in samples]
+        if not self.are_answers:
+            return Tree(tuple(samples))
+        return Tree(tuple(replace(s, group=number) for s in samples), is_atom=True)
+
+
+def _spliced(one: Sample, other: Sample, max_length: int) -> Sample:
+    """The prompt of one sample and the answer of another: ids as they are, every token of the answer a target."""
+    prompt_T = one.ids_T[: int(one.target_at_N[0])]
+    answer_T = other.ids_T[int(other.target_at_N[0]) :][: max(1, max_length - prompt_T.size)]
+    ids_T = np.concatenate([prompt_T, answer_T])
+    at_N = np.arange(prompt_T.size, ids_T.size)
+    name = f"{one.id} with the answer of {other.id}"
+    return Sample(name, ids_T, at_N, np.ones(at_N.size), values=one.values)

@@ -1,0 +1,143 @@
+"""The reference of preference optimisation: log-probabilities of the policy as it was when the run began.
+
+    start       the tensors that train, as they were at the start: copies that take the policy's place for a forward.
+                Beside LoRA they are the adapters' own few (B = 0: the base model; an adapter that is trained on: that
+                adapter); of a whole model, a frozen copy. Never taken from a checkpoint's weights
+    model       another model directory
+    file        log-probs computed once before training and kept, with a fingerprint of all that they depend on
+
+``update_every`` moves the start towards the policy (TR-DPO, arXiv 2404.09656):  ref <- (1 - mix) ref + mix policy.
+
+The reference scores the same micro-batch as the policy, in the same layout and precision, without gradient: at step 0
+the two agree to the last bit, unless another model is named. Gives the stream ``ref_logp_N``.
+
+May import what methods may. ``build`` makes the roles, ``recorded`` keeps the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from taut import parallel
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.types import Packed
+
+STREAM = "ref_logp_N"
+
+
+@configclass
+class ReferenceConfig:
+    """What the policy is measured against: itself as it was at the start, or"""
+
+    model: str | None = None
+    """Directory (or hub name) of another model, with the same tokenizer."""
+    file: str | None = None
+    """Keep the log-probs of the reference in this file (.safetensors): computed before training where it is not there,
+    refused where it was made of another model, data or setting. Then no reference is held while training."""
+    update_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between updates of the reference towards the policy (TR-DPO); 0: it stays as it was."""
+    update_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The policy's share in an update; 1 puts the policy in the reference's place."""
+
+    def __post_init__(self) -> None:
+        if self.update_every and (self.model is not None or self.file is not None):
+            other = "reference.model" if self.model is not None else "reference.file"
+            raise ConfigError(
+                f"reference.update_every={self.update_every} and {other} contradict each other: what is updated is the "
+                "policy's own start; keep one"
+            )
+        if self.update_mix != 1.0 and not self.update_every:
+            raise ConfigError(
+                f"reference.update_mix={self.update_mix:g} has no effect with reference.update_every=0; expected both; "
+                "set reference.update_every"
+            )
+
+
+class Start(nn.Module):
+    """The policy's trained tensors as they were, put in their place for the reference's forwards.
+
+    Part of the scorer while the reference is updated, so that a checkpoint holds them.
+    """
+
+    def __init__(
+        self, scorer: nn.Module, trained: Sequence[nn.Parameter], config: ReferenceConfig
+    ) -> None:
+        super().__init__()
+        self._scorer = [scorer]  # in a list: not a part of this one
+        self._trained = list(trained)
+        self._config = config
+        for number, parameter in enumerate(trained):
+            copy = parameter.detach().clone()
+            self.register_buffer(f"tensor_{number}", copy, persistent=config.update_every > 0)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The start in the policy's place."""
+        scorer = self._scorer[0]
+        was_training = scorer.training
+        scorer.eval()
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+            scorer.train(was_training)
+
+    def streams(self, packed: Packed) -> dict[str, Tensor]:
+        scores = self._scorer[0](packed)
+        return {STREAM: scores.logp_N.cpu()}
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move towards the policy, where that is due."""
+        every, mix = self._config.update_every, self._config.update_mix
+        if not every or step % every:
+            return
+        for number, parameter in enumerate(self._trained):
+            self.get_buffer(f"tensor_{number}").lerp_(parameter.detach(), mix)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange the contents of the policy's tensors and the start's."""
+        for number, parameter in enumerate(self._trained):
+            parallel.exchange(parameter, self.get_buffer(f"tensor_{number}"))
+        parallel.reshard(self._scorer[0])
+
+
+class Other:
+    """Another model as the reference."""
+
+    def __init__(self, scorer: nn.Module) -> None:
+        self._scorer = scorer.eval().requires_grad_(requires_grad=False)
+
+    def active(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def streams(self, packed: Packed) -> dict[str, Tensor]:
+        return {STREAM: self._scorer(packed).logp_N.cpu()}
+
+    def follow(self, step: int) -> None:
+        """It stays as it is."""
+
+
+class Recorded:
+    """log-probs kept from before training, by sample."""
+
+    def __init__(self, find: Callable[[str], Tensor]) -> None:
+        self._find = find
+
+    def active(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def streams(self, packed: Packed) -> dict[str, Tensor]:
+        return {STREAM: torch.cat([self._find(name) for name in packed.sample_ids])}
+
+    def follow(self, step: int) -> None:
+        """It stays as it is."""

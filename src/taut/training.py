@@ -1,0 +1,175 @@
+"""The commands that train: each a run (taut/run.py) with a section of its own, and what it minimises.
+
+    taut sft        Run               taut reward     RewardRun
+    taut dpo        DpoRun            taut kto        KtoRun
+    taut orpo       OrpoRun           taut simpo      SimpoRun          taut cpo     CpoRun
+
+A new method is a configclass and a loss (taut/methods, taut/losses), a class here, and a line in ``METHODS``.
+
+May import run, methods and losses. api, commands and the command line import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from taut.config import configclass, read_toml
+from taut.errors import ConfigError
+from taut.methods.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
+from taut.methods.reference import STREAM, ReferenceConfig
+from taut.methods.reward import RewardConfig
+from taut.models.reward import NewHead
+from taut.run import Method, Objective, Run
+
+
+@configclass
+class Comparing(Run):
+    """What runs have in common that compare log-probs: noise would be a part of what is compared."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in {
+            "lora.dropout": self.lora.dropout,
+            "noise.neftune_alpha": self.noise.neftune_alpha,
+        }.items():
+            if value:
+                raise ConfigError(
+                    f"{key}={value:g} in a run of taut {self.METHOD}: log-probs that are compared must not be noisy; "
+                    f"expected {key}=0; take the key out"
+                )
+
+
+@configclass
+class DpoRun(Comparing):
+    """A run of ``taut dpo``."""
+
+    METHOD: ClassVar[Method] = "dpo"
+
+    method: Method = "dpo"
+    dpo: DpoConfig = DpoConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def objective(self) -> Objective:
+        loss = self.dpo.make_loss()
+        needed = self.reference if STREAM in loss.needs else None
+        return Objective(loss, "preference", are_compared=True, reference=needed)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dpo.reference_free and self.reference != ReferenceConfig():
+            raise ConfigError(
+                "dpo.reference_free=true and settings of reference contradict each other: there is none; keep one"
+            )
+
+
+@configclass
+class KtoRun(Comparing):
+    """A run of ``taut kto``."""
+
+    METHOD: ClassVar[Method] = "kto"
+
+    method: Method = "kto"
+    kto: KtoConfig = KtoConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def objective(self) -> Objective:
+        loss = self.kto.make_loss()
+        return Objective(loss, "unpaired", is_mismatched=loss.observes, reference=self.reference)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch.samples_per_step < 2:
+            raise ConfigError(
+                "batch.samples_per_step=1 in a run of taut kto: its reference point is taken over prompts with each "
+                "other's answers; expected 2 or more"
+            )
+
+
+@configclass
+class OrpoRun(Comparing):
+    """A run of ``taut orpo``."""
+
+    METHOD: ClassVar[Method] = "orpo"
+
+    method: Method = "orpo"
+    orpo: OrpoConfig = OrpoConfig()
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.orpo.make_loss(), "preference", are_compared=True)
+
+
+@configclass
+class SimpoRun(Comparing):
+    """A run of ``taut simpo``."""
+
+    METHOD: ClassVar[Method] = "simpo"
+
+    method: Method = "simpo"
+    simpo: SimpoConfig = SimpoConfig()
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.simpo.make_loss(), "preference", are_compared=True)
+
+
+@configclass
+class CpoRun(Comparing):
+    """A run of ``taut cpo``."""
+
+    METHOD: ClassVar[Method] = "cpo"
+
+    method: Method = "cpo"
+    cpo: CpoConfig = CpoConfig()
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.cpo.make_loss(), "preference", are_compared=True)
+
+
+@configclass
+class RewardRun(Comparing):
+    """A run of ``taut reward``."""
+
+    METHOD: ClassVar[Method] = "reward"
+
+    method: Method = "reward"
+    reward: RewardConfig = RewardConfig()
+
+    @property
+    def objective(self) -> Objective:
+        config = self.reward
+        is_process = config.kind == "stepwise"
+        return Objective(
+            config.make_loss(),
+            config.kind,
+            are_compared=config.kind == "preference",
+            head=NewHead("process" if is_process else "sequence", config.bias, self.seed),
+        )
+
+
+METHODS: dict[Method, type[Run]] = {
+    "sft": Run,
+    "reward": RewardRun,
+    "dpo": DpoRun,
+    "kto": KtoRun,
+    "orpo": OrpoRun,
+    "simpo": SimpoRun,
+    "cpo": CpoRun,
+}
+
+
+def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[Run]:
+    """The class of the run that a file and what is set on top describe, by its ``method``."""
+    named = read_toml(path).get("method", "sft")
+    for text in overrides:
+        key, _, value = text.partition("=")
+        named = value.strip().strip("\"'") if key.strip() == "method" else named
+    found = next((cls for name, cls in METHODS.items() if name == named), None)
+    if found is None:
+        raise ConfigError(f"found method={named}; expected one of {', '.join(METHODS)}; correct it")
+    return found
