@@ -179,6 +179,10 @@ class Packed:
         return replace(self, **moved)
 
 
+TOP_IDS, TOP_LOGP = "top_ids", "top_logp"
+"""Streams [N, k]: a teacher's likeliest tokens at each target, and their log-probabilities."""
+
+
 class Divergence(NamedTuple):
     """How far a student is from its teacher, at each target (models/divergence.py has the equations)."""
 

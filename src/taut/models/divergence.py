@@ -45,10 +45,8 @@ from torch import Tensor, nn
 
 from taut.models.anatomy import HeadSpec, head
 from taut.models.score import Chunks, LinearHead, Scorer, Sums
-from taut.types import Divergence, Packed, Scores
+from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed, Scores
 
-TOP_IDS, TOP_LOGP = "top_ids", "top_logp"
-"""The streams [N, k] of a listed teacher: the likeliest tokens at each target, and their log-probabilities."""
 ROUNDING = 8
 """Mass below so many times the dtype's epsilon is no more than the error of a sum that should be 1: none is left."""
 
@@ -70,7 +68,7 @@ class ModelTeacher:
 
 
 class ListedTeacher:
-    """What a teacher said once of every target, as the streams ``top_ids`` and ``top_logp``."""
+    """What a teacher said once of every target: streams of the micro-batch."""
 
     def lesson(self, packed: Packed, how: Divergence) -> Lesson:
         assert how.kind == "forward", (

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.anatomy import HeadSpec, decoder, head
-from taut.models.heads import scalar_head
+from taut.models.heads import scalar, scalar_head
 from taut.types import Divergence, Packed, Scores, Wants
 
 MIN_CHUNK_ROWS = 256
@@ -85,7 +85,7 @@ class Scorer(nn.Module):
         packed, hidden_TD = self.hidden(packed)
         scalar_R = None
         if wants.scalar:
-            scalar_R = score_scalar(hidden_TD.index_select(0, packed.read_R), self.model)
+            scalar_R = scalar(hidden_TD.index_select(0, packed.read_R), scalar_head(self.model))
         if not wants.logp:
             return Scores(hidden_TD.new_empty(0), scalar_R=scalar_R)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
@@ -126,15 +126,6 @@ class Scorer(nn.Module):
             taut_layout=layout,
         ).last_hidden_state.squeeze(0)
         return head(self.model).logits(hidden_TD.index_select(0, read_R.to(self.device)))
-
-
-def score_scalar(hidden_RD: Tensor, model: nn.Module) -> Tensor:
-    """The scalar head's value at each read, [R]: its product is taken in at least float32, whatever the backbone's."""
-    spec = scalar_head(model)
-    wide = torch.promote_types(hidden_RD.dtype, torch.float32)
-    with torch.autocast(hidden_RD.device.type, enabled=False):
-        bias = None if spec.bias is None else spec.bias.to(wide)
-        return nn.functional.linear(hidden_RD.to(wide), spec.weight.to(wide), bias).squeeze(-1)
 
 
 def score_hidden(

@@ -18,8 +18,6 @@ from taut.data.pack import ALONE, PackPolicy, pack
 from taut.models import score
 from taut.models.anatomy import HeadSpec, Rows
 from taut.models.divergence import (
-    TOP_IDS,
-    TOP_LOGP,
     Lesson,
     ListedTeacher,
     ModelTeacher,
@@ -29,7 +27,7 @@ from taut.models.divergence import (
 )
 from taut.models.precision import compute_context
 from taut.models.score import Chunks, Scorer
-from taut.types import Divergence, Packed, Scores, Wants
+from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed, Scores, Wants
 
 N, D, DT, V = 23, 8, 5, 17
 LIMIT = 1e-9

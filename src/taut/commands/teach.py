@@ -1,0 +1,199 @@
+"""``taut teach MODEL data.train=FILE out=FILE``: what a teacher says of a data set, once, for ``taut distill``.
+
+At every target the likeliest tokens and their log-probabilities, as lines of JSON (data/top_logprobs.py): so a teacher
+that is too large to be held beside its student is needed once, and one that runs one sample at a time can teach too.
+
+The samples are those of the run that will learn: rendered by the student's tokenizer and template, with the same
+settings under ``data``. Those of held-out data are made by a second call, with the held-out file as ``data.train``.
+Refused: an ``out`` that exists, and a teacher for which ids are other tokens. The file is there whole or not at all.
+
+The command line imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from rich.console import Console
+from rich.progress import track
+
+from taut import durable, parallel
+from taut.attention.select import select
+from taut.config import configclass, user_path
+from taut.data.dataset import DataConfig, Dataset, load_dataset
+from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.top_logprobs import Top, line_of
+from taut.errors import ConfigError, OutputError
+from taut.methods.distill import require_context, require_same_tokenizer
+from taut.models.anatomy import head
+from taut.models.divergence import likeliest
+from taut.models.load import context_length, load_config, load_model
+from taut.models.precision import compute_context, resolve_dtype
+from taut.models.prove import one_sample_reasons
+from taut.models.score import Scorer
+from taut.run import Run, load_language, load_stops, longest_sample
+from taut.types import Sample
+
+
+@configclass
+class Teach:
+    """What a teacher says of a data set."""
+
+    model: str
+    """Directory (or hub name) of the teacher."""
+    data: DataConfig
+    out: str
+    """The JSONL file that is written; refused if it exists."""
+    student: str | None = None
+    """The model that will learn: its tokenizer and template make the samples. By default the teacher's own."""
+    top: Annotated[int, Field(ge=1)] = 32
+    """How many tokens are listed for each target."""
+    tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
+    """Most tokens computed at a time; a single longer sample is computed alone."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Compute dtype; by default bfloat16 where the hardware has it, else float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """auto, reference, varlen or flex; asked for by name and not to be had is an error."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class Taught(NamedTuple):
+    """What was done."""
+
+    out: Path
+    num_samples: int
+    num_targets: int
+    mass: float
+    """The mean probability of what is listed for a target."""
+    decisions: list[tuple[str, str, str]]
+
+
+def run(config: Teach) -> int:
+    """Teach, and say what was done."""
+    done = teach(config)
+    console = Console(highlight=False, soft_wrap=True)
+    for name, value, reason in done.decisions:
+        console.print(f"{name}: {value} ({reason})", markup=False)
+    console.print(
+        f"written {done.out}: the {config.top} likeliest tokens at {done.num_targets:,} targets of "
+        f"{done.num_samples:,} samples; they have {done.mass:.2%} of the teacher's probability",
+        markup=False,
+    )
+    return 0
+
+
+def teach(config: Teach) -> Taught:
+    """Write ``config.out``. Raises TautError before anything is computed where that cannot be."""
+    out = user_path(config.out, "out")
+    if out.exists():
+        raise OutputError(f"out={out} exists; expected a new file; name another, or remove it")
+    if not out.parent.is_dir():
+        raise OutputError(f"out={out}: there is no directory {out.parent}; expected one; make it")
+    device = parallel.start(config.device).device
+    learner = Run(
+        model=config.student or config.model,
+        data=config.data,
+        trust_remote_code=config.trust_remote_code,
+    )
+    language = load_language(learner)
+    num_ids = require_same_tokenizer(
+        config.model, language.tokenizer, "model", config.trust_remote_code
+    )
+    if config.top > num_ids:
+        raise ConfigError(
+            f"top={config.top}; expected at most the tokenizer's {num_ids:,} ids; lower it"
+        )
+    stops = load_stops(learner, language)
+    data = load_dataset(
+        config.data,
+        "train",
+        language.renderer.stopping_at(stops.ids),
+        longest_sample(learner, language.config),
+    )
+    teacher = _load(config, data, device)
+    sums = np.zeros(2)
+    try:
+        with durable.writing(out) as file:
+            for sample, top in _said(config, teacher, data, num_ids):
+                file.write(line_of(sample, top))
+                sums += (np.exp(top.logp_Nk).sum(), sample.num_targets)
+    except OSError as error:
+        raise OutputError(
+            f"out={out} cannot be written: {error.strerror or error}; expected room and permission; nothing is kept"
+        ) from error
+    return Taught(out, len(data), int(sums[1]), float(sums[0] / sums[1]), teacher.decisions)
+
+
+class _Loaded(NamedTuple):
+    scorer: Scorer
+    dtype: torch.dtype
+    is_alone: bool
+    """Whether it runs one sample at a time."""
+    decisions: list[tuple[str, str, str]]
+
+
+def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
+    """The teacher, frozen, with the dtype and attention that are in force."""
+    settings = load_config(config.model, config.trust_remote_code)
+    longest = int(data.lengths.max())
+    require_context(f"model={config.model}", context_length(settings), longest)
+    dtype = resolve_dtype(config.dtype, device)
+    attention = select(config.attention, device, dtype.dtype, settings.get_text_config())
+    model = load_model(
+        config.model,
+        dtype=dtype.dtype,
+        device=device,
+        attention=attention.implementation,
+        trust_remote_code=config.trust_remote_code,
+        is_narrow=True,
+    )
+    alone = one_sample_reasons(model, longest)
+    decisions = [
+        ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        ("attention", attention.name, attention.reason),
+        *(("packing", "one sample at a time", reason) for reason in alone),
+    ]
+    return _Loaded(Scorer(model).eval(), dtype.dtype, bool(alone), decisions)
+
+
+def _said(
+    config: Teach, teacher: _Loaded, data: Dataset, num_ids: int
+) -> Iterator[tuple[Sample, Top]]:
+    """Every sample and what the teacher says of it, in the order of the data."""
+    policy = ALONE if teacher.is_alone else PackPolicy()
+    groups = list(_groups(data, 1 if teacher.is_alone else config.tokens_per_microbatch))
+    console = Console(stderr=True)
+    shown = track(
+        groups, "teaching", console=console, transient=True, disable=not console.is_terminal
+    )
+    for group in shown:
+        samples = data[group.start : group.stop]
+        packed = pack(samples, policy)
+        with torch.no_grad(), compute_context(teacher.dtype, teacher.scorer.device):
+            moved, hidden_TD = teacher.scorer.hidden(packed)
+            hidden_ND = hidden_TD.index_select(0, moved.predictor_N)
+            listed = likeliest(hidden_ND, head(teacher.scorer.model), config.top, num_ids)
+        ids_Nk, logp_Nk = (it.cpu().numpy() for it in listed)
+        rows = {name: row for row, name in enumerate(packed.sample_ids)}
+        for sample in samples:
+            own_N = (packed.row_N == rows[sample.id]).numpy()
+            yield sample, Top(ids_Nk[own_N], logp_Nk[own_N])
+
+
+def _groups(data: Dataset, most: int) -> Iterator[range]:
+    """Neighbouring samples of at most so many tokens; one that is longer is a group of its own."""
+    start, tokens = 0, 0
+    for index, length in enumerate(data.lengths.tolist()):
+        if tokens + length > most and index > start:
+            yield range(start, index)
+            start, tokens = index, 0
+        tokens += length
+    yield range(start, len(data))

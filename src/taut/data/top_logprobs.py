@@ -1,0 +1,201 @@
+"""What a teacher said once of a data set: its likeliest tokens at each target, in a JSONL file (of ``taut teach``).
+
+A line is a sample, in the order of the data set, and says by itself what it is about:
+
+    {"id": "train.jsonl:17",                        for people
+     "ids": [151, 20, 7, 9],                        all tokens of the sample
+     "targets": [2, 3],                             positions in ids of what is predicted: 7 and 9
+     "top_ids": [[7, 12], [9, 4]],                  k tokens for each target, those that may stand in its place
+     "top_logprobs": [[-0.1, -3.2], [-0.7, -0.9]]}  what the teacher gives each, T = 1, among all its tokens
+
+Read, it is the streams ``top_ids`` and ``top_logp`` [N, k] of each sample. Nothing is matched by text: ids and targets
+have to be the data set's own, or the file is refused at the first line where they are not. It is kept in memory, 8
+bytes for a token and its log-probability.
+
+May import what data may. ``commands/teach.py`` writes the file, ``run`` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taut import durable
+from taut.data.dataset import Dataset
+from taut.data.strict_json import read_json
+from taut.errors import DataError
+from taut.types import TOP_IDS, TOP_LOGP, FloatArray, IntArray, Sample
+
+KEYS = ("ids", "targets", "top_ids", "top_logprobs")
+DECIMALS = 6
+"""Of the log-probabilities that are written: finer than float32 has them."""
+MOST_MASS = 1.001
+"""What the probabilities of one target may sum to: rounding included, also that of 16 bits."""
+REMEDY = "make the file anew with taut teach, from this data, tokenizer and template"
+
+
+class Top(NamedTuple):
+    """What a teacher said of some targets."""
+
+    ids_Nk: NDArray[np.integer[Any]]
+    logp_Nk: NDArray[np.floating[Any]]
+
+
+class TopLogprobs(NamedTuple):
+    """What a file says of a whole data set."""
+
+    every: Top
+    offsets: IntArray
+    """Where each sample's targets begin, and one more."""
+    digest: str
+    """The file's SHA-256."""
+
+    @property
+    def num(self) -> int:
+        """How many tokens are listed for each target."""
+        return int(self.every.ids_Nk.shape[1])
+
+    def of(self, index: int) -> Top:
+        """What it says of one sample."""
+        own = slice(*self.offsets[index : index + 2])
+        return Top(self.every.ids_Nk[own], self.every.logp_Nk[own])
+
+
+class WithTeacher(Dataset):
+    """A data set whose samples have what a teacher said of them."""
+
+    def __init__(self, data: Dataset, said: TopLogprobs) -> None:
+        super().__init__(data.parts, data.report.decisions, data.report.is_cached)
+        self.said = said
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return super().__getitem__(index)
+        top = self.said.of(range(len(self))[index])
+        streams = {TOP_IDS: top.ids_Nk.astype(float), TOP_LOGP: top.logp_Nk.astype(float)}
+        return replace(super().__getitem__(index), streams=streams)
+
+
+def line_of(sample: Sample, top: Top) -> str:
+    """A sample and what was said of it, as a line of the file."""
+    record = {
+        "id": sample.id,
+        "ids": sample.ids_T.tolist(),
+        "targets": sample.target_at_N.tolist(),
+        "top_ids": top.ids_Nk.tolist(),
+        "top_logprobs": np.round(top.logp_Nk.astype(float), DECIMALS).tolist(),
+    }
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def read_top_logprobs(path: Path, data: Dataset, num_rows: int) -> TopLogprobs:
+    """The file of a data set, whose ids are below ``num_rows``. Raises DataError that names the line."""
+    ids: list[NDArray[np.int32]] = []
+    logps: list[NDArray[np.float32]] = []
+    expected = (data[index] for index in range(len(data)))
+    for number, (text, sample) in enumerate(zip_longest(_lines(path), expected), start=1):
+        if text is None or sample is None:
+            found = "fewer" if text is None else "more"
+            raise DataError(
+                f"{path} has {found} lines than the data set has samples ({len(data):,}); expected one each; {REMEDY}"
+            )
+        top = _top_of(text, sample, f"{path}:{number}")
+        _require_sound(top, num_rows, f"{path}:{number}")
+        if ids and ids[0].shape[1] != top.ids_Nk.shape[1]:
+            raise DataError(
+                f"{path}:{number}: has {top.ids_Nk.shape[1]} tokens a target, and line 1 has {ids[0].shape[1]}; "
+                f"expected equally many; {REMEDY}"
+            )
+        ids.append(top.ids_Nk.astype(np.int32))
+        logps.append(top.logp_Nk.astype(np.float32))
+    offsets = np.cumsum([0, *map(len, ids)])
+    every = Top(np.concatenate(ids), np.concatenate(logps))
+    return TopLogprobs(every, offsets, durable.digest(path))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; expected a JSONL file of taut teach"
+        ) from error
+
+
+def _top_of(text: str, sample: Sample, place: str) -> Top:
+    """The arrays of a line that is about ``sample``."""
+    try:
+        record = read_json(text)
+    except ValueError as error:
+        raise DataError(
+            f"{place}: is no JSON ({error}); expected a line of taut teach; {REMEDY}"
+        ) from error
+    if not isinstance(record, dict) or set(record) - {"id"} != set(KEYS):
+        has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(
+            f"{place}: has {has[:80]}; expected {', '.join(KEYS)} and, for people, id; {REMEDY}"
+        )
+    own: Sequence[tuple[str, IntArray]] = (("ids", sample.ids_T), ("targets", sample.target_at_N))
+    for key, wanted in own:
+        found = _array(record[key], "i", (wanted.size,), f"{place}: {key}")
+        if (found != wanted).any():
+            at = int((found != wanted).argmax())
+            raise DataError(
+                f"{place}: {key}[{at}] is {found[at]}, and {sample.id} has {wanted[at]} there; expected the data set's "
+                f"own; {REMEDY}"
+            )
+    ids = _array(record["top_ids"], "i", (sample.num_targets, None), f"{place}: top_ids")
+    logp = _array(record["top_logprobs"], "fi", ids.shape, f"{place}: top_logprobs")
+    return Top(ids, logp)
+
+
+def _array(value: Any, kinds: str, shape: tuple[int | None, ...], place: str) -> NDArray[Any]:
+    """A list of numbers of this shape; None: any size but 0."""
+    try:
+        found = np.array(value)
+    except ValueError:
+        found = np.empty(0, dtype=object)  # ragged
+    is_shaped = len(found.shape) == len(shape) and all(
+        size == wanted if wanted is not None else size
+        for size, wanted in zip(found.shape, shape, strict=True)
+    )
+    if found.dtype.kind not in kinds or not is_shaped:
+        sizes = " x ".join("k" if wanted is None else str(wanted) for wanted in shape)
+        raise DataError(
+            f"{place} is not {sizes} {'numbers' if 'f' in kinds else 'whole numbers'} (found "
+            f"{' x '.join(map(str, found.shape)) or 'one'}); expected what the data set's sample has; {REMEDY}"
+        )
+    return found
+
+
+def _require_sound(top: Top, num_rows: int, place: str) -> None:
+    """Ids that there are, each once; log-probabilities that are some."""
+    ids, logp = top
+    if ids.min() < 0 or ids.max() >= num_rows:
+        beyond = ids.min() if ids.min() < 0 else ids.max()
+        raise DataError(
+            f"{place}: top_ids has {beyond}, and the model has {num_rows:,} rows; expected its ids; {REMEDY}"
+        )
+    if not np.diff(np.sort(ids, axis=1), axis=1).all():
+        raise DataError(
+            f"{place}: top_ids has a token twice for one target; expected each once; {REMEDY}"
+        )
+    mass: FloatArray = np.exp(logp.astype(float)).sum(axis=1)
+    if mass.max() > MOST_MASS:
+        at = int(mass.argmax())
+        raise DataError(
+            f"{place}: the probabilities of top_logprobs[{at}] sum to {mass[at]:.4g}; expected natural logarithms that "
+            f"sum to at most 1; {REMEDY}"
+        )
