@@ -105,7 +105,9 @@ def _after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> 
         )
     found = []
     for sample, ids in zip(samples, lists, strict=True):
-        first = min(start, len(ids) - 1)  # equal texts: what to do with them is not decided here
+        first = max(
+            min(start, len(ids) - 1), 1
+        )  # equal texts: what to do with them is not decided here
         renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
         at = np.arange(first, len(ids))
         found.append(replace(sample, target_at_N=at, weight_N=np.ones(at.size)))
@@ -128,6 +130,11 @@ def _with_reads(row: Stepwise, sample: Sample, renderer: Renderer) -> Sample:
     begins = [begin for begin, _ in row.steps[1:]]
     for number, (_, end) in enumerate(row.steps):
         is_last = (holders[:, 0] < start + end) & (start + end <= holders[:, 1])
+        if not is_last.any():
+            raise RenderError(
+                f"{row.place}: no token holds the end of completions[{number}]; expected text that the tokenizer takes "
+                "whole; correct the step"
+            )
         found = int(np.flatnonzero(is_last)[-1])
         token = int(numbers[found])
         if number < len(begins) and holders[found, 1] > start + begins[number]:
@@ -154,8 +161,8 @@ def _fit_compared(
         return kept, incidents
     if incidents:
         first = incidents[0]
-        number = first.place.rpartition("#")[2]
-        reason = f"{fault} once answer {number} was {first.kind} ({first.reason})"
+        number = f"answer {first.place.rpartition('#')[2]}"
+        reason = f"{fault}: {number} was {first.kind} ({first.reason})"
     elif limits.without_targets == "error":
         raise DataError(
             f"{row.place}: {fault}; expected two answers of which one is better; correct the row or remove it, or set "
@@ -170,6 +177,8 @@ def _fit_compared(
 def _fault(row: Answers, kept: Sequence[Sample]) -> str | None:
     """Why nothing can be learned of these answers together."""
     judgement = next(iter(row.values))
+    if row.is_compared and len(kept) < 2:
+        return "one answer is left" if kept else "no answer is left"
     if row.is_compared and len({sample.values[judgement] for sample in kept}) < 2:
         return "no answer is better than another"
     for left, right in combinations(kept, 2):

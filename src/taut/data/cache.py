@@ -9,7 +9,12 @@ on.
                   part.npy            int32 [S]     which sample of that row; 0: the only one
                   meta.json           rows read, incidents, and the SHA-256 of each array
 
-and others where samples have more to say (``tokenise.py``): float64, but for what names places, int64.
+and, where answers are judged,
+
+                  value.NAME.npy      float64 [S]   what is said of each sample
+                  read_at.npy         int32 [R]     positions inside the sample where a scalar head is read
+                  read_offsets.npy    int64 [S+1]
+                  read_value.NAME.npy float64 [R]   what is said of each
 
 An entry is written beside and renamed, so it is there whole or not at all; when read, every array
 is checked against its hash, and an entry that fails is reported and made anew, never used. Does not
@@ -84,7 +89,7 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         return None, "not in the cache"
     try:
         meta = json.loads((entry / "meta.json").read_text())
-        names = [*ARRAYS, *sorted(meta["sha256"].keys() - ARRAYS.keys())]
+        names = [*ARRAYS, *sorted(set(meta["sha256"]) - set(ARRAYS))]
         for name in names:
             if durable.digest(entry / f"{name}.npy") != meta["sha256"][name]:
                 return None, f"the cached {name} is damaged"

@@ -63,11 +63,13 @@ CHOSEN_SCORES, REJECTED_SCORES = (
     ("rejected_score", "score_rejected"),
 )
 ANSWER_LISTS, GRADES = ("answers", "responses", "completions"), ("scores", "ranks")
-_PAIR = ("chosen", "rejected")
+PROMPTS = {"completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction"}
+"""The column of a preference's prompt, by format; the other formats have none."""
+PAIR = ("chosen", "rejected")
 JUDGED_NAMES: dict[Kind, tuple[str, ...]] = {
     "sft": (),
-    "preference": (*_PAIR, "margin", *CHOSEN_SCORES, *REJECTED_SCORES, *ANSWER_LISTS, *GRADES),
-    "unpaired": ("label", *_PAIR),
+    "preference": (*PAIR, "margin", *CHOSEN_SCORES, *REJECTED_SCORES, *ANSWER_LISTS, *GRADES),
+    "unpaired": ("label", *PAIR),
     "scored": ("score",),
     "stepwise": ("completions", "labels"),
 }
@@ -119,6 +121,7 @@ class Recognised(NamedTuple):
     """How a record would be read."""
 
     format: str
+    """Where the row is one of SFT but for its judgement, that row's; else the kind of data."""
     unread: Mapping[str, Any]
     """The columns that are passed over, by taut's names, without those that data.ignore_keys names."""
 
@@ -126,8 +129,15 @@ class Recognised(NamedTuple):
 def recognise(record: object, place: str, columns: Columns) -> Recognised:
     """Which format a record has, and what of it is not read. Its values are not looked at."""
     named = renamed(record, place, columns)
+    judged = {*JUDGED_NAMES[columns.kind], *columns.ignore_keys}
+    is_row = columns.kind in ("sft", "scored") or (columns.kind == "unpaired" and "label" in named)
+    if not is_row:
+        read = {*judged, *PROMPTS.values(), *OPTIONAL}
+        return Recognised(
+            columns.kind, {name: it for name, it in named.items() if name not in read}
+        )
     chosen = _recognise(named, place, columns, REQUIRED)
-    read = {*REQUIRED[chosen], *READS[chosen], *columns.ignore_keys}
+    read = {*REQUIRED[chosen], *READS[chosen], *judged}
     if chosen == "completion" and isinstance(named["prompt"], str):
         read.discard("tools")
     return Recognised(chosen, {name: it for name, it in named.items() if name not in read})

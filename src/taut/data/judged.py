@@ -4,12 +4,13 @@
                  ``chosen`` and ``rejected`` whose difference it then is
     unpaired     a row as SFT takes it, and label; or a pair, of which chosen is good and rejected is not
     scored       a row as SFT takes it, and score
-    stepwise     prompt, completions (the steps), labels
+    stepwise     a prompt; completions (the steps) and labels
 
-The prompt of a preference is ``prompt`` (text or messages), ``conversations``, ``instruction`` with what alpaca has
-beside it, or not there: then the answers are whole conversations, or whole texts, and what they have in common is the
-prompt. Answers to messages are messages, one message, or the text of one. Every value is checked, and an error names
-file and line, as in ``columns.py``, on which this builds. Columns in ``data.ignore_keys`` are not looked at.
+The prompt of a preference, or of steps, is ``prompt`` (text or messages), ``conversations``, or ``instruction`` with
+what alpaca has beside it. A preference may have none: then the answers are whole conversations, or whole texts, and
+what they have in common is the prompt. Answers to messages are messages, one message, or the text of one. Every value
+is checked, and an error names file and line, as in ``columns.py``, on which this builds. Columns in
+``data.ignore_keys`` are not looked at.
 
 Does not tokenise (``answers.py``), and does not judge: equal answers are found where their ids are known. Imported by
 ``dataset.py`` and ``attempts.py``.
@@ -26,6 +27,8 @@ from taut.data.columns import (
     ANSWER_LISTS,
     CHOSEN_SCORES,
     GRADES,
+    PAIR,
+    PROMPTS,
     REJECTED_SCORES,
     Columns,
     after_system,
@@ -51,10 +54,6 @@ from taut.data.formats import (
 )
 from taut.data.preferences import Answers, AnyRow, Stepwise
 from taut.errors import DataError
-
-PROMPTS = {"completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction"}
-"""The column of a preference's prompt, by format; the other formats have none."""
-PAIR = ("chosen", "rejected")
 
 
 class _Prompt(NamedTuple):
@@ -88,16 +87,16 @@ def _read_preference(named: dict[str, Any], place: str, columns: Columns) -> Ans
         )
     if is_pair:
         given = {name: named[name] for name in PAIR}
-        values = {"preference": (1.0, 0.0), "margin": (_margin(named, place), 0.0)}
+        values = {"preference": (1.0, 0.0), "margin": (_margin(named, place, columns), 0.0)}
     elif lists or grades:
-        given, values = _read_list(named, place, lists, grades)
+        given, values = _read_list(named, place, columns, lists, grades)
     else:
         raise _without(named, place, columns, "chosen and rejected, or answers and scores", PAIR)
     return Answers(place, _read_answers(named, place, columns, given), values)
 
 
 def _read_list(
-    named: dict[str, Any], place: str, lists: Sequence[str], grades: Sequence[str]
+    named: dict[str, Any], place: str, columns: Columns, lists: Sequence[str], grades: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
     """A list of answers, and what they are worth. Ranks begin with the best; of scores the highest is."""
     for found, wanted in ((lists, ANSWER_LISTS), (grades, GRADES)):
@@ -105,7 +104,7 @@ def _read_list(
             names = ", ".join(wanted)
             has = " and ".join(found) or f"none of {names}"
             raise DataError(
-                f"{place}: the row has {has}; expected one of {names}; set data.columns"
+                f"{place}: the row has {has}; expected one of {names}; set {columns.prefix}columns"
             )
     answers = read_list(named[lists[0]], f"{place}: {lists[0]}")
     marks = read_list(named[grades[0]], f"{place}: {grades[0]}")
@@ -121,7 +120,7 @@ def _read_list(
     return given, {"preference": worth, "margin": worth}
 
 
-def _margin(named: Mapping[str, Any], place: str) -> float:
+def _margin(named: Mapping[str, Any], place: str, columns: Columns) -> float:
     """By how much the chosen answer is better: the margin, else the difference of the scores, else 0."""
     if "margin" in named:
         return read_number(named["margin"], f"{place}: margin")
@@ -130,7 +129,8 @@ def _margin(named: Mapping[str, Any], place: str) -> float:
         found = [name for name in names if name in named]
         if len(found) > 1:
             raise DataError(
-                f"{place}: the row has {' and '.join(found)}; expected one of them; name the other in data.ignore_keys"
+                f"{place}: the row has {' and '.join(found)}; expected one of them; name the other in "
+                f"{columns.prefix}ignore_keys"
             )
         scores += [read_number(named[name], f"{place}: {name}") for name in found]
     return scores[0] - scores[1] if len(scores) == 2 else 0.0
@@ -170,8 +170,10 @@ def _judged_row(named: dict[str, Any], place: str, columns: Columns) -> Row:
 
 
 def _read_stepwise(named: dict[str, Any], place: str, columns: Columns) -> Stepwise:
-    missing = [name for name in ("prompt", "completions", "labels") if name not in named]
-    if missing:
+    missing = [name for name in ("completions", "labels") if name not in named]
+    prompt = _Prompt("") if missing else _prompt(named, place, columns)
+    if not prompt.column:
+        missing = [*missing, "prompt"]
         raise _without(named, place, columns, "prompt, completions and labels", missing)
     items = read_list(named["completions"], f"{place}: completions")
     steps = tuple(read_text(item, f"{place}: completions[{i}]") for i, item in enumerate(items))
@@ -182,16 +184,13 @@ def _read_stepwise(named: dict[str, Any], place: str, columns: Columns) -> Stepw
             f"{place}: completions has {len(steps)} steps and labels has {len(labels)}; expected one label a step, and "
             "at least one"
         )
-    prompt = _prompt(named, place, replace(columns, format="completion"))
     if prompt.text is None:
         joined, spans = _join(steps, "", columns.step_separator)
         answer: Row = _after(prompt, joined, "completions", named, place, columns)
     else:
-        _refuse_beside_text(named, place)
-        is_apart = prompt.text.endswith(columns.step_separator)
-        joined, spans = _join(
-            steps, "" if is_apart else columns.step_separator, columns.step_separator
-        )
+        _refuse_beside_text(named, place, columns)
+        gap = "" if prompt.text.endswith(columns.step_separator) else columns.step_separator
+        joined, spans = _join(steps, gap, columns.step_separator)
         answer = Completion(place, prompt.text, joined)
     return Stepwise(place, answer, spans, labels)
 
@@ -256,7 +255,7 @@ def _read_answers(
     if prompt.turns is not None:
         rows = [_after(prompt, it, name, named, place, columns) for name, it in given.items()]
     elif all(isinstance(value, str) for value in given.values()) and columns.format != "messages":
-        rows = list(_texts(prompt.text, named, place, given))
+        rows = list(_texts(prompt.text, named, place, columns, given))
     elif all(isinstance(value, list) for value in given.values()) and columns.format != "text":
         rows = list(_whole_conversations(prompt.text, named, place, columns, given))
     else:
@@ -266,22 +265,26 @@ def _read_answers(
 
 
 def _texts(
-    prompt: str | None, named: dict[str, Any], place: str, given: Mapping[str, Any]
+    prompt: str | None,
+    named: dict[str, Any],
+    place: str,
+    columns: Columns,
+    given: Mapping[str, Any],
 ) -> list[Completion] | list[Document]:
     """Answers to a text, or whole texts."""
-    _refuse_beside_text(named, place)
+    _refuse_beside_text(named, place, columns)
     texts = [read_text(value, f"{place}: {name}") for name, value in given.items()]
     if prompt is None:
         return [Document(place, text) for text in texts]
     return [Completion(place, prompt, text) for text in texts]
 
 
-def _refuse_beside_text(named: Mapping[str, Any], place: str) -> None:
+def _refuse_beside_text(named: Mapping[str, Any], place: str, columns: Columns) -> None:
     for name in ("system", "tools"):
         if named.get(name):
             raise DataError(
                 f"{place}: {name} is there beside plain texts, which have no chat template; expected messages; give "
-                f"the prompt as messages, or as instruction, or name {name} in data.ignore_keys"
+                f"the prompt as messages, or as instruction, or name {name} in {columns.prefix}ignore_keys"
             )
 
 

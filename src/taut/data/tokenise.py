@@ -1,8 +1,6 @@
 """A source's rows on their way to flat arrays: read, rendered, fitted, laid one after another.
 
-Nothing is written (``cache.py``). The arrays beside the cache's own are there where samples have what they hold: a
-``value.NAME`` for each of a sample's values, and ``read_at``, ``read_offsets`` and a ``read_value.NAME`` for places to
-read; ``sample_at`` is the way back. Imported by ``dataset.py``.
+``cache.py`` says which arrays those are, and writes them; ``sample_at`` is the way back. Imported by ``dataset.py``.
 """
 
 from __future__ import annotations
@@ -125,7 +123,7 @@ def sample_at(arrays: Mapping[str, NDArray[Any]], index: int, name: str) -> Samp
         sample,
         read_at_R=arrays["read_at"][first:last].astype(np.int64),
         read_values={
-            key.removeprefix(READ_VALUE): np.asarray(array[first:last], dtype=np.float64)
+            key.removeprefix(READ_VALUE): array[first:last].astype(np.float64)
             for key, array in arrays.items()
             if key.startswith(READ_VALUE)
         },
