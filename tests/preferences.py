@@ -166,3 +166,22 @@ def random_scores(packed: Packed, scale: float = 1.0, seed: int = 0) -> Scores:
         scalars.append(torch.randn(num_reads, generator=random, dtype=torch.float64))
     logp_N = torch.cat(drawn) * scale - 3
     return Scores(-logp_N.abs(), entropy_N=logp_N.abs(), scalar_R=torch.cat(scalars) * scale)
+
+
+def plain_pairs(lengths: Sequence[tuple[int, int]]) -> Packed:
+    """Pairs whose answers have so many targets, of weight 1; rows and targets in this order, the better one first."""
+    samples = [
+        replace(
+            answer(f"{number}.{better}", [1, 2], [3 + better] * length, number, preference=better),
+            weight_N=np.ones(length),
+        )
+        for number, pair in enumerate(lengths)
+        for better, length in zip((1, 0), pair, strict=True)
+    ]
+    return pack(samples, ALONE)
+
+
+def with_values(packed: Packed, ref_logp_N: Tensor | None = None, **values: Tensor) -> Packed:
+    """The same with another reference and other values of its samples."""
+    streams = dict(packed.streams) if ref_logp_N is None else {"ref_logp_N": ref_logp_N}
+    return replace(packed, streams=streams, values={**packed.values, **values})
