@@ -66,6 +66,40 @@ ROWS: list[dict[str, Any]] = [
 ]
 """One or more of each shape that a row may have, and one that SFT does not take."""
 
+_CHOICE = {"chosen": SIMPLE["messages"][1:], "rejected": {"role": "assistant", "content": "6"}}
+_STEPS = {"completions": ["Take 2.", "Add 3."], "labels": [True, 0.5]}
+JUDGED: dict[str, list[dict[str, Any]]] = {
+    "preference": [
+        {"prompt": SIMPLE["messages"][:1], **_CHOICE, "margin": 0.5},
+        {"prompt": "2 plus 3 is", "chosen": " 5.", "rejected": " 6.", "score_chosen": 2},
+        {"chosen": "2 plus 3 is 5.", "rejected": "2 plus 3 is 6."},
+        {"chosen": SIMPLE["messages"], "rejected": [SIMPLE["messages"][0], _CHOICE["rejected"]]},
+        {"instruction": "Add.", "input": "2 3", "chosen": "5", "rejected": "6"},
+        {
+            "conversations": [{"from": "human", "value": "Thank you!"}],
+            "chosen": {"from": "gpt", "value": "You are welcome."},
+            "rejected": {"from": "gpt", "value": "Once."},
+            "system": "Answer.",
+        },
+        {"prompt": SIMPLE["messages"][:1], "answers": ["5", "6", "7"], "scores": [1, 0.5, -2]},
+        {"prompt": "2 plus 3 is", "responses": [" 5.", " 6."], "ranks": [1, 2]},
+    ],
+    "unpaired": [
+        {**SIMPLE, "label": True},
+        {"prompt": "2 plus 3 is", "completion": " 6.", "label": False},
+        {"prompt": SIMPLE["messages"][:1], **_CHOICE},
+    ],
+    "scored": [
+        {**SIMPLE, "score": 1},
+        {"prompt": "2 plus 3 is", "completion": " 6.", "score": -0.5},
+    ],
+    "stepwise": [
+        {"prompt": SIMPLE["messages"][:1], **_STEPS},
+        {"prompt": "Add 2 and 3.", **_STEPS},
+    ],
+}
+"""The shapes of rows whose answers are judged."""
+
 FLAT: list[dict[str, str]] = [
     {"prompt": "2 plus 3 is", "completion": " 5."},
     {"instruction": "Add.", "input": "2, 3", "output": "5"},

@@ -27,13 +27,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from tests.chats import QUIET, chats, words_of, write_rows
-from tests.malformed import FLAT, ROWS, SIMPLE, TEXT, TOML, spoil_bytes, spoil_value
+from tests.malformed import FLAT, JUDGED, ROWS, SIMPLE, TEXT, TOML, spoil_bytes, spoil_value
 from tests.tokenizers import tiny_tokenizer
 
 from taut.cli import COMMANDS, config_class, main
 from taut.config import describe, load
 from taut.data.columns import Columns
 from taut.data.dataset import DataConfig, load_dataset
+from taut.data.preferences import Kind
 from taut.data.prompts import load_prompts
 from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
@@ -61,10 +62,10 @@ def renderer(template: str | None) -> Renderer:
     return plain.stopping_at(derive_stop_set(plain).ids)
 
 
-def load_rows(path: Path, template: str | None) -> None:
+def load_rows(path: Path, template: str | None, kind: Kind = "sft") -> None:
     """As a run does; then every sample is looked at."""
     config = DataConfig(train=str(path), cache=str(path.parent / "cache"))
-    data = load_dataset(config, "train", renderer(template), 512)
+    data = load_dataset(config, "train", renderer(template), 512, kind=kind)
     assert len(data) == len([sample.ids_T for sample in data]) > 0
     shutil.rmtree(path.parent / "cache")
 
@@ -88,6 +89,15 @@ def jsonl(draw: Random, place: Path) -> Case:
     path = place / "a.jsonl"
     path.write_bytes(b"\n".join(lines))
     return Case(partial(load_rows, path, template), rf"a\.jsonl:{number}\b")
+
+
+def judged(draw: Random, place: Path, kind: Kind) -> Case:
+    rows: list[Any] = [draw.choice(JUDGED[kind]) for _ in range(3)]
+    number = draw.randrange(1, 4)
+    rows[number - 1] = spoil_value(draw, rows[number - 1])
+    path = write_rows(place / "a.jsonl", rows)
+    template = draw.choice(["chatml", "qwen3", "llama3"])
+    return Case(partial(load_rows, path, template, kind), rf"a\.jsonl:{number}\b")
 
 
 def one_json(draw: Random, place: Path) -> Case:
@@ -280,7 +290,11 @@ MODEL: list[Path] = []
 """The tiny model of the session."""
 
 LOADERS: dict[str, tuple[int, Callable[[Random, Path], Case]]] = {
-    "jsonl": (500, jsonl),
+    "jsonl": (380, jsonl),
+    "preference": (60, partial(judged, kind="preference")),
+    "unpaired": (20, partial(judged, kind="unpaired")),
+    "scored": (20, partial(judged, kind="scored")),
+    "stepwise": (20, partial(judged, kind="stepwise")),
     "json": (150, one_json),
     "csv": (150, partial(separated, suffix="csv")),
     "tsv": (50, partial(separated, suffix="tsv")),
