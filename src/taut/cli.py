@@ -94,6 +94,19 @@ COMMANDS = {
         "taut.api:train",
         "taut.training:CpoRun",
     ),
+    "distill": Command(
+        "[RUN.toml] [key=value ...]",
+        "train on what a teacher says of your data",
+        "taut.api:train",
+        "taut.training:DistillRun",
+    ),
+    "teach": Command(
+        "MODEL data.train=FILE out=FILE",
+        "write down once what a teacher says, for distill",
+        "taut.commands.teach:run",
+        "taut.commands.teach:Teach",
+        ("model",),
+    ),
     "show": Command(
         "[RUN.toml] [key=value ...]",
         "print the resolved configuration, and which tokens are targets",
@@ -107,6 +120,7 @@ COMMANDS = {
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
         is_raw=True,
+        has_method=True,
     ),
     "plan": Command(
         "[RUN.toml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
@@ -270,8 +284,10 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         result = call(overrides)
     else:
         cls = config_class(command)
-        sorted_words = sort_words(words, switches(cls), command.alone, command.many)
-        if command.has_method:
+        classes = _named("taut.training:METHODS").values() if command.has_method else [cls]
+        known = switches(cls).union(*map(switches, classes))
+        sorted_words = sort_words(words, known, command.alone, command.many)
+        if command.has_method and not command.is_raw:
             cls = _named("taut.training:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":

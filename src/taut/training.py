@@ -3,6 +3,7 @@
     taut sft        Run               taut reward     RewardRun
     taut dpo        DpoRun            taut kto        KtoRun
     taut orpo       OrpoRun           taut simpo      SimpoRun          taut cpo     CpoRun
+    taut distill    DistillRun
 
 A new method is a configclass and a loss (taut/methods, taut/losses), a class here, and a line in ``METHODS``.
 
@@ -17,6 +18,8 @@ from typing import ClassVar
 
 from taut.config import configclass, read_toml
 from taut.errors import ConfigError
+from taut.losses.unpaired import Unpaired
+from taut.methods.distill import DistillConfig
 from taut.methods.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from taut.methods.reference import STREAM, ReferenceConfig
 from taut.methods.reward import RewardConfig
@@ -78,7 +81,8 @@ class KtoRun(Comparing):
     @property
     def objective(self) -> Objective:
         loss = self.kto.make_loss()
-        return Objective(loss, "unpaired", is_mismatched=loss.observes, reference=self.reference)
+        is_mismatched = isinstance(loss, Unpaired) and loss.mismatched
+        return Objective(loss, "unpaired", is_mismatched=is_mismatched, reference=self.reference)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,6 +156,24 @@ class RewardRun(Comparing):
         )
 
 
+@configclass
+class DistillRun(Run):
+    """A run of ``taut distill``."""
+
+    METHOD: ClassVar[Method] = "distill"
+
+    method: Method = "distill"
+    distill: DistillConfig = DistillConfig()
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.distill.make_loss(), teacher=self.distill)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.distill.require_teacher(self.model, has_eval=bool(self.data.eval))
+
+
 METHODS: dict[Method, type[Run]] = {
     "sft": Run,
     "reward": RewardRun,
@@ -160,6 +182,7 @@ METHODS: dict[Method, type[Run]] = {
     "orpo": OrpoRun,
     "simpo": SimpoRun,
     "cpo": CpoRun,
+    "distill": DistillRun,
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from taut.checks import CHECKS
 from taut.config import Row, describe
 from taut.run import Run
+from taut.training import METHODS
 
 ROOT = Path(__file__).parents[2]
 CONFIG_PAGE = ROOT / "docs" / "config.md"
@@ -39,6 +40,13 @@ samples_per_step = 32
 The value of a setting is TOML (`1e-4`, `true`, `["a", "b"]`); anything else is text. `none` unsets a key that may be
 none. Paths are relative to the directory taut is started in. A key that does not exist, a value of another kind and a
 key given twice are errors.
+
+These keys are those of every command that trains; what only some of them take is at the end. A file that says
+`method = "dpo"` tells `taut show`, `taut check` and `taut plan` whose run it is.
+"""
+
+OTHERS = """
+# Of some methods
 """
 
 
@@ -47,7 +55,22 @@ def config_page() -> str:
     tables: dict[str, list[Row]] = {}
     for row in describe(Run):
         tables.setdefault(row.key.rpartition(".")[0], []).append(row)
-    return INTRODUCTION + "".join(_table(name or "The run", rows) for name, rows in tables.items())
+    common = "".join(_table(name or "The run", rows) for name, rows in tables.items())
+    return INTRODUCTION + common + OTHERS + "".join(_sections())
+
+
+def _sections() -> Iterator[str]:
+    """The tables that are not of every run, each with the commands that take it."""
+    common = {row.key for row in describe(Run)}
+    found: dict[str, list[Row]] = {}
+    takers: dict[str, list[str]] = {}
+    for method, cls in METHODS.items():
+        own = [row for row in describe(cls) if row.key not in common]
+        for name in dict.fromkeys(row.key.partition(".")[0] for row in own):
+            found[name] = [row for row in own if row.key.partition(".")[0] == name]
+            takers.setdefault(name, []).append(f"`taut {method}`")
+    for name, rows in found.items():
+        yield _table(f"{name}: {', '.join(takers[name])}", rows)
 
 
 def check_page() -> str:

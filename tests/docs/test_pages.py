@@ -14,6 +14,7 @@ from tests.docs.pages import CHECK_PAGE, CONFIG_PAGE, ROOT, check_page, config_p
 from taut.cli import COMMANDS, config_class, sort_words, switches
 from taut.config import load
 from taut.run import Run
+from taut.training import class_of
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -72,6 +73,9 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     if "--help" in given or called.config is None:
         return
     cls = config_class(called)
+    named = [word for word in given if word.removeprefix("--").startswith("method=")]
+    if called.has_method and not called.is_raw:
+        cls = class_of(None, [word.removeprefix("--") for word in named])
     path, overrides = sort_words(given, switches(cls), called.alone)
     if any(word.startswith("recipe=") for word in overrides):
         return
@@ -94,7 +98,7 @@ def test_every_example_parses(path: Path) -> None:
     missing = [f"{key}=x" for key in ("model", "out") if key not in given]
     if "train" not in given.get("data", {}):
         missing.append("data.train=x")
-    assert isinstance(load(Run, path, missing), Run)
+    assert isinstance(load(class_of(path), path, missing), Run)
 
 
 def test_the_configuration_page_is_current() -> None:
