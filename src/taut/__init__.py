@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from taut.commands.generate import Generate, Generated
     from taut.commands.merge import Merge, Merged
     from taut.commands.runs import RunState
+    from taut.commands.teach import Taught, Teach
     from taut.commands.verify import Finding, Verify
     from taut.run import Run
 
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "check",
     "cpo",
+    "distill",
     "dpo",
     "evaluate",
     "export",
@@ -75,6 +77,7 @@ __all__ = [
     "sft",
     "show",
     "simpo",
+    "teach",
     "verify",
 ]
 
@@ -112,6 +115,11 @@ def simpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Resul
 def cpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
     """Contrastive preference optimisation: preferences without a reference, and good answers."""
     return _train("cpo", run, keys)
+
+
+def distill(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Distillation on fixed data: what a teacher says of it."""
+    return _train("distill", run, keys)
 
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
@@ -166,6 +174,13 @@ def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -
     from taut.commands import verify as command
 
     return command.verify(_configure(command.Verify, config, keys))
+
+
+def teach(config: Teach | str | PathLike[str] | None = None, /, **keys: Any) -> Taught:
+    """A file of what a teacher says of a data set, for ``distill``."""
+    from taut.commands import teach as command
+
+    return command.teach(_configure(command.Teach, config, keys))
 
 
 def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> Merged:

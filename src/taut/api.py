@@ -112,8 +112,11 @@ def _inputs(run: Run) -> list[str]:
     asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
     files = map(str, files_of(run.eval.answers.rewards))
     reference = run.objective.reference
-    others = [path for path in (reference.model, reference.file) if path] if reference else []
-    return [run.model, *adapter, *others, *input_paths(run.data), *input_paths(asked), *files]
+    others = [reference.model, reference.file] if reference else []
+    if (teacher := run.objective.teacher) is not None:
+        others += [teacher.teacher, teacher.top_logprobs, teacher.eval_top_logprobs]
+    named = [path for path in others if path]
+    return [run.model, *adapter, *named, *input_paths(run.data), *input_paths(asked), *files]
 
 
 def _stop_check(built: Built) -> StopCheck:

@@ -25,6 +25,7 @@ from taut.data.plan import START, Budget, CostModel, Cursor, Order
 from taut.errors import ModelError
 from taut.loop import Job, Role
 from taut.memory import build_fit
+from taut.methods.distill import Setting, load_teacher
 from taut.methods.offline import Offline
 from taut.methods.reference import Other, Start
 from taut.models import anatomy
@@ -149,6 +150,7 @@ def assemble(
     fit = build_fit(
         run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
     )
+    decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
     parallel.shard(scorer, anatomy.layers(model), ranks)
     optimizer = build_optimizer(scorer, run.optim)
     roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
@@ -198,6 +200,26 @@ def build_roles(
     else:
         value, reason = "a frozen copy", "the policy at the start"
     return [start], [Decision("reference", value, reason)]
+
+
+def give_teacher(
+    run: Run, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
+) -> list[Decision]:
+    """Give the scorer what it learns from, where there is a teacher, and say why this."""
+    config = run.objective.teacher
+    if config is None:
+        return []
+    setting = Setting(
+        tokenizer=inputs.tokenizer,
+        num_rows=anatomy.head(scorer.model).weight.shape[0],
+        longest=inputs.longest,
+        dtype=loaded.dtype.dtype,
+        device=ranks.device,
+        attention=run.attention,
+        trust_remote_code=run.trust_remote_code,
+    )
+    scorer.teacher, reasons = load_teacher(config, setting)
+    return [Decision(*reason) for reason in reasons]
 
 
 def load_beside(run: Run, path: str, loaded: Loaded, ranks: Ranks) -> PreTrainedModel:

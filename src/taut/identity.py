@@ -26,6 +26,7 @@ import torch
 from taut import durable
 from taut.config import to_dict, user_path
 from taut.data.dataset import DataConfig
+from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError
 from taut.models.precision import resolve_dtype
 from taut.parallel import Ranks
@@ -49,6 +50,9 @@ FREE = (
     "data.eval",
     "reference.model",  # hashed as the model is
     "reference.file",  # what is in it has an identity of its own
+    "distill.teacher",  # these are hashed, wherever they lie
+    "distill.top_logprobs",
+    "distill.eval_top_logprobs",
     "dtype",  # what came of it is compared
 )
 """Keys that a resume may change."""
@@ -91,16 +95,21 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
             for part in inputs.train.parts
         },
         "environment": environment(ranks),
-        **_others(run, ranks),
+        **_others(run, inputs, ranks),
     }
 
 
-def _others(run: Run, ranks: Ranks) -> dict[str, Any]:
+def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """Other models that take part, where there are any."""
-    reference = run.objective.reference
-    if reference is None or reference.model is None:
-        return {}
-    return {"reference": _hashes(reference.model, "reference.model", None, ranks)}
+    reference, teacher = run.objective.reference, run.objective.teacher
+    found: dict[str, Any] = {}
+    if reference is not None and reference.model is not None:
+        found["reference"] = _hashes(reference.model, "reference.model", None, ranks)
+    if teacher is not None and teacher.teacher is not None:
+        found["teacher"] = _hashes(teacher.teacher, "distill.teacher", None, ranks)
+    if isinstance(inputs.train, WithTeacher):
+        found["top_logprobs"] = inputs.train.said.digest
+    return found
 
 
 def environment(ranks: Ranks) -> dict[str, Any]:

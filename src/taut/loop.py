@@ -249,7 +249,7 @@ def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> S
     with job.compute():
         if linear is not None:
             shares = [scales[term] * weight_N for term, weight_N in linear.items()]
-            scores: Scores = job.scorer(packed, torch.stack(shares).sum(0))
+            scores: Scores = job.scorer(packed, torch.stack(shares).sum(0), loss.wants)
             total = scores.linear_sum
         else:
             scores = job.scorer(packed, wants=loss.wants)

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
-from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.dataset import DataConfig, Dataset, Split, build_renderer, load_dataset
 from taut.data.groups import Rows
 from taut.data.plan import BatchConfig
 from taut.data.preferences import Kind
@@ -27,6 +27,7 @@ from taut.evals.stopping import StopConfig
 from taut.golden import ContractConfig
 from taut.losses import Loss
 from taut.losses.sft import CrossEntropy
+from taut.methods.distill import DistillConfig, with_lists
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import (
     context_length,
@@ -59,6 +60,8 @@ class Objective(NamedTuple):
     """The scalar head that trains in the place of the language model's; None: the model's own head."""
     reference: ReferenceConfig | None = None
     """What the policy is measured against; None: nothing."""
+    teacher: DistillConfig | None = None
+    """What is learned from; None: the data."""
 
 
 @configclass
@@ -209,15 +212,11 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
         raise ConfigError(f"steps={run.steps} and epochs={run.epochs} are both set; keep one")
     language = load_language(run, day)
     stops = load_stops(run, language)
-    max_length = longest_sample(run, language.config)
     renderer = language.renderer.stopping_at(stops.ids)
     if not ranks.is_writer:
         ranks.barrier()
-    kind = run.objective.kind
-    train = load_dataset(run.data, "train", renderer, max_length, kind=kind)
-    held_out = None
-    if run.data.eval:
-        held_out = load_dataset(run.data, "eval", renderer, max_length, kind=kind)
+    train = load_split(run, "train", renderer, language)
+    held_out = load_split(run, "eval", renderer, language) if run.data.eval else None
     if ranks.is_writer:
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:
@@ -231,6 +230,14 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     if run.objective.head is None:
         inputs.decisions.extend(_taught_ends(train, stops))
     return inputs
+
+
+def load_split(run: Run, split: Split, renderer: Renderer, language: Language) -> Dataset:
+    """The samples of a split, with what a teacher's file says of them where there is one."""
+    longest, kind = longest_sample(run, language.config), run.objective.kind
+    data = load_dataset(run.data, split, renderer, longest, kind=kind)
+    teacher = run.objective.teacher
+    return data if teacher is None else with_lists(teacher, data, split, num_rows(language))
 
 
 def rows_of(run: Run, data: Dataset) -> Rows:

@@ -247,6 +247,7 @@ def test_the_public_surface_is_pinned() -> None:
         "__version__",
         "check",
         "cpo",
+        "distill",
         "dpo",
         "evaluate",
         "export",
@@ -260,6 +261,7 @@ def test_the_public_surface_is_pinned() -> None:
         "sft",
         "show",
         "simpo",
+        "teach",
         "verify",
     ]
     assert all(getattr(taut, name) is not None for name in taut.__all__)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, wraps
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.attention.select import Observation, observe
 from taut.build import Adapted, Built, Loaded, adapt, assemble, build_method, load
-from taut.data.dataset import Dataset, load_dataset, read_rows
+from taut.data.dataset import Dataset, read_rows
 from taut.data.formats import Row
 from taut.data.groups import Rows
 from taut.data.pack import ALONE, PackPolicy, pack
@@ -47,11 +48,11 @@ from taut.run import (
     Run,
     inputs_of,
     load_language,
+    load_split,
     load_stops,
-    longest_sample,
     rows_of,
 )
-from taut.types import IntArray, Packed, Sample, Tree
+from taut.types import IntArray, Packed, Sample, Tree, Wants
 
 NUM_ROWS = 64
 """Rows that checks of the template look at."""
@@ -67,6 +68,17 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
 
 T = TypeVar("T")
+
+
+class Words(NamedTuple):
+    """What a model says of a token, for people."""
+
+    one: str
+    many: str
+    unit: str
+
+
+LOGPS, SCORES = Words("a log-prob", "log-probs", "nats"), Words("a score", "scores", "points")
 
 
 class Unavailable(Exception):
@@ -163,9 +175,7 @@ class Session:
         return self._dataset("eval") if self.run.data.eval else None
 
     def _dataset(self, split: Any) -> Dataset:
-        longest = longest_sample(self.run, self.language.config)
-        kind = self.run.objective.kind
-        return load_dataset(self.run.data, split, self.renderer, longest, kind=kind)
+        return load_split(self.run, split, self.renderer, self.language)
 
     @property
     def data(self) -> list[tuple[str, Dataset]]:
@@ -224,6 +234,16 @@ class Session:
         return anatomy.unwrap(self.scorer.model)
 
     @property
+    def is_scalar(self) -> bool:
+        """Whether a scalar head trains, and there is no other: the run makes a reward model."""
+        return self.run.objective.head is not None
+
+    @property
+    def says(self) -> Words:
+        """What the model says of a token: what ``numbers`` gives."""
+        return SCORES if self.is_scalar else LOGPS
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return self.loaded.dtype.dtype
@@ -261,9 +281,7 @@ class Session:
         )
         other = next((s for s in others if s.ids_T.tobytes() != first.ids_T.tobytes()), None)
         if other is None:  # one sample, or many times the same
-            other = Sample(
-                f"{first.id} backwards", first.ids_T[::-1].copy(), first.target_at_N, first.weight_N
-            )
+            other = replace(first, id=f"{first.id} backwards", ids_T=first.ids_T[::-1].copy())
         return first, other
 
     @property
@@ -307,11 +325,22 @@ class Session:
             chosen.append(sample)
         return chosen
 
-    def logps(self, samples: Sequence[Sample], policy: PackPolicy = ALONE) -> dict[str, Tensor]:
-        """Sample id -> logp_N in one packed forward, without gradient and without noise."""
+    def numbers(self, samples: Sequence[Sample], policy: PackPolicy = ALONE) -> dict[str, Tensor]:
+        """Sample id -> the log-probs of its targets, of a reward model its scores where it is read, in one packed
+        forward, without gradient and without noise.
+        """
         packed = pack(list(samples), policy)
         with self.quiet():
-            return by_sample(packed, self.scorer(packed).logp_N.cpu())
+            values = self.said(packed).cpu()
+        return by_sample(packed, values, packed.row_R if self.is_scalar else packed.row_N)
+
+    def said(self, packed: Packed) -> Tensor:
+        """The same of a micro-batch, [N] or [R], in the mode and precision that are on."""
+        if not self.is_scalar:
+            logp_N: Tensor = self.scorer(packed).logp_N
+            return logp_N
+        scalar_R: Tensor = self.scorer(packed, wants=Wants(logp=False, scalar=True)).scalar_R
+        return scalar_R
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -326,13 +355,13 @@ class Session:
 
     @property
     def alone(self) -> dict[str, Tensor]:
-        """log-probs of the pair, each alone."""
+        """The numbers of the pair, each alone."""
         return self._alone[0]
 
     @cached_property
     def packed(self) -> dict[str, Tensor]:
         """The same, packed."""
-        return self.logps(self.pair)
+        return self.numbers(self.pair)
 
     @property
     def observed(self) -> Observation:
@@ -343,37 +372,12 @@ class Session:
     def _alone(self) -> tuple[dict[str, Tensor], Observation]:
         first, second = self.pair
         with observe() as seen:
-            found = self.logps([first])
-        return {**found, **self.logps([second])}, seen
+            found = self.numbers([first])
+        return {**found, **self.numbers([second])}, seen
 
 
 def _unique(samples: Iterable[Sample]) -> list[Sample]:
     return list({sample.id: sample for sample in samples}.values())
-
-
-def whole(sample: Sample, most: int) -> Sample:
-    """The first tokens of a sample, every one but the first a target."""
-    ids_T = sample.ids_T[: max(2, most)]
-    if ids_T.size == 1:
-        ids_T = np.repeat(ids_T, 2)
-    return Sample(sample.id, ids_T, np.arange(1, ids_T.size), np.ones(ids_T.size - 1))
-
-
-def ending(sample: Sample, most: int) -> Sample:
-    """A sample's last tokens up to its last target, where it is longer than ``most``: with at least that target."""
-    if sample.num_tokens <= most:
-        return sample
-    stop = max(int(sample.target_at_N[-1]) + 1, most)
-    start = stop - most
-    kept = sample.target_at_N > start
-    return Sample(
-        sample.id, sample.ids_T[start:stop], sample.target_at_N[kept] - start, sample.weight_N[kept]
-    )
-
-
-def by_sample(packed: Packed, values_N: Tensor) -> dict[str, Tensor]:
-    """Values of the targets, sample by sample."""
-    return {name: values_N[packed.row_N == row] for row, name in enumerate(packed.sample_ids)}
 
 
 def changed(session: Session, ids_T: IntArray, at: Iterable[int]) -> IntArray:

@@ -69,7 +69,9 @@ class Loss:
         raise NotImplementedError
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
-        """d term / d logp_N [N] for each term where they are known before the forward; else None."""
+        """d term / d logp_N [N] for each term where they are known before the forward; else None. Where a divergence is
+        wanted: d term / d (logp_N, divergence_N), [2, N].
+        """
         return None
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:

@@ -22,15 +22,18 @@ def ask(session: Session) -> Finding:
     if weights is None:
         return skipped("the loss needs more than weights known beforehand")
     generator = torch.Generator().manual_seed(0)
-    logp_N = -torch.rand(packed.num_targets, generator=generator, dtype=torch.float64)
-    terms = loss(Scores(logp_N.requires_grad_(True)), packed).terms
+    drawn = torch.rand(2, packed.num_targets, generator=generator, dtype=torch.float64)
+    logp_N, divergence_N = (-drawn[0]).requires_grad_(), drawn[1].requires_grad_()
+    given = [logp_N] if loss.wants.divergence is None else [logp_N, divergence_N]
+    terms = loss(Scores(logp_N, divergence_N=divergence_N), packed).terms
     worst = 0.0
     for name, term in terms.items():
-        (derivative_N,) = torch.autograd.grad(term, logp_N)
-        difference = (derivative_N - weights[name]).abs()
-        worst = max(worst, float(difference.max() / derivative_N.abs().max()))
+        grads = torch.autograd.grad(term, given, materialize_grads=True)
+        derivative, weight = torch.stack(grads), weights[name].reshape(len(given), -1)
+        difference = (derivative - weight).abs()
+        worst = max(worst, float(difference.max() / derivative.abs().max()))
         if worst > EXACT:
-            at = int(difference.argmax())
+            of, at = divmod(int(difference.argmax()), packed.num_targets)
             token = session.inputs.token(int(packed.target_N[at]))
             return failed(
                 f"the weights of {name} differ from its derivative by {100 * worst:.3g}%",
@@ -38,7 +41,7 @@ def ask(session: Session) -> Finding:
                 unit="relative",
                 evidence=[
                     f"{packed.sample_ids[int(packed.row_N[at])]}, target {token!r}: weight "
-                    f"{float(weights[name][at]):.6g}, derivative {float(derivative_N[at]):.6g}"
+                    f"{float(weight[of, at]):.6g}, derivative {float(derivative[of, at]):.6g}"
                 ],
                 remedy="make the loss's linear_weights the derivative of its terms, or have it return None",
             )
