@@ -42,8 +42,10 @@ MOST_PROMPT = 1024
 """The last tokens of a prompt."""
 MOST_COLUMNS = 512
 """Ids, and as many pairs of neighbours."""
-STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """After how many steps of boosting the model is looked at; the number is chosen on pairs it did not see."""
+AS_LIKELY = 2.0
+"""nats. Models whose margins are all alike fit as well as others, and leave the rate open."""
 STEP_SIZE = 0.2
 SURE = 4.0
 """Standard errors by which the share of agreeing labels exceeds one half where a rule was learned."""
@@ -85,7 +87,7 @@ class Flips:
     num_pairs: int
     """How many were judged."""
     accuracy: float
-    """The share of labels that agree with the model that did not see them; 0.5 where none was learned."""
+    """The share of labels that agree with the model that did not see them; 0.5 where too few pairs were there."""
     rate: float | None
     """The estimated share of flipped labels; None: it cannot be told, and ``reason`` says why."""
     low: float = 0.0
@@ -125,9 +127,7 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
     if num < LEAST_PAIRS:
         return Flips(num, 0.5, None, reason=f"{num} pairs are fewer than {LEAST_PAIRS}")
     margins = _unseen_margins(pairs, seed)
-    fits = [_fit_lapse(margins[:, index]) for index in range(1, len(STEPS))]
-    best = max(range(len(fits)), key=lambda index: fits[index].log_likelihood)
-    margin, fit = margins[:, best + 1], fits[best]
+    margin, fit = _best_fit(margins)
     accuracy = float(((margin > 0) + 0.5 * (margin == 0)).mean())
     if (accuracy - 0.5) * 2 * math.sqrt(num) < SURE:
         reason = f"no rule could be learned: labels agree with predictions in {accuracy:.0%}"
@@ -137,6 +137,15 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
         return Flips(num, accuracy, None, fit.low, fit.high, reason=reason)
     suspects = _suspects(pairs, margin, fit) if fit.low > 0 else ()
     return Flips(num, accuracy, fit.rate, fit.low, fit.high, suspects)
+
+
+def _best_fit(margins: FloatArray) -> tuple[FloatArray, _Lapse]:
+    """Of the models about as likely as the likeliest, the one that tells most of the rate."""
+    fits = [_fit_lapse(margin) for margin in margins.T]
+    enough = max(fit.log_likelihood for fit in fits) - AS_LIKELY
+    likely = [index for index, fit in enumerate(fits) if fit.log_likelihood >= enough]
+    best = min(likely, key=lambda index: fits[index].high - fits[index].low)
+    return margins[:, best], fits[best]
 
 
 def _suspects(pairs: Sequence[PairIds], margin: FloatArray, fit: _Lapse) -> tuple[Suspect, ...]:
@@ -200,11 +209,11 @@ def _fit_lapse(margin: FloatArray) -> _Lapse:
     if not sure.size:
         return _Lapse(0.0, 0.0, 0.5, 0.0, margin.size * math.log(0.5))
     scale = float(np.median(sure))
-    bins = np.array_split(np.argsort(sure), min(100, sure.size))
+    bins = np.array_split(np.argsort(sure), min(50, sure.size))
     level = np.array([sure[bin_].mean() for bin_ in bins]) / scale
     size = np.array([bin_.size for bin_ in bins])
     hits = np.array([np.count_nonzero(agrees[bin_]) for bin_ in bins])
-    rates, slopes = np.linspace(0, 0.495, 100), np.geomspace(0.05, 100, 60)
+    rates, slopes = np.linspace(0, 0.495, 100), np.geomspace(0.05, 100, 40)
     right = _sigmoid(slopes[:, None] * level)
     chance = rates[:, None, None] + (1 - 2 * rates[:, None, None]) * right
     chance = np.clip(chance, 1e-4, 1 - 1e-4)
