@@ -32,6 +32,7 @@ from taut.data.formats import Conversation
 from taut.data.pack import ALONE, PackPolicy, common_prefix, pack, prefix_order
 from taut.data.preferences import Answers, AnyRow, Stepwise
 from taut.data.render import Renderer
+from taut.data.template import checked
 from taut.errors import DataError, NonFiniteError, OutOfMemory
 from taut.models import anatomy
 from taut.models.load import context_length, load_config, load_tokenizer
@@ -72,6 +73,15 @@ class JudgeUse:
     """Tokens computed at a time; a longer sample is computed alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Prompt and answer as one text with its special tokens, as it went through a model: tokenised as it is, nothing
+    added, and read at its last token."""
+
+    place: str
+    text: str
+
+
 @dataclass(frozen=True, eq=False)
 class Judge:
     """A reward model that is ready."""
@@ -88,12 +98,23 @@ class Judge:
     compute: Callable[[], AbstractContextManager[Any]]
     decisions: tuple[Decision, ...]
 
-    def render(self, rows: Sequence[AnyRow]) -> list[list[Sample]]:
-        """The samples of each row: of a row of SFT one, which ends with its last answer."""
-        samples = render_any([_answer(row) for row in rows], self.renderer)
+    def render(self, rows: Sequence[AnyRow | Rendered]) -> list[list[Sample]]:
+        """The samples of each row: of a row of SFT one, which ends with its last answer; of a rendered text one."""
+        plain = [row for row in rows if not isinstance(row, Rendered)]
+        others = iter(render_any([_answer(row) for row in plain], self.renderer))
+        samples = [
+            [self._rendered(row)] if isinstance(row, Rendered) else next(others) for row in rows
+        ]
         for sample in chain.from_iterable(samples):
             self.require_fits(sample)
         return samples
+
+    def _rendered(self, row: Rendered) -> Sample:
+        text = checked(row.text, row.place, is_rendering=True)
+        ids = self.renderer.template.encode([text])[text]
+        if not ids:
+            raise DataError(f"{row.place}: the text has no token; expected at least one")
+        return Sample(row.place, np.asarray(ids, dtype=np.int64), NONE_T, NONE_N)
 
     def require_fits(self, sample: Sample) -> None:
         """Raise DataError for a sample longer than the model was made for."""

@@ -1,0 +1,328 @@
+"""``taut serve-reward MODEL [port=5000]``: a reward model over HTTP, for whoever trains or chooses with it.
+
+    POST /score        {"prompts": [...], "completions": [...]}                  -> {"scores": [...]}
+                       a prompt is a text or messages, a completion the text or messages that answer it
+    POST /get_reward   {"query": [...], "prompts": [...], "labels": [...]}       -> {"rewards", "scores", "extra_logs"}
+                       OpenRLHF's remote reward: a query is prompt and answer with all special tokens, as generated
+    GET  /health       {"status": "ok", "model", "waiting"}, or 503 with the reason
+
+A number is the scalar head's at the last token. Requests that wait are scored together (rollout/batcher.py). One that
+cannot be served is answered with {"error": {"message", "field"}}: 400 what is wrong with it, 401 the token, 413 its
+size, 503 that nothing can be scored now and why.
+
+It listens on the loopback. With ``key`` or ``key_file`` every POST has to bring that token (Authorization: Bearer);
+a host that others can reach needs one, unless ``without_key`` says otherwise. SIGTERM and SIGINT end it after the
+requests that are being served. Imports no web server until it runs. The command line imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console
+
+from taut.config import configclass
+from taut.data.formats import Completion, read_conversation, read_text, shown
+from taut.data.preferences import AnyRow
+from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
+from taut.rollout.batcher import Batcher
+from taut.rollout.judge import JudgeUse, Rendered, open_judge
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+SHUTDOWN_SECONDS = 30
+"""How long requests may take that are being served when the server is told to end."""
+
+
+@configclass
+class ServeReward(JudgeUse):
+    """A reward model over HTTP."""
+
+    host: str = "127.0.0.1"
+    """Where it listens. Another address than the loopback lets others in, and needs a key."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 5000
+    """0: one that is free."""
+    key: str | None = None
+    """Name of the environment variable that holds the token requests must bring."""
+    key_file: str | None = None
+    """The file that holds it."""
+    without_key: bool = False
+    """Let others in without a token."""
+    max_request_bytes: Annotated[int, Field(ge=1)] = 2**24
+    """A larger request is refused."""
+    max_answers: Annotated[int, Field(ge=1)] = 1024
+    """Answers in one request."""
+    max_waiting: Annotated[int, Field(ge=1)] = 256
+    """Requests that may wait; another is told to come back."""
+
+    def __post_init__(self) -> None:
+        if self.key is not None and self.key_file is not None:
+            raise ConfigError("key and key_file are both set; expected one of them; remove one")
+        has_key = self.key is not None or self.key_file is not None
+        if has_key and self.without_key:
+            raise ConfigError("without_key=true and a key is set; expected one of them; remove one")
+        if not has_key and not self.without_key and not _is_loopback(self.host):
+            raise ConfigError(
+                f"host={self.host} can be reached from elsewhere, and there is no key; expected one; set key=NAME of "
+                "an environment variable that holds it, or without_key=true"
+            )
+
+
+class PlainRequest(BaseModel):
+    """The form of /score."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompts: Annotated[list[Any], Field(min_length=1)]
+    completions: Annotated[list[Any], Field(min_length=1)]
+
+    def rows(self) -> list[AnyRow | Rendered]:
+        if len(self.prompts) != len(self.completions):
+            raise DataError(
+                f"completions: found {len(self.completions)} and {len(self.prompts)} prompts; expected as many of both"
+            )
+        pairs = zip(self.prompts, self.completions, strict=True)
+        return [_answer(number, *pair) for number, pair in enumerate(pairs)]
+
+
+class RemoteRequest(BaseModel):
+    """The form of OpenRLHF's remote reward; what else it sends is for rewards made of rules."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    query: Annotated[list[str], Field(min_length=1)]
+
+    def rows(self) -> list[AnyRow | Rendered]:
+        return [Rendered(f"query[{number}]", text) for number, text in enumerate(self.query)]
+
+
+Asked = TypeVar("Asked", PlainRequest, RemoteRequest)
+
+
+class Refused(Exception):
+    """An answer with a status that is not 200."""
+
+    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field = status, message, field
+
+
+def run(config: ServeReward) -> int:
+    """Serve until a signal ends it."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.force_exit = self.should_exit  # told twice
+            self.should_exit = True
+
+    console = Console(highlight=False, soft_wrap=True)
+    key = _read_key(config)
+    with closing(_listen(config)) as listener:
+        judge = open_judge(config)
+        for name, value, reason in judge.decisions:
+            console.print(f"{name}: {value} ({reason})", markup=False)
+        batcher = Batcher(judge, config.max_waiting)
+        server = Server(
+            uvicorn.Config(
+                build_app(batcher, config, key),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            )
+        )
+        host, port = listener.getsockname()[:2]
+        place = f"[{host}]" if ":" in host else host
+        console.print(
+            f"serving {config.model} at http://{place}:{port}: POST /score, POST /get_reward, GET /health",
+            markup=False,
+        )
+        try:
+            server.run(sockets=[listener])
+        finally:
+            batcher.close()
+    console.print("ended", markup=False)
+    return 0
+
+
+def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -> Starlette:
+    """The application itself. ``key``: the token that requests have to bring."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def scores_of(request: Request, form: type[Asked]) -> list[float]:
+        _require_key(request, key)
+        asked = _parsed(form, await _body(request, config.max_request_bytes))
+        rows = _rows(asked, config.max_answers)
+        return await asyncio.wrap_future(batcher.submit(rows))
+
+    async def score(request: Request) -> Response:
+        return JSONResponse({"scores": await scores_of(request, PlainRequest)})
+
+    async def get_reward(request: Request) -> Response:
+        scores = await scores_of(request, RemoteRequest)
+        return JSONResponse({"rewards": scores, "scores": scores, "extra_logs": {}})
+
+    async def health(_: Request) -> Response:
+        if batcher.failure is not None:
+            return JSONResponse({"status": "failed", "reason": batcher.failure}, 503)
+        waiting = batcher.num_waiting
+        return JSONResponse({"status": "ok", "model": config.model, "waiting": waiting})
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+        return JSONResponse(
+            {"error": {"message": error.message, "field": error.field}},
+            error.status,
+            headers.get(error.status),
+        )
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: expected POST /score, POST /get_reward or GET /health"
+        return await refused(request, Refused(error.status_code, message))
+
+    return Starlette(
+        routes=[
+            Route("/score", _answering(score), methods=["POST"]),
+            Route("/get_reward", _answering(get_reward), methods=["POST"]),
+            Route("/health", health, methods=["GET"]),
+        ],
+        exception_handlers={Refused: refused, HTTPException: unknown},
+    )
+
+
+def _answering(
+    handle: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose TautErrors are answers: the request's fault, or ours."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except DataError as error:
+            place = re.match(r"\w+(\[\d+\])?", str(error))
+            raise Refused(400, str(error), place and place[0]) from error
+        except (EngineError, OutOfMemory) as error:
+            raise Refused(503, str(error)) from error
+        except TautError as error:
+            raise Refused(500, str(error)) from error
+
+    return answer
+
+
+async def _body(request: Request, most: int) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise Refused(
+                413,
+                f"the request is larger than {most:,} bytes; expected less; send fewer answers at a time",
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _parsed(form: type[Asked], body: bytes) -> Asked:
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = "".join(f"[{p}]" if isinstance(p, int) else str(p) for p in first["loc"]) or None
+        fields = ", ".join(form.model_fields)
+        message = f"{place or 'the body'}: {first['msg']}; expected a JSON object with {fields}"
+        raise Refused(400, message, place) from error
+
+
+def _rows(asked: PlainRequest | RemoteRequest, most: int) -> Sequence[AnyRow | Rendered]:
+    rows = asked.rows()
+    if len(rows) > most:
+        name = "query" if isinstance(asked, RemoteRequest) else "completions"
+        raise Refused(413, f"{name}: found {len(rows)} answers; expected at most {most}", name)
+    return rows
+
+
+def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
+    """One prompt and what answers it."""
+    where = f"completions[{number}]"
+    if isinstance(prompt, str):
+        text = read_text(prompt, f"prompts[{number}]")
+        return Completion(where, text, read_text(completion, where))
+    if not isinstance(prompt, list):
+        raise DataError(
+            f"prompts[{number}]: found {shown(prompt)}; expected a text or a list of messages"
+        )
+    if isinstance(completion, str):
+        completion = {"role": "assistant", "content": completion}
+    answer = completion if isinstance(completion, list) else [completion]
+    return read_conversation(
+        [*prompt, *answer], where, first_learned=len(prompt), column="prompt+completion"
+    )
+
+
+def _require_key(request: Request, key: bytes | None) -> None:
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    is_same = hmac.compare_digest(given.strip().encode(), key)
+    if scheme.lower() != "bearer" or not is_same:
+        raise Refused(401, "Authorization: expected Bearer and the server's token", "Authorization")
+
+
+def _read_key(config: ServeReward) -> bytes | None:
+    """The token, from where the configuration says."""
+    if config.key is not None:
+        found = os.environ.get(config.key, "").strip()
+        where = f"key={config.key}: the environment variable"
+    elif config.key_file is not None:
+        where = f"key_file={config.key_file}: the file"
+        try:
+            found = Path(config.key_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise ConfigError(f"{where} cannot be read: {reason}; expected a token") from None
+    else:
+        return None
+    if not found:
+        raise ConfigError(f"{where} is empty; expected a token; put one there")
+    return found.encode()
+
+
+def _listen(config: ServeReward) -> socket.socket:
+    """The place is taken before the model is loaded."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=512)
+    except OSError as error:
+        raise ConfigError(
+            f"host={config.host} port={config.port} cannot be listened on: {error.strerror or error}; expected a free "
+            "port of this machine; set port=0 for any"
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
