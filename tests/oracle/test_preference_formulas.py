@@ -32,7 +32,7 @@ from taut.losses.reward import BradleyTerry
 from taut.losses.unpaired import Unpaired
 from taut.types import Packed, Scores
 
-LIMIT = 1e-6
+LIMIT = 1e-10
 BETA, EPSILON, TAU, Z0 = 0.1, 0.15, 0.05, 1.7
 CALM, WIDE, EXTREME = 0.3, 30.0, 1e4
 """How far a token's log-probability goes; log-ratios of answers are some times as large."""
@@ -291,7 +291,9 @@ def test_unpaired(variant: str, scale: float) -> None:
     t = for_trl(packed, logp_N)
     label_S = torch.zeros(packed.num_samples, dtype=torch.float64)
     label_S[packed.better_P] = 1.0
-    packed = replace(with_values(packed, label=label_S), stats={"z0": torch.tensor(Z0)})
+    packed = replace(
+        with_values(packed, label=label_S), stats={"z0": torch.tensor(Z0, dtype=torch.float64)}
+    )
     ours = loss(Scores(logp_N), packed).terms[variant] * scales(loss, [packed])[variant]
     chosen, rejected = t.ratios
     kl = Z0 if variant == "kto" else 0.0

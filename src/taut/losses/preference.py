@@ -204,7 +204,7 @@ def _require_sound(loss: Preference) -> None:
     if "discopop" in names and not 0 < loss.tau <= 1:
         raise ConfigError(
             f"found discopop_tau={loss.tau:g}; expected more than 0 and at most 1 (larger, and exp(-x) is no longer "
-            "held down where x is negative); the paper's is 0.05"
+            "held down where x is negative); set it to the paper's 0.05"
         )
 
 
@@ -217,7 +217,7 @@ def _require_sound_smoothing(loss: Preference, names: list[str]) -> None:
         )
     if "exo" in names and smoothing == 0:
         raise ConfigError(
-            "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; the paper's is 0.001"
+            "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; set it to the paper's 0.001"
         )
     if smoothing and not any(VARIANTS[name].is_smoothed for name in names):
         raise ConfigError(

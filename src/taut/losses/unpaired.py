@@ -87,14 +87,14 @@ class Unpaired(Loss):
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         found = answers(scores, packed, has_reference=True)
         is_good_S = packed.values["label"] > 0.5
-        weight_S = torch.where(is_good_S, self.desirable_weight, self.undesirable_weight)
         signed_S = self.beta * found.log_ratio_S - self._shift(found, packed)
         signed_S = torch.where(is_good_S, signed_S, -signed_S)
         if self.variant == "bco":
             cost_S = -logsigmoid(signed_S)
         else:
             cost_S = torch.sigmoid(-signed_S)
-        total = (weight_S.to(cost_S) * cost_S).sum()
+        good_S, bad_S = self.desirable_weight * cost_S, self.undesirable_weight * cost_S
+        total = torch.where(is_good_S, good_S, bad_S).sum()
         return LossSum({self.variant: total}, self._metrics(scores, packed, found))
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:

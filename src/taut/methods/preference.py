@@ -9,7 +9,7 @@ May import losses, config and errors. run.py names these sections.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
@@ -38,6 +38,18 @@ DpoVariant: TypeAlias = Literal[
 """The names of losses.margins.VARIANTS; a test holds them to it."""
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+class _MakesLoss(Protocol):
+    def make_loss(self) -> Loss: ...
+
+
+def _require_meant(section: str, config: _MakesLoss) -> None:
+    """Refuse what the loss refuses, and say in which section it was found."""
+    try:
+        config.make_loss()
+    except ConfigError as error:
+        raise ConfigError(f"{section}: {error}") from error
 
 
 @configclass
@@ -74,20 +86,20 @@ class DpoConfig:
         names = self._names
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
             raise ConfigError(
-                f"found {len(self.loss_weights)} loss_weights for loss={', '.join(names)}; expected one each; "
+                f"found {len(self.loss_weights)} dpo.loss_weights for dpo.loss={', '.join(names)}; expected one each; "
                 "give as many"
             )
         if self.alpha is not None and self.divergence != "alpha":
             raise ConfigError(
-                f"found alpha={self.alpha:g} with divergence={self.divergence}, which does not read it; expected "
-                "divergence=alpha; set that, or leave alpha out"
+                f"found dpo.alpha={self.alpha:g} with dpo.divergence={self.divergence}, which does not read it; "
+                "expected dpo.divergence=alpha; set that, or leave dpo.alpha out"
             )
         if self.discopop_tau is not None and "discopop" not in names:
             raise ConfigError(
-                f"found discopop_tau={self.discopop_tau:g} with loss={', '.join(names)}, which does not read it; "
-                "expected loss=discopop; set that, or leave discopop_tau out"
+                f"found dpo.discopop_tau={self.discopop_tau:g} with dpo.loss={', '.join(names)}, "
+                "which does not read it; expected dpo.loss=discopop; set that, or leave dpo.discopop_tau out"
             )
-        self.make_loss()
+        _require_meant("dpo", self)
 
     @property
     def _names(self) -> list[DpoVariant]:
@@ -169,7 +181,7 @@ class SimpoConfig:
     """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
 
     def __post_init__(self) -> None:
-        self.make_loss()
+        _require_meant("simpo", self)
 
     def make_loss(self) -> Loss:
         """The loss. Raises ConfigError for what has no meaning."""
@@ -199,7 +211,7 @@ class CpoConfig:
     """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
 
     def __post_init__(self) -> None:
-        self.make_loss()
+        _require_meant("cpo", self)
 
     def make_loss(self) -> Loss:
         """The loss. Raises ConfigError for what has no meaning."""

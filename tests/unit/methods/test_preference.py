@@ -140,15 +140,18 @@ REFUSED = [
     (("dpo.loss=hinge", "dpo.label_smoothing=0.1"), "loss=hinge, which does not read it"),
     (("dpo.label_smoothing=0.5",), "expected at least 0 and less than 0.5"),
     (("dpo.loss=discopop", "dpo.discopop_tau=1.5"), "expected more than 0 and at most 1"),
-    (("dpo.discopop_tau=0.5",), "expected loss=discopop"),
-    (("dpo.alpha=0.5",), "expected divergence=alpha"),
+    (("dpo.discopop_tau=0.5",), "expected dpo.loss=discopop"),
+    (("dpo.alpha=0.5",), "expected dpo.divergence=alpha"),
     (("dpo.loss=[]",), "found loss=[]; expected one or more of sigmoid"),
     (("dpo.loss=['ipo', 'ipo']",), "each once"),
-    (("dpo.loss_weights=[1.0, 2.0]",), "found 2 loss_weights for loss=sigmoid"),
+    (("dpo.loss_weights=[1.0, 2.0]",), "found 2 dpo.loss_weights for dpo.loss=sigmoid"),
     (("dpo.loss=exo_pair",), 'found dpo.loss="exo_pair"'),
     (("dpo.beta=0",), "dpo.beta"),
-    (("simpo.label_smoothing=0.7",), "less than 0.5"),
-    (("cpo.loss=ipo", "cpo.label_smoothing=0.1"), "loss=ipo, which does not read it"),
+    (("simpo.label_smoothing=0.7",), "simpo: found label_smoothing=0.7"),
+    (
+        ("cpo.loss=ipo", "cpo.label_smoothing=0.1"),
+        "cpo: found label_smoothing=0.1 with loss=ipo, which does not read it",
+    ),
 ]
 
 
