@@ -98,10 +98,12 @@ def _after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> 
     """Whole texts, of which what comes after their common beginning is learned."""
     lists = [sample.ids_T.tolist() for sample in samples]
     start = min(common_length(lists[0], ids) for ids in lists[1:])
-    if not start:
+    common = renderer.tokenizer.decode(lists[0][:start], skip_special_tokens=True)
+    if not str(common).strip():
         raise RenderError(
-            f"{place}: the texts have no first token in common; expected a prompt that each begins with; write it into "
-            "each, or into a column prompt"
+            f"{place}: the answers are texts that have no beginning in common, and there is no prompt; expected a "
+            "prompt that each begins with, or one in a column of its own; name it with "
+            "data.columns='{prompt = \"...\"}'"
         )
     found = []
     for sample, ids in zip(samples, lists, strict=True):

@@ -123,8 +123,9 @@ def test_a_text_that_begins_another_ends_in_eos(tmp_path: Path) -> None:
 
 
 def test_texts_without_a_common_beginning(tmp_path: Path) -> None:
-    with pytest.raises(RenderError, match=r"a.jsonl:1: the texts have no first token in common"):
-        load(tmp_path, [{"chosen": "What?", "rejected": "Once."}], template=None)
+    for chosen, rejected in (("What?", "Once."), (" What", " 5")):
+        with pytest.raises(RenderError, match=r"a.jsonl:1: .* have no beginning in common, and"):
+            load(tmp_path, [{"q": "Why?", "chosen": chosen, "rejected": rejected}], template=None)
     with pytest.raises(RenderError, match=r"a.jsonl:1#1: .* ends an answer and is inside this one"):
         load(tmp_path, [{"chosen": "a b<|im_end|>c", "rejected": "a d"}])
 
