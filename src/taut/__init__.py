@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from taut.commands.generate import Generate, Generated
     from taut.commands.merge import Merge, Merged
     from taut.commands.runs import RunState
+    from taut.commands.score import Score, Scored
     from taut.commands.teach import Taught, Teach
     from taut.commands.verify import Finding, Verify
     from taut.run import Run
@@ -74,6 +75,7 @@ __all__ = [
     "resume",
     "reward",
     "runs",
+    "score",
     "sft",
     "show",
     "simpo",
@@ -167,6 +169,13 @@ def evaluate(config: Evaluate | str | PathLike[str] | None = None, /, **keys: An
     from taut.commands import evaluate as command
 
     return command.evaluate(_configure(command.Evaluate, config, keys))
+
+
+def score(config: Score | str | PathLike[str] | None = None, /, **keys: Any) -> Scored:
+    """A reward model's numbers for a file of answers, with accuracy and calibration where they are judged."""
+    from taut.commands import score as command
+
+    return command.score(_configure(command.Score, config, keys))
 
 
 def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -> list[Finding]:

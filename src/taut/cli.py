@@ -155,6 +155,20 @@ COMMANDS = {
         "taut.commands.evaluate:Evaluate",
         ("model",),
     ),
+    "score": Command(
+        "MODEL data=FILE out=FILE",
+        "a reward model's numbers for a file of answers, as JSONL",
+        "taut.commands.score:run",
+        "taut.commands.score:Score",
+        ("model",),
+    ),
+    "serve-reward": Command(
+        "MODEL [port=5000]",
+        "a reward model over HTTP",
+        "taut.commands.serve_reward:run",
+        "taut.commands.serve_reward:ServeReward",
+        ("model",),
+    ),
     "chat": Command(
         "MODEL",
         "talk to a model in the terminal",

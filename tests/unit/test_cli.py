@@ -258,6 +258,7 @@ def test_the_public_surface_is_pinned() -> None:
         "resume",
         "reward",
         "runs",
+        "score",
         "sft",
         "show",
         "simpo",
