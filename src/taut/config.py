@@ -397,4 +397,4 @@ def _default(info: FieldInfo) -> str:
     value = info.get_default(call_default_factory=True)
     if value is None:
         return "none"
-    return value if isinstance(value, str) and value else json.dumps(value, default=to_dict)
+    return value if isinstance(value, str) and value.strip() else json.dumps(value, default=to_dict)
