@@ -17,6 +17,7 @@ from taut.build import Built, build, engine_of
 from taut.checks.examine import before_training
 from taut.config import user_path
 from taut.data.dataset import input_paths
+from taut.data.groups import Good
 from taut.deliver import save_best
 from taut.errors import ConfigError
 from taut.evals.best import Best, require_same_measure
@@ -125,7 +126,8 @@ def _stop_check(built: Built) -> StopCheck:
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.objective.head is not None:
         return StopCheck([], None, run.stop, built.job, run.seed, "a reward model writes nothing")
-    return prepare(run.stop, data, inputs.stops.ids, engine_of(built), built.job, run.seed)
+    asked = Good(rows_of(run, data))
+    return prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 
@@ -50,9 +51,13 @@ class Rows:
         return [self._tree(samples, number) for number, samples in enumerate(rows)]
 
     def mismatched(self, indices: Sequence[int], max_length: int) -> list[Tree]:
-        """Each sample's prompt with the answer of the one after it, cut at ``max_length`` tokens."""
+        """Each sample's prompt with the answer of the one after it, cut at ``max_length`` tokens. A sample alone takes
+        the answer of the next of the data.
+        """
         samples = [self.data[index] for index in indices]
-        others = [*samples[1:], *samples[:1]]
+        is_alone = len(samples) == 1
+        after = self.data[(indices[0] + 1) % len(self.data)] if is_alone else samples[0]
+        others = [*samples[1:], after]
         return [
             Tree((_spliced(one, other, max_length),))
             for one, other in zip(samples, others, strict=True)
@@ -76,6 +81,26 @@ class Rows:
         if not self.are_answers:
             return Tree(tuple(samples))
         return Tree(tuple(replace(s, group=number) for s in samples), is_atom=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Good(Sequence[Sample]):
+    """Of each row the answer that is wanted: of those compared the best, the first of equals."""
+
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        samples = self.rows.samples(index)
+        return max(samples, key=lambda one: one.values.get("preference", 0.0))
 
 
 def _spliced(one: Sample, other: Sample, max_length: int) -> Sample:

@@ -21,7 +21,6 @@ import torch
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.dataset import Dataset
 from taut.data.pack import ALONE, pack
 from taut.errors import ConfigError, ModelError
 from taut.loop import Job
@@ -120,7 +119,11 @@ class Stops:
 
 
 def choose(
-    data: Dataset, stop_ids: Sequence[int], config: StopConfig, context: int | None, seed: int
+    data: Sequence[Sample],
+    stop_ids: Sequence[int],
+    config: StopConfig,
+    context: int | None,
+    seed: int,
 ) -> list[Asked]:
     """Prompts with different beginnings whose answers end with one of ``stop_ids``; a function of ``seed``."""
     order = np.random.default_rng([seed, len(data)]).permutation(len(data))
@@ -135,8 +138,10 @@ def choose(
 
 
 def _ask(sample: Sample, stop_ids: Sequence[int], tokens: int) -> Asked | None:
-    """The last answer of a sample as a question; None where it was cut before its end."""
+    """The last answer of a sample as a question; None where it was cut before its end, or is labelled bad."""
     at_N = sample.target_at_N
+    if sample.values.get("label", 1.0) < 0.5:
+        return None
     if not at_N.size or sample.ids_T[at_N[-1]] not in stop_ids:
         return None
     end = int(at_N[-1])
@@ -189,7 +194,7 @@ class StopCheck:
 
 def prepare(
     config: StopConfig,
-    data: Dataset,
+    data: Sequence[Sample],
     stop_ids: Sequence[int],
     make_engine: Callable[[], LocalEngine],
     job: Job,
