@@ -8,6 +8,9 @@ as it is, without a template. The answers of a row, any of which is right, are
     the first of REFERENCES that the row has; else
     the assistant message that was taken off.
 
+Of a row whose answers are judged (``columns.kind``) the prompt is what is before the best of them, and none of them is
+held to be right: what is, is in the column named by ``reference``.
+
 Does not cut prompts: an engine refuses those that are too long. May import what ``dataset.py`` may; commands and evals
 import it.
 """
@@ -17,14 +20,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from taut.data.columns import Columns, read_prompt
-from taut.data.formats import Conversation, Document, Message, did_you_mean, listed, shown
+from taut.data.formats import (
+    Completion,
+    Conversation,
+    Document,
+    Message,
+    did_you_mean,
+    listed,
+    shown,
+)
+from taut.data.judged import read_any
+from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.sources import Source, open_source
 from taut.data.template import Ids, Text, checked
@@ -89,7 +102,8 @@ def load_prompts(
         raise DataError(
             f"{opened.path}: the file has no rows; expected at least one; check the path"
         )
-    answers = [_references(row, reference, needs_reference) for row in rows]
+    known = REFERENCES if columns is None or columns.kind == "sft" else ()
+    answers = [_references(row, reference, needs_reference, known) for row in rows]
     ids_of = renderer.template.encode(row.text for row in rows)
     return [
         PromptRow(
@@ -106,7 +120,7 @@ def load_prompts(
 
 
 def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Read:
-    row = read_prompt(record, place, columns)
+    row = _asked(record, place, columns)
     if isinstance(row, Document):
         text = checked(row.text, place, is_rendering=False)
         return _Read(place, row.text, text, "", record)
@@ -120,6 +134,20 @@ def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Rea
                 f"does; remove it from the row or give another one with {renderer.template.key}=FILE"
             )
     return _Read(place, messages, text, answer, record)
+
+
+def _asked(record: Any, place: str, columns: Columns) -> Conversation | Document:
+    if columns.kind == "sft":
+        return read_prompt(record, place, columns)
+    row = best_row(read_any(record, place, columns))
+    if isinstance(row, Completion):
+        return Document(place, row.prompt)
+    if isinstance(row, Document) or not row.learned:
+        raise DataError(
+            f"{place}: the prompt cannot be told from its answers; expected it in a column of its own, or messages "
+            f"that end in an answer; set {columns.prefix}columns"
+        )
+    return replace(row, messages=row.messages[: min(row.learned)])
 
 
 def _split(row: Conversation) -> tuple[tuple[Message, ...], str]:
@@ -138,12 +166,12 @@ def _split(row: Conversation) -> tuple[tuple[Message, ...], str]:
 
 
 def _references(
-    row: _Read, column: str | None, is_needed: bool
+    row: _Read, column: str | None, is_needed: bool, known: Sequence[str]
 ) -> tuple[tuple[str, ...], str | None]:
     """The right answers of a row, and where they are from."""
     given = [name for name, value in row.columns.items() if value is not None]
     if column is None:
-        column = next((name for name in REFERENCES if name in given), None)
+        column = next((name for name in known if name in given), None)
         found = None if column is None else _texts(row.columns[column])
     elif column not in given:
         raise DataError(
@@ -162,9 +190,10 @@ def _references(
             "list of them; correct it, or name another column with reference=COLUMN"
         )
     if is_needed:
+        names = f"one of {', '.join(known)}, or an assistant message at the end"
         raise DataError(
-            f"{row.place}: the row has no reference; expected one of {', '.join(REFERENCES)}, or an assistant message "
-            f"at the end; its columns are {listed(given)}; name the one with the answer: reference=COLUMN"
+            f"{row.place}: the row has no reference; expected {names if known else 'a column with the right answer'}; "
+            f"its columns are {listed(given)}; name the one with the answer: reference=COLUMN"
         )
     return (), None
 

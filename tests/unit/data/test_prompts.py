@@ -14,6 +14,7 @@ from tests.chats import write_rows
 from tests.tokenizers import tiny_tokenizer
 
 from taut.data.columns import Columns
+from taut.data.preferences import Kind
 from taut.data.prompts import LAST_MESSAGE, PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.errors import ConfigError, DataError, RenderError
@@ -74,6 +75,44 @@ def test_every_shape_of_row_is_a_prompt_with_its_references(
     assert (found.references, found.reference_from) == (references, origin)
     assert found.columns == row
     assert found.id == found.place == f"{tmp_path / 'p.jsonl'}:1"
+
+
+JUDGED: list[tuple[Kind, dict[str, Any], str]] = [
+    ("preference", {"prompt": [USER], "chosen": [ANSWER], "rejected": "a dog"}, CHAT),
+    (
+        "preference",
+        {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "a"}]},
+        CHAT,
+    ),
+    ("preference", {"prompt": "the cat", "answers": ["a", "b"], "scores": [1, 2]}, "the cat"),
+    ("unpaired", {"messages": [USER, ANSWER], "label": False}, CHAT),
+    ("unpaired", {"prompt": "the cat", "completion": "ran", "label": False}, "the cat"),
+    ("stepwise", {"prompt": [USER], "completions": ["a", "b"], "labels": [1, 0]}, CHAT),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "prompt"), JUDGED)
+def test_a_judged_row_is_a_prompt_and_none_of_its_answers_is_held_right(
+    kind: Kind, row: dict[str, Any], prompt: str, tmp_path: Path, renderer: Renderer
+) -> None:
+    columns = Columns(kind=kind)
+    (found,) = load(tmp_path, renderer, row, columns=columns)
+    assert text(renderer, found) == prompt
+    assert (found.references, found.reference_from) == ((), None)
+    with pytest.raises(DataError, match=r":1: the row has no reference; expected a column with"):
+        load(tmp_path, renderer, row, columns=columns, needs_reference=True)
+    if "chosen" in row:
+        (found,) = load(tmp_path, renderer, row, columns=columns, reference="chosen")
+        assert found.references == ("ran",)
+
+
+def test_whole_texts_have_no_prompt_to_be_told(tmp_path: Path, renderer: Renderer) -> None:
+    row = {"chosen": "the cat ran", "rejected": "the cat saw"}
+    with pytest.raises(DataError, match=r":1: the prompt cannot be told from its answers"):
+        load(tmp_path, renderer, row, columns=Columns(kind="preference"))
+    asked = {"messages": [USER], "score": 1}
+    with pytest.raises(DataError, match=r":1: the prompt cannot be told from its answers"):
+        load(tmp_path, renderer, asked, columns=Columns(kind="scored"))
 
 
 def test_a_prompt_of_messages_is_what_training_takes_for_context(
