@@ -6,14 +6,15 @@ seeds. Generated sets, with ids in place of words:
     shorter   the shorter answer is better, always
     polite    the better answer has one of six ids that the other has not
     words     each id has a worth; of the sums of two answers the logistic function is the chance of being better, so
-              that a perfect judge would be right in about 84%
-    length    the same with the logarithm of the length, about 68%: the shorter is better, more often than not
+              that a perfect judge would be right in about 87%
+    length    the same with the logarithm of the length, about 66%: the shorter is better, more often than not
     sums      the right sum of two numbers against a wrong one: nothing in the ids tells
 
 ``--set NAME=PATH`` adds a set of real pairs, tokenised with ``--tokenizer``. PATH is a file of JSON or JSON lines
 (.gz too) or a folder of such; rows may be ``{prompt, chosen, rejected}``, LLaMA-Factory's, hh-rlhf's, annotations of
 alpaca_eval, or ASDiv's questions (the wrong answer is then another question's). Real sets may hold flips of their own:
-what is said of them at 0% is what a user would see. Prints a table in Markdown: docs/flips.md has it.
+what is said of them at 0% is what a user would see. Prints a table in Markdown, a cell with one number for each
+rate; docs/flips.md has it, and says what the columns are.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WORDS, FIRST_WORD, POLITE = 2000, 100, np.arange(5, 11)
 Draw = np.random.Generator
 Answers = tuple[NDArray[np.int64], NDArray[np.int64]]
 Text = tuple[str, str, str]
-COLUMNS = "set|pairs|flipped|agree|told|rate|found|wrongly suspected|noted|failed|s"
+COLUMNS = "set|pairs|agree|told|rate|found|wrongly suspected|noted|failed|s"
 
 
 class Judged(NamedTuple):
@@ -191,22 +192,26 @@ def judge(pairs: list[PairIds], rate: float, seed: int) -> Judged:
     return Judged(flips, float(found), float(is_suspect[~is_flipped].mean()), seconds)
 
 
-def line(name: str, num: int, rate: float, judged: list[Judged]) -> str:
+def line(name: str, num: int, by_rate: list[list[Judged]]) -> str:
+    """A row of the table; a cell has one number for each rate."""
+    columns = [summary(judged) for judged in by_rate]
+    cells = [" / ".join(column) for column in zip(*columns, strict=True)]
+    return f"| {name} | {num:,} | {' | '.join(cells)} |"
+
+
+def summary(judged: list[Judged]) -> list[str]:
     told = [each.flips.rate for each in judged if each.flips.rate is not None]
-    cells = [
-        name,
-        f"{num:,}",
-        f"{rate:.0%}",
+    found = [each.found for each in judged]
+    return [
         f"{np.mean([each.flips.accuracy for each in judged]):.0%}",
         f"{len(told) / len(judged):.0%}",
         f"{np.mean(told):.1%}" if told else "-",
-        f"{np.mean([each.found for each in judged]):.0%}" if rate else "-",
+        "-" if np.isnan(found).any() else f"{np.mean(found):.0%}",
         f"{np.mean([each.wrong for each in judged]):.1%}",
         f"{np.mean([each.flips.is_notable for each in judged]):.0%}",
         f"{np.mean([each.flips.is_alarming for each in judged]):.0%}",
         f"{np.mean([each.seconds for each in judged]):.1f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
@@ -214,6 +219,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--only", nargs="*", default=[*GENERATED, "sums"], help="generated sets")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--tokenizer", help="a model directory; needed with --set")
@@ -222,23 +229,22 @@ def main() -> int:
         parser.error("--set needs --tokenizer")
     print(f"| {COLUMNS.replace('|', ' | ')} |\n{'|---' * len(COLUMNS.split('|'))}|")
     for name in arguments.only:
-        for num in SIZES:
+        for num in arguments.sizes:
             sets = [generate(name, num, seed) for seed in range(arguments.seeds)]
-            table(name, num, sets)
+            table(name, num, arguments.rates, sets)
     for name, path in (each.split("=", 1) for each in arguments.set):
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
         pairs = tokenise(read_texts(Path(path))[:20_000], tokenizer)
-        for num in sorted({min(num, len(pairs)) for num in SIZES}):
+        for num in sorted({min(num, len(pairs)) for num in arguments.sizes}):
             draws = [np.random.default_rng(seed) for seed in range(arguments.seeds)]
             sets = [[pairs[at] for at in draw.permutation(len(pairs))[:num]] for draw in draws]
-            table(name, num, sets)
+            table(name, num, arguments.rates, sets)
     return 0
 
 
-def table(name: str, num: int, sets: list[list[PairIds]]) -> None:
-    for rate in RATES:
-        judged = [judge(pairs, rate, seed) for seed, pairs in enumerate(sets)]
-        print(line(name, num, rate, judged), flush=True)
+def table(name: str, num: int, rates: list[float], sets: list[list[PairIds]]) -> None:
+    by_rate = [[judge(pairs, rate, seed) for seed, pairs in enumerate(sets)] for rate in rates]
+    print(line(name, num, by_rate), flush=True)
 
 
 if __name__ == "__main__":
