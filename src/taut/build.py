@@ -184,7 +184,7 @@ def build_roles(
         return [], []
     if config.model is not None:
         require_same_tokenizer(run, inputs, config.model, "reference.model")
-        other = Scorer(load_beside(run, config.model, loaded, ranks))
+        other = Scorer(load_beside(run, config.model, inputs, loaded, ranks))
         parallel.shard(other, anatomy.layers(other.model), ranks)
         return [Other(other)], [Decision("reference", config.model, "named by reference.model")]
     start = Start(scorer, [p for p in scorer.parameters() if p.requires_grad], config)
@@ -222,15 +222,24 @@ def give_teacher(
     return [Decision(*reason) for reason in reasons]
 
 
-def load_beside(run: Run, path: str, loaded: Loaded, ranks: Ranks) -> PreTrainedModel:
-    """Another model, with the attention and dtype of the one that trains."""
-    return load_model(
+def load_beside(
+    run: Run, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks
+) -> PreTrainedModel:
+    """Another model, with the attention and dtype of the one that trains, for the same micro-batches."""
+    model = load_model(
         path,
         dtype=loaded.dtype.dtype,
         device=ranks.device,
         attention=loaded.attention.implementation,
         trust_remote_code=run.trust_remote_code,
     )
+    alone = "; ".join(one_sample_reasons(model, inputs.longest))
+    if alone and not loaded.one_sample:
+        raise ModelError(
+            f"reference.model={path} runs one sample at a time ({alone}), and model={run.model} does not; expected a "
+            "reference that packs as it does; name another"
+        )
+    return model
 
 
 def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> None:

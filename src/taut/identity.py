@@ -49,7 +49,6 @@ FREE = (
     "data.cache",
     "data.eval",
     "reference.model",  # hashed as the model is
-    "reference.file",  # what is in it has an identity of its own
     "distill.teacher",  # these are hashed, wherever they lie
     "distill.top_logprobs",
     "distill.eval_top_logprobs",
@@ -63,6 +62,7 @@ ROUNDING = (
     "config.batch.tokens_per_microbatch",
     "config.batch.share_prefixes",
     "config.batch.min_saved_tokens",
+    "config.reference.file",
     "environment",
 )
 """What a resume may change at the price of rounding."""
@@ -162,6 +162,8 @@ def _settings(run: Run) -> dict[str, Any]:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables are of one method
             (config[table] if table else config).pop(name)
+    if "reference" in config:  # whether there is a file; what is in it has an identity of its own
+        config["reference"]["file"] = config["reference"]["file"] is not None
     return config
 
 

@@ -4,6 +4,7 @@
         interrupts.check()              raises Interrupt once a signal has come; between micro-batches
         interrupts.agree(ranks)         the same, on all ranks alike; before the update
         with interrupts.at_once(ranks): ...   a signal raises Interrupt right there
+        with interrupts.held(): ...     not there: something would be left half done
 
 The first signal is only noted, so that no update is cut in two. A second one ends the process at once, without saving;
 what comes within ``SAME_NOTICE`` of the first is the same notice, since a launcher passes on what its ranks got too.
@@ -91,3 +92,14 @@ class Interrupts:
             yield
         finally:
             self._is_urgent = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside ``at_once``, where something may be left half done: what comes is noted, and raised at the end."""
+        was, self._is_urgent = self._is_urgent, False
+        try:
+            yield
+        finally:
+            self._is_urgent = was
+        if was:
+            self.check()

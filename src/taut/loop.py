@@ -287,16 +287,21 @@ def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bo
     """This rank's micro-batches with the streams of every role, and whether each counts."""
     planned = padded(microbatches_of(trees, job), trees, job)
     for role in job.roles:
-        with role.active(), torch.no_grad(), job.compute():
-            streams = [
-                job.fit.attempt(partial(role.streams, packed), packed, trees, where)
-                for packed, _ in planned
-            ]
+        with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
+            streams = [_streams(job, role, packed, trees, where) for packed, _ in planned]
         planned = [
             (replace(packed, streams={**packed.streams, **more}), is_real)
             for (packed, is_real), more in zip(planned, streams, strict=True)
         ]
     return planned
+
+
+def _streams(
+    job: Job, role: Role, packed: Packed, trees: Sequence[Tree], where: str
+) -> dict[str, Tensor]:
+    if job.ranks.size == 1:
+        job.interrupts.check()
+    return job.fit.attempt(partial(role.streams, packed), packed, trees, where)
 
 
 def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:

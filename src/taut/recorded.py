@@ -1,7 +1,7 @@
 """The reference's log-probabilities in a file: computed once, before training, by the reference a run was built with.
 
     reference.file=ref.safetensors    float32 (float64 in a float64 run) [N of a split] for ``train`` and ``eval``, and
-                                      in its header the identity of all that they depend on
+                                      in its header the identity of all that they depend on, and their SHA-256
 
 A file that is there is used if its identity is this run's: model, adapter, tokenizer, template, data and compute dtype,
 all by content. Else it is refused, with what differs; it is never overwritten.
@@ -11,6 +11,7 @@ May import what start may. api imports it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ from taut.loop import Role, filled
 from taut.methods.reference import STREAM, Recorded
 from taut.run import rows_of
 
-KEY = "identity"
+KEY, DIGEST = "identity", "sha256"
 PARTS = ("dtype", "model", "reference", "tokenizer", "template")
 """What of a run's identity the numbers depend on; the rest of it does not reach a reference."""
 ROWS_AT_A_TIME = 512
@@ -55,10 +56,11 @@ def keep_reference(built: Built) -> None:
         if job.ranks.is_writer:
             _write(path, kept, identity)
     job.ranks.barrier()
+    _require_distinct(splits)
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
         _require_size(path, name, kept, data)
-        table |= dict(_by_sample(data, kept[name]))
+        table = dict(_by_sample(data, kept[name])) | table
     roles: list[Role] = [Recorded(table.__getitem__)]
     job.roles = roles
 
@@ -72,9 +74,11 @@ def _identity(built: Built) -> dict[str, Any]:
     """By content: paths play no part."""
     whole = identity_of(built.run, built.inputs, built.job.ranks)
     found = {name: whole.get(name) for name in PARTS}
-    found["adapter"] = list(whole["adapter"].values())
-    for name, data in _splits(built).items():
-        found[name] = [part.entry.digest for part in data.parts]
+    found["adapter"] = next(iter(whole["adapter"].values()), None)
+    found["data"] = {
+        name: hashlib.sha256("".join(part.entry.digest for part in data.parts).encode()).hexdigest()
+        for name, data in _splits(built).items()
+    }
     found["tokens"] = to_dict(built.run.tokens)
     return dict(json.loads(json.dumps(found)))
 
@@ -101,6 +105,18 @@ def _by_sample(data: Dataset, logp_N: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield data.sample_id(index), own
 
 
+def _require_distinct(splits: Mapping[str, Dataset]) -> None:
+    """Raise ConfigError where a sample's name stands for one thing in training and for another in evaluation."""
+    parts = [part for data in splits.values() for part in data.parts]
+    digests = {part.path: part.entry.digest for part in parts}
+    both = next((part.path for part in parts if digests[part.path] != part.entry.digest), None)
+    if both is not None:
+        raise ConfigError(
+            f"reference.file is set, and data.train and data.eval both read {both}, in two ways; expected each sample "
+            "to be one thing; copy the file under another name, or take reference.file out"
+        )
+
+
 def _require_size(path: Path, name: str, kept: Mapping[str, Tensor], data: Dataset) -> None:
     wanted, found = int(data.num_targets.sum()), kept[name].numel() if name in kept else 0
     if wanted != found:
@@ -113,7 +129,8 @@ def _require_size(path: Path, name: str, kept: Mapping[str, Tensor], data: Datas
 def _write(path: Path, kept: dict[str, Tensor], identity: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_bytes(path, save(kept, {KEY: json.dumps(identity)}))
+        header = {KEY: json.dumps(identity), DIGEST: _digest(kept)}
+        durable.write_bytes(path, save(kept, header))
     except OSError as error:
         raise OutputError(
             f"reference.file={path} cannot be written: {error.strerror or error}; expected a place with room; name "
@@ -124,8 +141,11 @@ def _write(path: Path, kept: dict[str, Tensor], identity: dict[str, Any]) -> Non
 def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            theirs = json.loads((file.metadata() or {}).get(KEY, "null"))
+            header = file.metadata() or {}
+            theirs = json.loads(header.get(KEY, "null"))
             kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if theirs is not None and header.get(DIGEST) != _digest(kept):
+            raise ValueError("its numbers are not those that were written")
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"reference.file={path} cannot be read: {error}; expected a file that taut wrote; remove it, or name "
@@ -138,3 +158,8 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
         f"reference.file={path} is of another run: {'; '.join(differing)}; expected log-probs of this model, data and "
         "setting; name another file, and it is computed"
     )
+
+
+def _digest(kept: Mapping[str, Tensor]) -> str:
+    arrays = [kept[name].numpy() for name in sorted(kept)]
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

@@ -91,6 +91,12 @@ class KtoRun(Comparing):
                 "batch.samples_per_step=1 in a run of taut kto: its reference point is taken over prompts with each "
                 "other's answers; expected 2 or more"
             )
+        if self.objective.is_mismatched and self.reference.file is not None:
+            raise ConfigError(
+                f"reference.file={self.reference.file} and kto.loss={self.kto.loss} contradict each other: its "
+                "reference point is taken over prompts with each other's answers, which differ from step to step and "
+                "are in no file; take reference.file out, or set kto.loss=bco"
+            )
 
 
 @configclass

@@ -87,3 +87,22 @@ def test_only_a_later_signal_is_a_second_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_interrupt_is_no_mistake_that_somebody_might_handle(tmp_path: Path) -> None:
     assert issubclass(Interrupt, KeyboardInterrupt)
     assert not issubclass(Interrupt, Exception)
+
+
+def test_what_is_held_is_done_before_the_signal_is_raised() -> None:
+    done: list[str] = []
+    with pytest.raises(Interrupt, match="SIGTERM"):
+        _killed_while_held(done)
+    assert done == ["held"]
+    with Interrupts.watching() as interrupts:
+        with interrupts.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.received == "SIGTERM", "between steps it stays a note"
+
+
+def _killed_while_held(done: list[str]) -> None:
+    with Interrupts.watching() as interrupts, interrupts.at_once(ALONE):
+        with interrupts.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("held")
+        done.append("after")
