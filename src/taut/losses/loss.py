@@ -21,13 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from taut.types import LossSum, Packed, Scores, Wants
 
 Unit: TypeAlias = Literal["token", "better_token", "sequence", "pair", "read"]
+
+
+class Predictions(NamedTuple):
+    """What a model foretells, and what it came to: how far its probabilities can be believed."""
+
+    probability: Tensor
+    outcome: Tensor
+    """1 where it came true, 0 where not, 0.5 where neither can be said."""
+    lowest: float
+    """The least probability there can be."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,10 @@ class Loss:
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         """The sums of the terms and the metrics."""
         raise NotImplementedError
+
+    def predictions(self, scores: Scores, packed: Packed) -> Predictions | None:
+        """What held-out data show of the model's probabilities; None: it gives none."""
+        return None
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
         """d term / d logp_N [N] for each term where they are known before the forward; else None. Where a divergence is

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from taut.losses.answers import Metrics, mean, share_above
-from taut.losses.loss import Loss, Unit
+from taut.losses.loss import Loss, Predictions, Unit
 from taut.types import LossSum, Packed, Scores, Wants
 
 
@@ -78,6 +78,12 @@ class BradleyTerry(ScalarLoss):
         }
         return LossSum(terms, metrics | spread(score_S))
 
+    def predictions(self, scores: Scores, packed: Packed) -> Predictions:
+        """That the answer with the higher score is the better one: s(|r_w - r_l|)."""
+        score_S = score_of_samples(scores, packed)
+        gap_P = score_S[packed.better_P] - score_S[packed.worse_P]
+        return Predictions(gap_P.abs().sigmoid(), (gap_P.sign() + 1) / 2, 0.5)
+
 
 @dataclass(frozen=True)
 class Regression(ScalarLoss):
@@ -110,6 +116,10 @@ class Process(ScalarLoss):
     @property
     def best_by(self) -> tuple[str, ...]:
         return ("accuracy",)
+
+    def predictions(self, scores: Scores, packed: Packed) -> Predictions:
+        """That a step is right: s(r)."""
+        return Predictions(_scalar(scores).sigmoid(), packed.read_values["label"], 0.0)
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         score_R = _scalar(scores)
