@@ -159,7 +159,7 @@ def _with_logp(grad: Tensor, every: Tensor, target: Tensor, share: Tensor) -> Te
 
 
 def _softened(every: Tensor, against: _Whole | _Listed) -> Tensor:
-    """log-probabilities at the temperature, over the rows compared."""
+    """The student's log-probabilities at the temperature, over the rows compared; ``every`` stays as it is."""
     temperature, num_rows = against.how.temperature, against.num_rows
     if temperature == 1.0 and num_rows in (None, every.shape[1]):
         return every
@@ -180,22 +180,32 @@ class _Whole:
 
     def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
         """The divergence of each row from ``s`` [rows, V], and its gradient with respect to the logits over T."""
-        t = _softened(self.chunks.log_probs(self.chunks.logits(rows)), self).to(s.dtype)
+        t = self._log_probs(rows).to(s.dtype)
         assert t.shape == s.shape, "teacher and student are compared over the same rows"
         p_s, p_t = s.exp(), t.exp()
         if self.how.kind == "forward":
-            return _expected(p_t, t - s).sum(1), p_s.sub_(p_t)
+            return _expected(p_t, t.sub_(s))[0], p_s.sub_(p_t)
         if self.how.kind == "reverse":
-            each = _expected(p_s, s - t)
-            divergence = each.sum(1)
+            divergence, each = _expected(p_s, t.neg_().add_(s))
             return divergence, each.sub_(p_s.mul_(divergence[:, None]))
         beta = self.how.beta
-        m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
-        teachers = _expected(p_t, t - m).sum(1)
-        each = _expected(p_s, s - m)
-        students = each.sum(1)
+        m = torch.lerp(p_s, p_t, beta).clamp_min_(torch.finfo(s.dtype).tiny).log_()
+        teachers, _ = _expected(p_t, t.sub_(m))
+        students, each = _expected(p_s, torch.sub(s, m, out=m))
         grad = each.sub_(p_s.mul_(students[:, None])).mul_(1 - beta)
         return beta * teachers + (1 - beta) * students, grad
+
+    def _log_probs(self, rows: slice) -> Tensor:
+        """[rows, V] of the teacher at the temperature, over the rows compared; valid until the next chunk's."""
+        z = self.chunks.logits(rows)
+        if self.how.temperature != 1.0:
+            z /= self.how.temperature
+        every = self.chunks.log_probs(z)
+        return (
+            every
+            if self.num_rows in (None, every.shape[1])
+            else every[:, : self.num_rows].log_softmax(-1)
+        )
 
 
 @dataclass(frozen=True)
@@ -215,21 +225,25 @@ class _Listed:
         if self.how.tail == "renormalise":
             t = (t / self.how.temperature).log_softmax(-1)
             p_t = t.exp()
-            return _expected(p_t, t - listed).sum(1), s.exp().scatter_add_(1, ids, -p_t)
+            return _expected(p_t, t - listed)[0], s.exp().scatter_add_(1, ids, -p_t)
         p_t = t.exp()
         left = -t.logsumexp(1).expm1()
         left = left.masked_fill(left < ROUNDING * torch.finfo(s.dtype).eps, 0.0)
         others = s.scatter(1, ids, -math.inf)
         left_s = others.logsumexp(1).clamp_min(torch.finfo(s.dtype).min)
-        divergence = _expected(p_t, t - listed).sum(1) + torch.xlogy(left, left) - left * left_s
+        divergence = _expected(p_t, t - listed)[0] + torch.xlogy(left, left) - left * left_s
         others = others.sub_(left_s[:, None]).exp_()
         grad = s.exp().mul_((p_t.sum(1) + left)[:, None]).sub_(others.mul_(left[:, None]))
         return divergence, grad.scatter_add_(1, ids, -p_t)
 
 
-def _expected(p: Tensor, value: Tensor) -> Tensor:
-    """p times value, in value's place; 0 where p is 0, whatever the value."""
-    return value.mul_(p).masked_fill_(p == 0, 0.0)
+def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of each row of p times value, and that product, in value's place; 0 where p is 0, whatever the value."""
+    each = value.mul_(p)
+    total = each.sum(1)
+    if not torch.isfinite(total).all():
+        total = each.masked_fill_(p == 0, 0.0).sum(1)
+    return total, each
 
 
 @torch.no_grad()
