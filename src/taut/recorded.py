@@ -32,7 +32,8 @@ from taut.loop import Role, filled
 from taut.methods.reference import STREAM, Recorded
 from taut.run import rows_of
 
-KEY, DIGEST = "identity", "sha256"
+HEADER = "taut"
+"""Where the identity and the digest are, as JSON, in one entry: the order of several is not fixed."""
 PARTS = ("dtype", "model", "reference", "tokenizer", "template")
 """What of a run's identity the numbers depend on; the rest of it does not reach a reference."""
 ROWS_AT_A_TIME = 512
@@ -48,6 +49,7 @@ def keep_reference(built: Built) -> None:
         return
     path, job = user_path(config.file, "reference.file"), built.job
     splits = _splits(built)
+    _require_distinct(splits)
     identity = _identity(built)
     if job.ranks.gather(path.is_file())[0]:
         kept = _read(path, identity)
@@ -56,7 +58,6 @@ def keep_reference(built: Built) -> None:
         if job.ranks.is_writer:
             _write(path, kept, identity)
     job.ranks.barrier()
-    _require_distinct(splits)
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
         _require_size(path, name, kept, data)
@@ -129,8 +130,8 @@ def _require_size(path: Path, name: str, kept: Mapping[str, Tensor], data: Datas
 def _write(path: Path, kept: dict[str, Tensor], identity: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = {KEY: json.dumps(identity), DIGEST: _digest(kept)}
-        durable.write_bytes(path, save(kept, header))
+        header = json.dumps({"identity": identity, "sha256": _digest(kept)})
+        durable.write_bytes(path, save(kept, {HEADER: header}))
     except OSError as error:
         raise OutputError(
             f"reference.file={path} cannot be written: {error.strerror or error}; expected a place with room; name "
@@ -141,19 +142,18 @@ def _write(path: Path, kept: dict[str, Tensor], identity: dict[str, Any]) -> Non
 def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            theirs = json.loads(header.get(KEY, "null"))
+            header = dict(json.loads((file.metadata() or {}).get(HEADER, "{}")))
             kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        if theirs is not None and header.get(DIGEST) != _digest(kept):
-            raise ValueError("its numbers are not those that were written")
+        if header.get("sha256") != _digest(kept):
+            raise ValueError("its numbers are not those that taut wrote")
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"reference.file={path} cannot be read: {error}; expected a file that taut wrote; remove it, or name "
             "another"
         ) from error
-    if theirs == identity:
+    if header["identity"] == identity:
         return kept
-    differing = differences(theirs if isinstance(theirs, dict) else {}, identity).refused
+    differing = differences(header["identity"], identity).refused
     raise ConfigError(
         f"reference.file={path} is of another run: {'; '.join(differing)}; expected log-probs of this model, data and "
         "setting; name another file, and it is computed"
