@@ -49,6 +49,7 @@ EXPLICIT: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "What is", "input": "2 plus 3?", **PAIR},
     "whole conversations": TURNS,
     "whole, the prompt as text too": {"prompt": ASKED["content"], **TURNS, "messages": []},
+    "a text that the user says": {"prompt": ASKED["content"], "chosen": [FIVE], "rejected": [SIX]},
     "nulls": {**TURNS, "prompt": None, "conversations": None, "margin": None, "answers": None},
     "an ignored prompt": {**TURNS, "prompt": "something else"},
     "mapped": {"q": [ASKED], "chosen": FIVE, "bad": SIX, "prompt": "something else"},
@@ -60,6 +61,8 @@ def test_a_pair_of_conversations(name: str) -> None:
     options: dict[str, Any] = {}
     if name == "an ignored prompt":
         options["ignore_keys"] = ("prompt",)
+    if name == "a text that the user says":
+        options["mapping"] = {"instruction": "prompt"}
     if name == "mapped":
         options = {"mapping": {"conversations": "q", "rejected": "bad"}}
     row = answers(EXPLICIT[name], **options)
