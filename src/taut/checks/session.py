@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, wraps
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,6 +28,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.attention.select import Observation, observe
 from taut.build import Adapted, Built, Loaded, adapt, assemble, build_method, load
+from taut.checks.samples import LOGPS, SCORES, Words, by_sample, ending, shortest, whole
 from taut.data.dataset import Dataset, read_rows
 from taut.data.formats import Row
 from taut.data.groups import Rows
@@ -68,17 +68,6 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
 
 T = TypeVar("T")
-
-
-class Words(NamedTuple):
-    """What a model says of a token, for people."""
-
-    one: str
-    many: str
-    unit: str
-
-
-LOGPS, SCORES = Words("a log-prob", "log-probs", "nats"), Words("a score", "scores", "points")
 
 
 class Unavailable(Exception):
@@ -293,7 +282,8 @@ class Session:
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
         if not self.run.objective.are_compared:
-            return self._rows.trees_of([(sample,) for sample in _unique(self.batch)])
+            unique = {sample.id: sample for sample in self.batch}
+            return self._rows.trees_of([(sample,) for sample in unique.values()])
         return self._rows.trees_of(self._compared())
 
     @property
@@ -301,16 +291,10 @@ class Session:
         return rows_of(self.run, self.train)
 
     def _compared(self) -> list[tuple[Sample, ...]]:
-        """The shortest of the first rows whose answers are compared, whole."""
+        """The shortest of the first rows whose answers are compared, long ones cut around where the answers begin."""
         rows = self._rows
         first = [rows.samples(index) for index in range(min(len(rows), NUM_ROWS))]
-        sized = sorted(first, key=lambda some: sum(one.num_tokens for one in some))
-        chosen = sized[:1]
-        for some in sized[1:]:
-            if sum(one.num_tokens for row in [*chosen, some] for one in row) > BATCH_TOKENS:
-                break
-            chosen.append(some)
-        return [tuple(some) for some in chosen]
+        return shortest(first, BATCH_TOKENS)
 
     @cached_property
     def batch(self) -> list[Sample]:
@@ -374,10 +358,6 @@ class Session:
         with observe() as seen:
             found = self.numbers([first])
         return {**found, **self.numbers([second])}, seen
-
-
-def _unique(samples: Iterable[Sample]) -> list[Sample]:
-    return list({sample.id: sample for sample in samples}.values())
 
 
 def changed(session: Session, ids_T: IntArray, at: Iterable[int]) -> IntArray:

@@ -119,7 +119,8 @@ def _parts(model: nn.Module, act: Callable[[], object], optimizer: list[Tensor])
         "gradients": gradients,
         "optimizer": optimizer,
     }
-    vocabulary = anatomy.head(model.get_submodule("model")).weight.shape[0]
+    inner = model.get_submodule("model")
+    vocabulary = anatomy.head(inner).weight.shape[0] if anatomy.has_head(inner) else None
     ledger = Ledger(known, vocabulary)
     del gradients, known
     handles = ledger.watch_gradients(model.parameters())

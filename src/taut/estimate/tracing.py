@@ -44,9 +44,10 @@ from taut.models.load import freeze, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
+from taut.models.reward import reward_skeleton
 from taut.models.score import Scorer
 from taut.run import Run
-from taut.types import IntArray, Packed
+from taut.types import IntArray, Packed, Wants
 
 FUSED = PREFIX + "estimate"
 """The attention of a GPU that is not here, as the library knows it."""
@@ -101,7 +102,11 @@ class Traced:
 
 def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
     """The model a run trains, on the meta device: adapters on, what is frozen frozen."""
-    base = load_skeleton(run.model, copy.deepcopy(config), run.trust_remote_code)
+    head, config = run.objective.head, copy.deepcopy(config)
+    if head is None:
+        base = load_skeleton(run.model, config, run.trust_remote_code)
+    else:
+        base = reward_skeleton(run.model, config, head, run.trust_remote_code)
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
     with quiet_library():
         base.set_attn_implementation(kernels.attention)
@@ -208,20 +213,26 @@ def _run(
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
                 held.append(parameter.grad)
-    vocabulary = anatomy.head(model).weight.shape[0]
+    vocabulary = anatomy.head(model).weight.shape[0] if anatomy.has_head(model) else None
     known = {"weights": [*parameters, *scorer.buffers()], "gradients": held}
     held = []
     ledger = _Shapes(known, vocabulary)
     del known
     ledger.watch_gradients(parameters)
-    linear_N = CrossEntropy().linear_weights(packed)["cross_entropy"]
     with ledger:
         with compute_context(dtype, CPU):
-            total = scorer(packed, linear_N).linear_sum
+            total = _total(scorer, packed)
         ledger.end_forward()
         with backward_context(dtype):
             total.backward()
     return ledger
+
+
+def _total(scorer: Scorer, packed: Packed) -> Any:
+    """A loss of what the model says."""
+    if not anatomy.has_head(scorer.model):
+        return scorer(packed, wants=Wants(logp=False, scalar=True)).scalar_R.sum()
+    return scorer(packed, CrossEntropy().linear_weights(packed)["cross_entropy"]).linear_sum
 
 
 def _to_empty(model: nn.Module) -> None:

@@ -17,16 +17,17 @@ def ask(session: Session) -> Finding:
     other = replace(sample, ids_T=changed(session, sample.ids_T, range(at, at + 1)))
     before = (
         sample.target_at_N < at
-    )  # predicted by a token before it, and not the changed token itself
-    left, right = session.alone[sample.id], session.logps([other])[sample.id]
+    )  # predicted (or read) at a token before it, and not the changed token itself
+    left, right = session.alone[sample.id], session.numbers([other])[sample.id]
     moved = gap(left[before], right[before])
+    says = session.says
     if moved > session.exact:
         where = first_that_moves(session, pack([sample], ALONE), pack([other], ALONE), range(at))
         return failed(
-            f"changing token {at} of {sample.id} changes the log-prob of a token before it by {moved:.3g} nats",
+            f"changing token {at} of {sample.id} changes {says.one} before it by {moved:.3g} {says.unit}",
             number=moved,
-            unit="nats",
+            unit=says.unit,
             evidence=[where],
             remedy="the model looks ahead, and taut trains causal language models; train another model",
         )
-    return passed("nothing before a changed token moves", moved, "nats")
+    return passed("nothing before a changed token moves", moved, says.unit)

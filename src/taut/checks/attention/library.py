@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session, drift
 from taut.models import anatomy
+from taut.models.heads import scalar, scalar_head
 from taut.types import Sample
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
@@ -50,31 +51,31 @@ class Setting(NamedTuple):
 
 def ask(session: Session) -> Finding:
     """Do the library's own attention kernels agree about this model?"""
+    unit = f"{session.says.unit} a token"
     kernels = ["eager", *(["sdpa"] if session.model._supports_sdpa else [])]
     first, second = session.pair
     alone = {
-        kernel: _logps(session, Setting(kernel, False, False, False), [second])
+        kernel: _numbers(session, Setting(kernel, False, False, False), [second])
         for kernel in kernels
     }
     apart = drift(alone[kernels[0]], alone[kernels[-1]])
     if apart > session.tolerance:
         return failed(
-            f"the log-probs of {second.id} alone differ by {apart:.3g} nats a token between {' and '.join(kernels)}",
+            f"the {session.says.many} of {second.id} alone differ by {apart:.3g} {unit} between "
+            f"{' and '.join(kernels)}",
             number=apart,
-            unit="nats a token",
+            unit=unit,
             evidence=[f"at most {session.tolerance:g} is rounding in {session.dtype}"],
             remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
             "you serve with, compare it with the model's paper, and please report the model to transformers",
         )
     used = kernels[-1]
     leaks = {
-        setting: drift(alone[used], _logps(session, setting, [first, second]))
+        setting: drift(alone[used], _numbers(session, setting, [first, second]))
         for setting in (Setting(used, *it) for it in product((True, False), *[(False, True)] * 2))
     }
     said = f"{' and '.join(kernels)} agree"
-    return passed(
-        said, apart, "nats a token", [_profiled(session), *_told(leaks, session.tolerance)]
-    )
+    return passed(said, apart, unit, [_profiled(session), *_told(leaks, session.tolerance, unit)])
 
 
 def _profiled(session: Session) -> str:
@@ -83,24 +84,24 @@ def _profiled(session: Session) -> str:
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
     with profile(activities=[activity]) as profiled:
-        session.logps(session.pair[:1])
+        session.numbers(session.pair[:1])
     counts = {event.key: event.count for event in profiled.key_averages()}
     found = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
     chosen = session.loaded.attention.name
     return f"{chosen} runs {', '.join(found[:SHOWN]) or 'no kernel with a name of attention'}"
 
 
-def _told(leaks: dict[Setting, float], limit: float) -> Iterator[str]:
+def _told(leaks: dict[Setting, float], limit: float, unit: str) -> Iterator[str]:
     """One line for each way to call the library."""
     used = next(iter(leaks)).kernel
     yield f"two samples packed by plain transformers ({used}), the second against itself alone:"
     for setting, value in leaks.items():
-        yield f"{'right' if value <= limit else 'LEAKS':5}  {setting} ({value:.2g} nats a token)"
+        yield f"{'right' if value <= limit else 'LEAKS':5}  {setting} ({value:.2g} {unit})"
 
 
 @torch.no_grad()
-def _logps(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
-    """log-probs of the last sample's targets, as the library computes them."""
+def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
+    """log-probs of the last sample's targets, or scores where they are predicted, as the library computes them."""
     ids = torch.cat([torch.from_numpy(sample.ids_T) for sample in samples]).to(session.ranks.device)
     keywords: dict[str, Any] = {"use_cache": setting.uses_cache}
     if setting.has_positions:
@@ -111,6 +112,10 @@ def _logps(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
     last = samples[-1]
     at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
     with session.quiet(), _plain(session, setting.kernel):
+        if session.is_scalar:
+            hidden_TD = anatomy.decoder(session.model)(input_ids=ids[None], **keywords)[0][0]
+            head = scalar_head(session.scorer.model)
+            return scalar(hidden_TD.index_select(0, at), head).cpu()
         logits = session.model(input_ids=ids[None], logits_to_keep=at, **keywords).logits[0]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_N = torch.from_numpy(last.ids_T[last.target_at_N]).to(ids.device)

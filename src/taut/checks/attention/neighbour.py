@@ -16,17 +16,18 @@ def ask(session: Session) -> Finding:
         return skipped(f"nothing is packed: {session.loaded.one_sample}")
     first, second = session.pair
     other = replace(first, ids_T=changed(session, first.ids_T, range(first.num_tokens)))
-    left, right = session.packed[second.id], session.logps([other, second])[second.id]
+    left, right = session.packed[second.id], session.numbers([other, second])[second.id]
     moved = gap(left, right)
     if moved > session.exact:
         packs = [pack([one, second], ALONE) for one in (first, other)]
         inside = range(first.num_tokens, first.num_tokens + second.num_tokens)
         return failed(
-            f"other words in {first.id} change a log-prob of {second.id} by {moved:.3g} nats",
+            f"other words in {first.id} change {session.says.one} of {second.id} by {moved:.3g} "
+            f"{session.says.unit}",
             number=moved,
-            unit="nats",
+            unit=session.says.unit,
             evidence=[first_that_moves(session, packs[0], packs[1], inside)],
             remedy=f"{session.loaded.attention.name} does not keep samples apart in this model; set "
             "attention=reference, and please report the model",
         )
-    return passed("other words in a neighbour change nothing", moved, "nats")
+    return passed("other words in a neighbour change nothing", moved, session.says.unit)

@@ -9,7 +9,7 @@ import torch
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session, drift
-from taut.models.prove import library_attention, library_logps
+from taut.models.prove import library_attention, library_logps, library_scalars
 
 
 def ask(session: Session) -> Finding:
@@ -18,17 +18,19 @@ def ask(session: Session) -> Finding:
     one = session.pair[1 if is_packed else 0]
     ours = (session.packed if is_packed else session.alone)[one.id]
     with session.quiet():
-        theirs = library_logps(session.scorer.model, one, session.ranks.device)
+        say = library_scalars if session.is_scalar else library_logps
+        theirs = say(session.scorer.model, one, session.ranks.device)
     found = drift(ours, theirs)
+    unit = f"{session.says.unit} a token"
     theirs_name, limit = library_attention(session.model), session.tolerance
     if not found <= limit:
         at = int((ours - theirs).abs().nan_to_num(nan=torch.inf).argmax())
         token = session.inputs.token(int(one.ids_T[one.target_at_N[at]]))
         return failed(
-            f"the log-probs of {one.id} differ by {found:.3g} nats a token (at most {limit:g} is rounding) from the "
-            f"same sample alone by the library's {theirs_name} attention",
+            f"the {session.says.many} of {one.id} differ by {found:.3g} {unit} (at most {limit:g} is rounding) from "
+            f"the same sample alone by the library's {theirs_name} attention",
             number=found,
-            unit="nats a token",
+            unit=unit,
             evidence=[
                 f"{one.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
             ],
@@ -36,4 +38,4 @@ def ask(session: Session) -> Finding:
             "report the model",
         )
     how = "packed" if is_packed else "one at a time"
-    return passed(f"{how} as alone by the library's {theirs_name} attention", found, "nats a token")
+    return passed(f"{how} as alone by the library's {theirs_name} attention", found, unit)

@@ -16,13 +16,14 @@ def ask(session: Session) -> Finding:
     first, second = session.pair
     gaps = {one.id: drift(session.packed[one.id], session.alone[one.id]) for one in session.pair}
     name, moved = max(gaps.items(), key=lambda item: item[1])
+    unit = f"{session.says.unit} a token"
     if moved > session.tolerance:
         return failed(
-            f"the log-probs of {name} change by {moved:.3g} nats a token with its place in the pack",
+            f"the {session.says.many} of {name} change by {moved:.3g} {unit} with its place in the pack",
             number=moved,
-            unit="nats a token",
+            unit=unit,
             evidence=[f"packed as ({first.id}, {second.id}), and alone"],
             remedy="the model counts positions through the pack instead of from each sample's beginning; train "
             "another model, and please report this one",
         )
-    return passed("a sample's place in the pack changes nothing", moved, "nats a token")
+    return passed("a sample's place in the pack changes nothing", moved, unit)

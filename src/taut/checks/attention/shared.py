@@ -21,16 +21,17 @@ def ask(session: Session) -> Finding:
         ids_T=changed(session, sample.ids_T, range(half, sample.num_tokens)),
     )
     with session.quiet():  # once around all: autocast keeps its casts
-        shared = session.logps([sample, other], PackPolicy(min_saved_tokens=1))
-        alone = {sample.id: session.alone[sample.id], **session.logps([other])}
+        shared = session.numbers([sample, other], PackPolicy(min_saved_tokens=1))
+        alone = {sample.id: session.alone[sample.id], **session.numbers([other])}
     gaps = {name: drift(shared[name], logp_N) for name, logp_N in alone.items()}
     name, moved = max(gaps.items(), key=lambda item: item[1])
+    unit = f"{session.says.unit} a token"
     if moved > session.tolerance:
         return failed(
-            f"with its first {half} tokens shared, the log-probs of {name} are {moved:.3g} nats a token off",
+            f"with its first {half} tokens shared, the {session.says.many} of {name} are {moved:.3g} {unit} off",
             number=moved,
-            unit="nats a token",
+            unit=unit,
             evidence=[f"{sample_id}: {value:.3g}" for sample_id, value in gaps.items()],
             remedy="set batch.share_prefixes=false, and please report the model",
         )
-    return passed(f"{half} shared tokens change nothing", moved, "nats a token")
+    return passed(f"{half} shared tokens change nothing", moved, unit)

@@ -19,13 +19,14 @@ def ask(session: Session) -> Finding:
     other = replace(sample, ids_T=changed(session, sample.ids_T, range(1)))
     left, right = pack([sample], ALONE), pack([other], ALONE)
     with session.quiet(), observe(is_deaf=True):
-        moved = gap(*(session.scorer(packed).logp_N[1:] for packed in (left, right)))
+        moved = gap(*(session.said(packed)[1:] for packed in (left, right)))
+    unit = session.says.unit
     known = anatomy.stateful_layers(session.scorer.model)
     if moved > session.exact and not known:
         return failed(
-            f"a token changes what follows it by {moved:.3g} nats with attention taken out",
+            f"a token changes what follows it by {moved:.3g} {unit} with attention taken out",
             number=moved,
-            unit="nats",
+            unit=unit,
             evidence=[_where(session, left, right)],
             remedy="the model has layers with state across tokens that taut does not know, so packed samples would "
             "leak; train another model, and please report this one",
@@ -34,8 +35,8 @@ def ask(session: Session) -> Finding:
         said = (
             f"{len(known)} layers carry state ({', '.join(known[:3])}); samples run one at a time"
         )
-        return passed(said, moved, "nats")
-    return passed("tokens know of each other through attention alone", moved, "nats")
+        return passed(said, moved, unit)
+    return passed("tokens know of each other through attention alone", moved, unit)
 
 
 def _where(session: Session, left: Packed, right: Packed) -> str:

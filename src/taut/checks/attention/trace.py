@@ -36,7 +36,7 @@ def _outputs(session: Session, layers: Sequence[nn.Module], packed: Packed) -> l
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     try:
         with session.quiet():
-            session.scorer(packed)
+            session.said(packed)
     finally:
         for hook in hooks:
             hook.remove()

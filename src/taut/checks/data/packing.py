@@ -1,7 +1,8 @@
 """The plan of the first epoch and of the first steps, made as training makes it, and compared with what it should be.
 
 An epoch has each sample as often as its weight says. A step's micro-batches have exactly its samples: ids, positions,
-targets and weights, read back along what each token sees; and no more tokens than the budget, but for one sample alone.
+targets, weights and what is said of them, read back along what each token sees; answers that are compared are in one
+micro-batch; and none has more tokens than the budget, but for one sample, or answers that are compared, alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from taut.checks.session import Session
 from taut.data.forecast import StepPlan, lay_out, step_plan
 from taut.data.plan import START, Order, samples_of
 from taut.methods.offline import Offline
-from taut.types import Packed, Sample
+from taut.types import Packed, Sample, Tree
 
 STEPS = 5
 """Steps that are laid out."""
@@ -37,7 +39,8 @@ def ask(session: Session) -> Finding:
     for step in range(begun + 1, min(begun + STEPS, last) + 1):
         trees = method.prepare(step)
         packs = lay_out(trees, session.job.budget, session.job.policy)
-        wrong += [*_misplaced(samples_of(trees), packs), *_over(session, packs)]
+        wrong += [*_misplaced(samples_of(trees), packs), *_parted(trees, packs)]
+        wrong += _over(session, trees, packs)
         plans.append(step_plan(step, trees, packs))
         if wrong or sum(plan.unshared for plan in plans) > TOKENS:
             break
@@ -64,7 +67,8 @@ def _miscounted(session: Session, order: Order) -> Iterator[str]:
         times = np.bincount(indices, minlength=order.weights.size)
         is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
         for index in np.flatnonzero(is_wrong)[:SHOWN]:
-            name = session.train.sample_id(int(index))
+            first = session.train.rows[index] if session.run.objective.are_compared else index
+            name = session.train.sample_id(int(first))
             yield f"{name} is seen {times[index]} times an epoch, its weight is {order.weights[index]:g}"
 
 
@@ -83,29 +87,63 @@ def _misplaced(samples: Sequence[Sample], packs: Sequence[Packed]) -> Iterator[s
 
 def _differences(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
     """One sample, read back from a micro-batch."""
-    read = packed.read_R[row]
+    reads = packed.read_R[packed.row_R == row]
+    read = reads[-1]
     path = (packed.reach_T[: read + 1] > read).nonzero()[:, 0]
     own = packed.row_N == row
-    positions = np.arange(path.numel()) if sample.positions is None else sample.positions
+    at_R = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R
+    size = int(at_R[-1]) + 1  # what is after the last read says nothing
+    positions = np.arange(size) if sample.positions is None else sample.positions[..., :size]
     parts = {
-        "tokens": (packed.ids_T[path], sample.ids_T),
+        "tokens": (packed.ids_T[path], sample.ids_T[:size]),
         "positions": (packed.position_ids[..., path], positions),
         "targets": (packed.target_N[own], sample.ids_T[sample.target_at_N]),
         "weights": (packed.weight_N[own], sample.weight_N),
     }
-    for part, (found, expected) in parts.items():
-        if not np.array_equal(found.numpy(), expected):
+    for part, (laid_out, expected) in parts.items():
+        if not np.array_equal(laid_out.numpy(), expected):
             yield f"{sample.id} has other {part} in its micro-batch"
             return
     if not np.array_equal(packed.predictor_N[own].numpy(), path.numpy()[sample.target_at_N - 1]):
         yield f"{sample.id}: a target is not predicted by the token before it"
+    if not np.array_equal(reads.numpy(), path.numpy()[at_R]):
+        yield f"{sample.id} is not read at its {'last token' if sample.read_at_R is None else 'steps'}"
+    for name, value in sample.values.items():
+        found = float(packed.values[name][row])
+        if found != value:
+            yield f"{sample.id}: its {name} is {found:g} in its micro-batch, {value:g} in the data"
+    for name, value_R in sample.read_values.items():
+        if not np.array_equal(packed.read_values[name][packed.row_R == row].numpy(), value_R):
+            yield f"{sample.id}: its steps have another {name} in its micro-batch"
 
 
-def _over(session: Session, packs: Sequence[Packed]) -> Iterator[str]:
+def _parted(trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
+    """Answers that are compared and are not together, as often as they should be."""
+    for tree in trees:
+        names = {sample.id for sample in tree.samples}
+        held = [packed for packed in packs if names & set(packed.sample_ids)]
+        if tree.is_atom and any(not names <= set(packed.sample_ids) for packed in held):
+            yield f"{tree.samples[0].id} is not in one micro-batch with what it is compared with"
+    num_pairs = sum(_num_pairs(tree) for tree in trees)
+    found = sum(packed.num_pairs for packed in packs)
+    if found != num_pairs:
+        yield f"{found} pairs are compared in a step that has {num_pairs}"
+
+
+def _num_pairs(tree: Tree) -> int:
+    """Pairs of a tree's samples of which one is preferred."""
+    order = [sample.values.get("preference", 0.0) for sample in tree.samples if sample.group >= 0]
+    return sum(left != right for left, right in combinations(order, 2))
+
+
+def _over(session: Session, trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
     """Micro-batches with more tokens than allowed."""
+    atoms = [sorted(sample.id for sample in tree.samples) for tree in trees if tree.is_atom]
     most, one_sample = session.job.budget.tokens_per_microbatch, session.job.budget.one_sample
     for packed in packs:
-        if packed.num_samples > 1 and (packed.num_tokens > most or one_sample):
+        if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
+            continue
+        if packed.num_tokens > most or one_sample:
             allowed = "one sample" if one_sample else f"{most:,} tokens"
             yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"
 

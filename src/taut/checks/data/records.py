@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.session import Session, owned_by
-from taut.data.columns import Columns, read_row
+from taut.data.columns import Columns
 from taut.data.dataset import Dataset, sources
 from taut.data.formats import Completion, Conversation, Row
+from taut.data.judged import read_any
+from taut.data.preferences import best_row
 from taut.data.sources import open_source
 from taut.errors import DataError
 from taut.types import IntArray
@@ -61,7 +63,7 @@ def splits(session: Session) -> list[Any]:
 
 
 def _of_split(session: Session, split: Any) -> Iterator[Record]:
-    named = sources(session.run.data, split)
+    named = sources(session.run.data, split, session.run.objective.kind)
     for source, columns in named:
         found = open_source(source)
         folder = Path(source.path).expanduser().parent
@@ -72,7 +74,9 @@ def _of_split(session: Session, split: Any) -> Iterator[Record]:
 
 
 def rows(session: Session) -> list[Row]:
-    """The records of the training data, as rows; those that cannot be read are left to data.rows."""
+    """The records of the training data, as rows, where answers are judged the best of each; those that cannot be read
+    are left to data.rows.
+    """
     return [
         row
         for record in session.once(records)
@@ -82,7 +86,7 @@ def rows(session: Session) -> list[Row]:
 
 def _row(record: Record) -> Row | None:
     try:
-        return read_row(record.value, record.place, record.columns)
+        return best_row(read_any(record.value, record.place, record.columns))
     except DataError:
         return None
 

@@ -75,7 +75,7 @@ def _bad_rows(session: Session) -> tuple[list[Attempt], int]:
     num_rows = 0
     try:
         for split in splits(session):
-            for source, columns in sources(run, split):
+            for source, columns in sources(run, split, session.run.objective.kind):
                 found = attempt_rows(open_source(source), columns, renderer, limits)
                 for attempt in islice(found, MOST_ROWS):
                     num_rows += 1

@@ -27,6 +27,8 @@ class Asked(NamedTuple):
 
 def asked(session: Session) -> Asked:
     """The engine's answers to the run's first prompts, drawn at temperature 1."""
+    if session.is_scalar:
+        return Asked(None, "a reward model generates nothing", [], [])
     try:
         engine = engine_of(session.built)()
     except ModelError as error:

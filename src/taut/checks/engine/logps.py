@@ -21,7 +21,7 @@ def ask(session: Session) -> Finding:
     if engine is None:
         return skipped(obstacle)
     paths = [_path(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    scored = session.logps(paths)
+    scored = session.numbers(paths)
     gaps = {}
     for path, answer in zip(paths, answers, strict=True):
         assert answer.logp_N is not None

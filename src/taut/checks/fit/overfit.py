@@ -1,12 +1,15 @@
 """A few samples are learned by heart with an optimizer of the check's own, through the loop's own forward and backward;
 the weights are put back. Several learning rates are tried, one that gets nowhere not for long.
 
-A model that cannot even do that has too little that trains, or a gradient that does not belong to its loss.
+A model that cannot even do that has too little that trains, or a gradient that does not belong to its loss. Losses on
+answers that are judged have floors of their own (a policy's log-ratios are bounded, smoothed labels never certain):
+there it is enough that every pair comes out in order, or every answer on its side.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +17,7 @@ from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.fit.weights import put_back, restore
 from taut.checks.session import Session
+from taut.loop import StepReport
 from taut.types import Sample, Tree
 
 TOKENS = 96
@@ -24,7 +28,12 @@ STEPS = 60
 PART, LITTLE = 0.1, 0.1
 """Learned by heart: a loss below this part of the first, or below so many nats."""
 ENOUGH = 0.86
-"""The same where something is frozen: a frozen head, above all with a scale or softcap, bounds how sure one can be."""
+"""The same where something is frozen: a frozen head, above all with a scale or softcap, bounds how sure one can be. And
+of losses on answers that are judged."""
+FALLEN = 0.99
+"""The same where all is in order besides."""
+ORDERED = ("rewards/accuracy", "accuracy")
+"""Metrics of what is in order."""
 WINDOW, SLOW = 10, 0.8
 """A rate is given up when the loss is still above this part of what it was so many steps ago."""
 
@@ -33,21 +42,21 @@ def ask(session: Session) -> Finding:
     """Can the run learn a few samples by heart?"""
     if session.job.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
-    samples = _chosen(session.batch)
+    trees = _chosen(session.trees)
+    samples = [sample for tree in trees for sample in tree.samples]
     first = RATE / session.language.config.get_text_config().hidden_size
-    trees = [Tree((sample,)) for sample in samples]
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
-    part = PART if is_whole else ENOUGH
+    part = PART if is_whole and session.run.objective.kind == "sft" else ENOUGH
     curves: dict[float, list[float]] = {}
+    learned = False
     with put_back(session) as copies:
         for rate in (first * factor for factor in FACTORS):
-            curves[rate] = _curve(session, trees, rate)
-            if _is_below(curves[rate], part):
+            curves[rate], learned = _curve(session, trees, rate, part)
+            if learned:
                 break
             restore(session, copies)
     rate, curve = min(curves.items(), key=lambda item: min(_finite(item[1])))
-    targets = sum(sample.num_targets for sample in samples)
-    if not _is_below(curve, part):
+    if not learned:
         return failed(
             f"{len(samples)} samples are not learned by heart: the loss goes from {curve[0]:.3g} to "
             f"{min(_finite(curve)):.3g} at best",
@@ -57,20 +66,25 @@ def ask(session: Session) -> Finding:
             remedy="what trains is too little to learn anything (see freeze and lora.targets), or the gradient is not "
             "that of the loss (see loss.packed)",
         )
-    said = f"{len(samples)} samples, {targets} targets: {_drawn(curve)}"
+    rate, curve = list(curves.items())[-1]
+    what = "tokens" if session.is_scalar else "targets"
+    number = sum(s.num_tokens if session.is_scalar else s.num_targets for s in samples)
+    said = f"{len(samples)} samples, {number} {what}: {_drawn(curve)}"
     return passed(
         said, len(curve) - 1, "steps", [f"at a learning rate of {rate:.2g}; weights put back"]
     )
 
 
-def _chosen(batch: list[Sample]) -> list[Sample]:
-    """The shortest samples that do not contradict each other."""
-    chosen: list[Sample] = []
-    for sample in batch:
-        is_new = all(not _contradict(sample, other) for other in chosen)
-        fits = sum(one.num_tokens for one in chosen) + sample.num_tokens <= TOKENS
-        if is_new and (fits or not chosen) and len(chosen) < SAMPLES:
-            chosen.append(sample)
+def _chosen(trees: Sequence[Tree]) -> list[Tree]:
+    """The shortest trees whose samples do not contradict those of another."""
+    chosen: list[Tree] = []
+    for tree in trees:
+        others = [sample for one in chosen for sample in one.samples]
+        is_new = all(not _contradict(one, other) for one in tree.samples for other in others)
+        num_tokens = sum(one.num_tokens for one in (*others, *tree.samples))
+        fits = num_tokens <= TOKENS and len(others) + len(tree.samples) <= SAMPLES
+        if is_new and (fits or not chosen):
+            chosen.append(tree)
     return chosen
 
 
@@ -84,23 +98,33 @@ def _contradict(one: Sample, other: Sample) -> bool:
     return at in one.target_at_N or at in other.target_at_N
 
 
-def _curve(session: Session, trees: list[Tree], rate: float) -> list[float]:
-    """The loss before each update, until it is learned, stuck or late."""
+def _curve(
+    session: Session, trees: list[Tree], rate: float, part: float
+) -> tuple[list[float], bool]:
+    """The loss before each update, until it is learned, stuck or late; and whether it is learned."""
     job = session.job
     optimizer = torch.optim.AdamW(job.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     curve: list[float] = []
     for step in range(1, STEPS + 1):
         job.optimizer.zero_grad(set_to_none=True)
-        curve.append(loop.add_gradients(job, trees, step).loss)
+        report = loop.add_gradients(job, trees, step)
+        curve.append(report.loss)
         is_stuck = step > WINDOW and not curve[-1] < SLOW * curve[-1 - WINDOW]
-        if _is_below(curve, PART) or is_stuck or not math.isfinite(curve[-1]):
+        is_learned = _is_learned(session, report, curve, PART)
+        if is_learned or is_stuck or not math.isfinite(curve[-1]):
             break
         optimizer.step()
-    return curve
+    return curve, _is_learned(session, report, curve, part)
 
 
-def _is_below(curve: list[float], part: float) -> bool:
-    return curve[-1] < max(part * curve[0], LITTLE)
+def _is_learned(session: Session, report: StepReport, curve: list[float], part: float) -> bool:
+    """Whether the loss is low enough, or all is in order and it has fallen."""
+    if session.run.objective.kind == "sft":
+        return curve[-1] < max(part * curve[0], LITTLE)
+    if curve[-1] < part * curve[0] or curve[-1] == 0.0:
+        return True
+    in_order = [report.metrics[name] for name in ORDERED if name in report.metrics]
+    return in_order == [1.0] and curve[-1] < FALLEN * curve[0]
 
 
 def _finite(curve: list[float]) -> list[float]:

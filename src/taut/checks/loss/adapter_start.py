@@ -19,10 +19,11 @@ def ask(session: Session) -> Finding:
         return skipped("there is no adapter")
     if session.run.lora.adapter is not None:
         return skipped("lora.adapter goes on from an adapter that has learned")
+    says = session.says
     samples = session.pair if session.loaded.one_sample is None else session.pair[:1]
-    with_it = session.logps(samples)
+    with_it = session.numbers(samples)
     with _switched_off(session):
-        without = session.logps(samples)
+        without = session.numbers(samples)
     is_exact = not session.run.lora.dora  # DoRA divides by a norm and multiplies with it
     differ, limit = (gap, session.exact) if is_exact else (drift, session.tolerance)
     name, moved = max(
@@ -31,14 +32,14 @@ def ask(session: Session) -> Finding:
     )
     if moved > limit:
         return failed(
-            f"the log-probs of {name} are {moved:.3g} nats from those of the model without its new adapter",
+            f"the {says.many} of {name} are {moved:.3g} {says.unit} from those of the model without its new adapter",
             number=moved,
-            unit="nats",
+            unit=says.unit,
             evidence=_not_zero(session),
             remedy="training would begin from another model than asked for; check the version of peft, and please "
             "report this",
         )
-    return passed("log-probs with the adapter are those without", moved, "nats")
+    return passed(f"{says.many} with the adapter are those without", moved, says.unit)
 
 
 def _not_zero(session: Session) -> list[str]:

@@ -35,16 +35,16 @@ def ask(session: Session) -> Finding:
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
         )
-    products, logp_dtype = _products(session)
+    products, said_dtype = _products(session)
     asked = session.dtype
     narrow = [key for key in products if _is_narrower(key[1], asked)]
-    if narrow or _is_narrower(logp_dtype, torch.float32):
+    if narrow or _is_narrower(said_dtype, torch.float32):
         said = [f"{where} computes in {_name(dtype)}" for where, dtype in narrow[:SHOWN]]
         return failed(
             f"{sum(products[key] for key in narrow)} of {products.total()} products are narrower than {_name(asked)}",
             number=sum(products[key] for key in narrow),
             unit=f"of {products.total()} products",
-            evidence=said or [f"log-probs are in {_name(logp_dtype)}"],
+            evidence=said or [f"{session.says.many} are in {_name(said_dtype)}"],
             remedy=f"dtype={_name(asked)} is not in force there; remove the cast in the model's code, or set "
             "dtype=bfloat16 if that is what you want",
         )
@@ -61,7 +61,7 @@ def ask(session: Session) -> Finding:
         )
     return passed(
         f"parameters {_name(session.loaded.dtype.parameters)}, {inside} of {products.total()} products in "
-        f"{_name(asked)}, log-probs {_name(logp_dtype)}",
+        f"{_name(asked)}, {session.says.many} {_name(said_dtype)}",
         products.total(),
         "products",
         _wider(products, asked),
@@ -90,7 +90,7 @@ def _fits_bfloat16(frequencies: Tensor) -> bool:
 
 
 def _products(session: Session) -> tuple[Counter[tuple[str, torch.dtype]], torch.dtype]:
-    """(layer, dtype) -> matrix products in a forward of one sample; and the dtype of the log-probs."""
+    """(layer, dtype) -> matrix products in a forward of one sample; and the dtype of what it gives."""
     watch = _Watch()
     hooks = []
     for name, module in session.scorer.model.named_modules():
@@ -98,11 +98,11 @@ def _products(session: Session) -> tuple[Counter[tuple[str, torch.dtype]], torch
         hooks.append(module.register_forward_hook(watch.leave, always_call=True))
     try:
         with session.quiet(), watch:
-            scores = session.scorer(pack([session.short], ALONE))
+            values = session.said(pack([session.short], ALONE))
     finally:
         for hook in hooks:
             hook.remove()
-    return watch.products, scores.logp_N.dtype
+    return watch.products, values.dtype
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types

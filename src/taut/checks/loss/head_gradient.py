@@ -25,6 +25,8 @@ WAYS = {"gradient formed in the forward": True, "computed again in backward": Fa
 
 def ask(session: Session) -> Finding:
     """Does the chunked head give the gradient of the plain one?"""
+    if session.is_scalar:
+        return skipped("a reward model has no output head")
     if session.ranks.size > 1:
         return skipped("a sharded head is whole only inside the model; asked on one rank")
     seen = session.once(step).heads[0]

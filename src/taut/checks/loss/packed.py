@@ -1,23 +1,25 @@
 """The gradient of the run's step (its attention, packing, shared prefixes, chunked head) against the sum over its
-samples, each alone through the library's own attention, head and automatic differentiation.
+samples, each alone through the library's own attention, head and automatic differentiation: its numbers times the
+derivative of the loss by them.
 """
 
 from __future__ import annotations
 
 from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.loss.alone import expected, library_numbers, obstacle
 from taut.checks.loss.compare import ROUNDING, gradients, worst
-from taut.checks.loss.first import KNOWN
 from taut.checks.session import Session
-from taut.models.prove import library_attention, library_logps
+from taut.models.prove import library_attention
 from taut.types import Sample
 
 
 def ask(session: Session) -> Finding:
     """Is the gradient of packed samples the sum of theirs alone, by the library's own attention?"""
     job = session.job
-    if set(job.method.loss.units) - KNOWN:
-        return skipped("the loss is not cross entropy alone")
+    why_not = obstacle(session)
+    if why_not is not None:
+        return skipped(why_not)
     if job.noise is not None:
         return skipped("noise is on: samples alone would have other noise")
     if session.ranks.size > 1:
@@ -45,12 +47,14 @@ def ask(session: Session) -> Finding:
 
 def _alone(session: Session, samples: list[Sample]) -> None:
     """In evaluation mode, where layers are not computed again in backward: by then another attention is in force."""
-    job, total = session.job, sum(float(sample.weight_N.sum()) for sample in samples)
+    job = session.job
+    with session.quiet():
+        numbers = {sample.id: library_numbers(session, sample) for sample in samples}
+    slopes = expected(session, samples, numbers).slopes
     session.scorer.eval()
     for sample in samples:
         with job.compute():
-            logp_N = library_logps(session.scorer.model, sample, session.ranks.device)
-            weights = logp_N.new_tensor(sample.weight_N)
-            loss = -(weights * logp_N).sum() / total
+            said = library_numbers(session, sample)
+            loss = (slopes[sample.id].to(said) * said).sum()
         with job.compute_backward():
             loss.backward()  # type: ignore[no-untyped-call]

@@ -38,6 +38,9 @@ def ask(session: Session) -> Finding:
             remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
             "cut off from the loss, set activation_checkpointing=false, and please report the model",
         )
+    if seen.report is not None and seen.report.loss == 0.0:
+        said = "the batch is learned already: its loss is 0, and so are all gradients"
+        return passed(said, every, "tensors")
     parameters = trained(session)
     zero = [name for name, value in seen.norms.items() if value == 0.0]
     still = [
@@ -69,6 +72,8 @@ def _is_first(parameters: Mapping[str, nn.Parameter], name: str, seen: Step) -> 
 
 
 def _sees_more_than_one(session: Session) -> bool:
+    if session.is_scalar:
+        return any(sample.num_tokens > 1 for sample in session.batch)
     return any(bool((sample.target_at_N > 1).any()) for sample in session.batch)
 
 

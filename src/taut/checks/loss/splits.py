@@ -24,7 +24,7 @@ def ask(session: Session) -> Finding:
     """Do loss and gradient not depend on how a step is cut into micro-batches?"""
     trees = session.trees
     if len(trees) < 2:
-        return skipped("the first step has one sample")
+        return skipped("the first step has one tree of samples")
     ours, loss = _taken(session, session.job)
     limit, most, most_name = ROUNDING[session.dtype], 0.0, ""
     cuts = dict(_cuts(session))
@@ -38,7 +38,9 @@ def ask(session: Session) -> Finding:
                 f"{how}, {what} differs: the loss is {other:.6g}, as the run cuts the step {loss:.6g}",
                 number=max(error, apart),
                 unit="relative",
-                evidence=[f"{len(trees)} samples; at most {100 * limit:g}% is rounding"],
+                evidence=[
+                    f"{len(trees)} {'rows' if trees[0].is_atom else 'samples'}; at most {100 * limit:g}% is rounding"
+                ],
                 remedy="a step would depend on batch.tokens_per_microbatch and on the number of ranks: a mean is taken "
                 "over micro-batches, or a layer looks at the whole of one; please report this",
             )
@@ -51,8 +53,10 @@ def _cuts(session: Session) -> Iterator[tuple[str, Job]]:
     """Other ways to cut the batch."""
     job = session.job
     tokens = sum(sample.num_tokens for sample in session.batch)
-    alone = job.budget._replace(one_sample=True)
-    yield "one sample at a time", replace(job, budget=alone)
+    if session.run.objective.are_compared:
+        yield "one row at a time", replace(job, budget=job.budget._replace(tokens_per_microbatch=1))
+    else:
+        yield "one sample at a time", replace(job, budget=job.budget._replace(one_sample=True))
     if session.loaded.one_sample is not None:
         return
     halves = job.budget._replace(tokens_per_microbatch=max(1, tokens // 2))

@@ -37,7 +37,7 @@ class Step:
     absent: list[str] = field(default_factory=list)
     """Trained tensors without a gradient."""
     heads: list[Head] = field(default_factory=list)
-    """One a micro-batch of this rank."""
+    """One a micro-batch of this rank; none of a scalar head."""
 
 
 @dataclass
@@ -115,15 +115,20 @@ def norm(tensor: Tensor) -> float:
 def _watching(session: Session, seen: Step) -> Iterator[None]:
     """Keep what goes into the head and what comes out of it. A sharded head is whole only while the scorer runs."""
     scorer, given = session.scorer, list[Packed]()
+    if session.is_scalar:
+        yield
+        return
 
     def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
         given.append(args[0])
 
     def look(_: nn.Module, __: Any, output: Any) -> None:
-        seen.heads.append(_head(scorer.model, given[-1], output.last_hidden_state))
+        if torch.is_grad_enabled():  # else it is a reference's, or a statistic's
+            seen.heads.append(_head(scorer.model, given[-1], output.last_hidden_state))
 
     def end(_: nn.Module, __: Any, scores: Scores) -> None:
-        seen.heads[-1].logp_N = scores.logp_N.detach()
+        if torch.is_grad_enabled():
+            seen.heads[-1].logp_N = scores.logp_N.detach()
 
     hooks = [
         scorer.register_forward_pre_hook(begin),

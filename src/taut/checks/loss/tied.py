@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.models import anatomy
 from taut.models.lora import is_adapted
@@ -10,6 +10,8 @@ from taut.models.lora import is_adapted
 
 def ask(session: Session) -> Finding:
     """Are embedding and head one tensor, or two, as the model has it?"""
+    if session.is_scalar:
+        return skipped("a reward model has no output head")
     model = session.scorer.model
     is_tied = anatomy.is_tied(model)
     was_tied = bool(

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import kernels_of, told
-from taut.checks.session import NUM_ROWS, Session, ending
+from taut.checks.samples import ending
+from taut.checks.session import NUM_ROWS, Session
 from taut.data.pack import pack
 from taut.errors import ModelError
 from taut.estimate import measure, measured_parts, predict

@@ -53,14 +53,16 @@ def ask(session: Session) -> Finding:
 def _bound(session: Session) -> int | None:
     """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts)."""
     model = session.scorer.model
-    vocabulary, width = anatomy.head(model).weight.shape
+    table = anatomy.stored_table(anatomy.embedding(model))
+    assert table is not None, "an embedding has a weight"
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_linear = sum(module.weight.numel() for module in linear)
-    if num_linear < 0.5 * (num_parameters - vocabulary * width):
+    if num_linear < 0.5 * (num_parameters - table.numel()):
         return None
     tokens = max(session.run.batch.tokens_per_microbatch, session.inputs.longest)
     kept = FACTOR * tokens * sum(module.in_features + module.out_features for module in linear)
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
-    head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * vocabulary)
+    has_chunks = anatomy.has_head(model)
+    head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0]) if has_chunks else 0
     return session.loaded.dtype.parameters.itemsize * (kept + weights + head)

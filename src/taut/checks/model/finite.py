@@ -31,14 +31,14 @@ def ask(session: Session) -> Finding:
         if not bool(torch.isfinite(logp_N).all()):
             bad = int((~torch.isfinite(logp_N)).sum())
             return failed(
-                f"{bad} of {len(logp_N)} log-probs of {name} are not finite",
+                f"{bad} of {len(logp_N)} {session.says.many} of {name} are not finite",
                 number=bad,
                 unit=f"of {len(logp_N)}",
                 evidence=[_first_layer(session)],
                 remedy=f"the model overflows in {str(session.dtype).removeprefix('torch.')}; set dtype=float32, or "
                 "take another checkpoint",
             )
-    return passed("weights and log-probs are", len(tensors), "tensors")
+    return passed(f"weights and {session.says.many} are", len(tensors), "tensors")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -61,7 +61,7 @@ def _first_layer(session: Session) -> str:
 
     hooks = [layer.register_forward_hook(look) for layer in anatomy.layers(session.scorer.model)]
     try:
-        session.logps(session.pair[:1])
+        session.numbers(session.pair[:1])
     finally:
         for hook in hooks:
             hook.remove()

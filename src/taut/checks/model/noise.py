@@ -18,22 +18,23 @@ def ask(session: Session) -> Finding:
     """Does the model give the same numbers twice when it trains?"""
     with torch.no_grad(), session.job.compute():  # once around both: autocast keeps its casts
         moved = gap(_forward(session)[0], _forward(session)[0])
+    says = session.says
     if moved > session.exact:
         outputs, others = (_forward(session, is_told=True)[1] for _ in range(2))
         where = next((n for n, t in outputs.items() if gap(t, others[n]) > 0), "the model itself")
         return failed(
-            f"the same sample's log-probs differ by {moved:.3g} nats from one forward to the next",
+            f"the same sample's {says.many} differ by {moved:.3g} {says.unit} from one forward to the next",
             number=moved,
-            unit="nats",
+            unit=says.unit,
             evidence=[f"first in {where}"],
             remedy="a layer draws random numbers in training that taut cannot key to samples; set its dropout or its "
             "like to 0 in the model's code or config, and please report the model",
         )
-    return passed("two forwards in training mode agree", moved, "nats")
+    return passed("two forwards in training mode agree", moved, says.unit)
 
 
 def _forward(session: Session, *, is_told: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """logp_N of a sample in training mode; where asked, the sums of what every module gave, innermost first."""
+    """What is said of a sample in training mode; where asked, the sums of what every module gave, innermost first."""
     scorer, sums = session.scorer, dict[str, Tensor]()
     names = {module: name for name, module in scorer.model.named_modules()}
 
@@ -47,7 +48,7 @@ def _forward(session: Session, *, is_told: bool = False) -> tuple[Tensor, dict[s
     try:
         with torch.no_grad(), session.job.compute():
             scorer.train()
-            return scorer(pack([session.short], ALONE)).logp_N, sums
+            return session.said(pack([session.short], ALONE)), sums
     finally:
         scorer.train(was_training)
         for hook in hooks:

@@ -37,6 +37,8 @@ class Other(NamedTuple):
 
 def ask(session: Session) -> Finding:
     """Before training, does the model end with no other token than those of the stop set?"""
+    if session.is_scalar:
+        return skipped("a reward model generates nothing")
     data = session.train if session.eval is None else session.eval
     config = StopConfig(prompts=PROMPTS, tokens=TOKENS)
     check = prepare(

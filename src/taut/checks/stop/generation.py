@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.stop.served import served
 from taut.data.stops import described
@@ -20,6 +20,8 @@ FILE = "the model's generation_config.json"
 
 def ask(session: Session) -> Finding:
     """Will the saved generation_config let a server stop?"""
+    if session.is_scalar:
+        return skipped("a reward model generates nothing")
     stops, before = session.stops, session.model.generation_config
     generation = generation_to_save(copy.deepcopy(before), served(session), stops.ids)
     trouble = _refused(generation)

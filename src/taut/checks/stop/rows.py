@@ -11,6 +11,8 @@ from taut.models.untrained import require_trained, untrained_rows
 
 def ask(session: Session) -> Finding:
     """Can the model learn its ends: do rows that were never trained train?"""
+    if session.is_scalar:
+        return skipped("a reward model generates nothing")
     if session.ranks.size > 1:
         return skipped("weights are sharded; it was asked before they were")
     run, inputs, model = session.run, session.inputs, session.scorer.model

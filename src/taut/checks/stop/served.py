@@ -15,4 +15,6 @@ def served(session: Session) -> PreTrainedTokenizerBase:
 
 def _serve(session: Session) -> PreTrainedTokenizerBase:
     template = session.language.renderer.template.template
-    return serving_tokenizer(session.tokenizer, session.stops.ids, template)
+    return serving_tokenizer(
+        session.tokenizer, session.stops.ids, template, has_scalar=session.is_scalar
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.data.stops import described
 
@@ -11,9 +11,13 @@ SHOWN = 3
 
 def ask(session: Session) -> Finding:
     """Is the end of the answer a target, so that the model learns to stop?"""
+    if session.is_scalar:
+        return skipped("a reward model is not taught to stop")
     train, stops = session.train, session.stops
     report, number, total = train.report, train.num_with_target(stops.ids), len(train)
     num_whole = report.num_rows - len(report.dropped) - len(report.cut)
+    if session.run.objective.kind != "sft":  # each answer of a row is a sample of its own
+        num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
         names = described(stops, session.renderer.template)[0]
         return failed(

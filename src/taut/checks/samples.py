@@ -1,0 +1,108 @@
+"""Parts of real samples, small enough for a check, and what a model says of them. The session and checks import it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from taut.types import Packed, Sample
+
+
+class Words(NamedTuple):
+    """What a model says of a token, for people."""
+
+    one: str
+    many: str
+    unit: str
+
+
+LOGPS, SCORES = Words("a log-prob", "log-probs", "nats"), Words("a score", "scores", "points")
+
+
+def whole(sample: Sample, most: int) -> Sample:
+    """The first tokens of a sample, every one but the first a target. A scalar head is read where they are predicted,
+    so that whatever is asked of the one can be asked of the other.
+    """
+    ids_T = sample.ids_T[: max(2, most)]
+    if ids_T.size == 1:
+        ids_T = np.repeat(ids_T, 2)
+    at_N = np.arange(1, ids_T.size)
+    return Sample(sample.id, ids_T, at_N, np.ones(at_N.size), read_at_R=at_N - 1)
+
+
+def ending(sample: Sample, most: int) -> Sample:
+    """A sample's last tokens up to its last target, where it is longer than ``most``: with at least that target, and
+    with all that is said of it. One whose steps are all before is left whole.
+    """
+    if sample.num_tokens <= most:
+        return sample
+    stop = max(int(sample.target_at_N[-1]) + 1, most)
+    start = stop - most
+    kept = sample.target_at_N > start
+    cut = replace(
+        sample,
+        ids_T=sample.ids_T[start:stop],
+        target_at_N=sample.target_at_N[kept] - start,
+        weight_N=sample.weight_N[kept],
+        positions=None,
+        streams={name: value[kept] for name, value in sample.streams.items()},
+    )
+    if sample.read_at_R is None:
+        return cut
+    is_read = (sample.read_at_R >= start) & (sample.read_at_R < stop)
+    if not is_read.any():
+        return sample
+    values = {name: value[is_read] for name, value in sample.read_values.items()}
+    return replace(cut, read_at_R=sample.read_at_R[is_read] - start, read_values=values)
+
+
+def shortest(rows: Sequence[Sequence[Sample]], most: int) -> list[tuple[Sample, ...]]:
+    """The shortest of rows whose answers are compared, ``most`` tokens in all or a little more. Long ones are cut."""
+    chosen: list[tuple[Sample, ...]] = []
+    left = most
+    for some in sorted((around(row, most // 2) for row in rows), key=num_tokens):
+        left -= num_tokens(some)
+        if chosen and left < 0:
+            break
+        chosen.append(some)
+    return chosen
+
+
+def around(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
+    """Answers to one prompt, each cut to the end of the prompt and its own beginning, where all have more than ``most``
+    tokens together. Left whole where too little of them would differ.
+    """
+    if num_tokens(answers) <= most:
+        return tuple(answers)
+    kept = max(2, most // (2 * len(answers)))
+    cut = [_window(one, kept, kept) for one in answers]
+    is_kept = len({one.ids_T.tobytes() for one in cut}) == len({a.ids_T.tobytes() for a in answers})
+    return tuple(cut if is_kept else answers)
+
+
+def _window(sample: Sample, before: int, after: int) -> Sample:
+    """So many tokens before a sample's first target, and from it on."""
+    first = int(sample.target_at_N[0])
+    start, stop = max(0, first - before), first + after
+    inside = sample.target_at_N < stop
+    return replace(
+        sample,
+        ids_T=sample.ids_T[start:stop],
+        target_at_N=sample.target_at_N[inside] - start,
+        weight_N=sample.weight_N[inside],
+        positions=None,
+        streams={name: value[inside] for name, value in sample.streams.items()},
+    )
+
+
+def num_tokens(samples: Iterable[Sample]) -> int:
+    return sum(sample.num_tokens for sample in samples)
+
+
+def by_sample(packed: Packed, values: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Values of the targets or of the reads, sample by sample. ``rows``: the sample that each belongs to."""
+    return {name: values[rows == row] for row, name in enumerate(packed.sample_ids)}
