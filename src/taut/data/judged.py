@@ -350,8 +350,9 @@ def _whole_conversations(
     if prompt is not None and prompt.strip() not in [it["content"].strip() for it in shared]:
         raise DataError(
             f"{place}: prompt is {shown(prompt)}, and none of the messages that the answers have in common says so; "
-            f"expected the same; if it is what the user says, set {columns.prefix}columns='{{instruction = \"prompt\"}}'; "
-            f"if it is something else, name it in {columns.prefix}ignore_keys"
+            "expected the same; if it is what the user says, set "
+            f"{columns.prefix}columns='{{instruction = \"prompt\"}}'; if it is something else, name it in "
+            f"{columns.prefix}ignore_keys"
         )
     for name, row in zip(given, rows, strict=True):
         following = [message["role"] for message in row.messages[size:]]
