@@ -1,4 +1,4 @@
-"""What a peer's trainer did, step by step: seconds, loss, and which rows were in it.
+"""What a peer's trainer did, step by step: seconds (clock and processor), loss, and which rows were in it.
 
 Watches ``transformers.Trainer`` from outside (a callback, and a wrapper around ``training_step``),
 so the peer's own code runs unchanged. The rows of a step are read back from the ids that the model
@@ -38,6 +38,7 @@ class Recorder(TrainerCallback):
         self.import_mb = peak_mb()
         self.peak_mb = 0.0
         self.ends: list[float] = []
+        self.cpu_ends: list[float] = []
         self.losses: list[Tensor] = []
         self.batches: list[list[Tensor]] = []
         self.open_loss: Tensor | None = None
@@ -59,20 +60,24 @@ class Recorder(TrainerCallback):
         Trainer.training_step = training_step
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self._note_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         assert self.open_loss is not None, "a step without a training_step"
-        self.ends.append(time.perf_counter())
+        self._note_time()
         self.losses.append(self.open_loss)
         self.batches.append(self.open_batches)
         self.open_loss, self.open_batches = None, []
 
+    def _note_time(self) -> None:
+        self.ends.append(time.perf_counter())
+        self.cpu_ends.append(time.process_time())
+
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.peak_mb = peak_mb()
 
-    def write(self) -> None:
-        """The result file that the job names."""
+    def write(self, **more: Any) -> None:
+        """The result file that the job names, with what else the worker has to tell."""
         index = {tuple(row["ids"]): number for number, row in enumerate(read_rows(self.job))}
         pad, bos = self.job["pad"], self.job["bos"]
         steps = []
@@ -81,6 +86,9 @@ class Recorder(TrainerCallback):
             starts = [k for k, token in enumerate(ids) if token == bos] + [len(ids)]
             rows = [index[tuple(ids[a:b])] for a, b in pairwise(starts)]
             seconds = self.ends[number + 1] - self.ends[number]
-            steps.append({"seconds": seconds, "loss": float(loss), "rows": rows})
-        result = {"steps": steps, "peak_mb": self.peak_mb, "import_mb": self.import_mb}
+            cpu = self.cpu_ends[number + 1] - self.cpu_ends[number]
+            steps.append(
+                {"seconds": seconds, "cpu_seconds": cpu, "loss": float(loss), "rows": rows}
+            )
+        result = {"steps": steps, "peak_mb": self.peak_mb, "import_mb": self.import_mb, **more}
         Path(self.job["result"]).write_text(json.dumps(result))

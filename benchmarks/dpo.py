@@ -1,0 +1,365 @@
+"""taut and TRL train on the same pairs, and have the same losses: ``python benchmarks/dpo.py [--quick]``.
+
+    full, lora    32 pairs a step, prompts of 512 tokens, answers of 64: how fast, in how much memory
+    long          the same with prompts of 1,024
+    loss: NAME    the losses that TRL has: a tiny model, 8 short pairs a step of uneven lengths, six steps with a large
+                  learning rate
+
+Each run is a process of its own, in its own environment, on CPU with the same threads; the contenders take turns, round
+after round. The first step warms up and is not timed. Reported per contender:
+
+    pairs/s    pairs over the median seconds of a step, median of rounds
+    CPU s      seconds of processor time of such a step, which other work on the machine disturbs less
+    memory     largest resident set of the process, and what of it came after the imports
+    correct    whether every step had the same tokens, loss and metrics as TRL's
+
+TRL is the oracle: the losses of all steps must be equal to 1e-4 (of a loss above one: relatively) in float32.
+Results go to a JSON file and a table. Exit status 1 if a target was measured and missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+import data
+from data import SMALL, Model
+from objectives import OBJECTIVES, SIGMOID, Objective
+from pairs import Lengths, Pair, make_pairs, write_pairs
+from report import Contender
+from sft import Bench, matches
+from taut.models.lora import LoraConfig, apply_lora, save_adapter
+
+Result = dict[str, Any]
+
+TAUT, UNSHARED = Contender("taut", "shared"), Contender("taut", "unshared")
+ORACLE = Contender("trl", "batch")
+TRL = (
+    ORACLE,
+    Contender("trl", "accumulated"),
+    Contender("trl", "checkpointed"),
+    Contender("trl", "defaults"),
+)
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+MIN_SPEED, MAX_MEMORY = 3.5, 0.5
+"""pairs/s over those of TRL's fastest mode, peak memory over that mode's."""
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""What both log of a step, by TRL's names. The accuracies differ on purpose: TRL counts a tie for nothing."""
+
+TINY = Model("tiny", num_layers=2, hidden=128, vocab=1024, has_tied_embeddings=False)
+BETA = 0.1
+LORA = {"r": 16, "lora_alpha": 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pairs, what is trained, and on which loss."""
+
+    name: str
+    lengths: Lengths
+    model: Model = SMALL
+    pairs_per_step: int = 32
+    num_steps: int = 4
+    learning_rate: float = 3e-5
+    lora: bool = False
+    objective: Objective = SIGMOID
+    contenders: tuple[Contender, ...] = (TAUT, *TRL, UNSHARED)
+    is_timed: bool = True
+
+    def pairs(self) -> list[Pair]:
+        return make_pairs(self.pairs_per_step * self.num_steps, self.model.vocab, self.lengths)
+
+
+ISSUE = Lengths((512, 512), (64, 64))
+TIMED = (
+    Case("full", ISSUE),
+    Case("lora", ISSUE, lora=True, learning_rate=3e-4),
+    Case("long", Lengths((1024, 1024), (64, 64)), num_steps=3, contenders=(TAUT, TRL[1], UNSHARED)),
+)
+SHORT = Case(
+    "loss",
+    Lengths((16, 96), (4, 40)),
+    model=TINY,
+    pairs_per_step=8,
+    num_steps=6,
+    learning_rate=1e-3,
+    contenders=(TAUT, ORACLE),
+    is_timed=False,
+)
+CASES = (
+    *TIMED,
+    *(replace(SHORT, name=f"loss: {name}", objective=one) for name, one in OBJECTIVES.items()),
+)
+QUICK = tuple(replace(case, pairs_per_step=8, num_steps=3) for case in TIMED[:2])
+
+
+@dataclass
+class Measured:
+    """A contender's runs on a case."""
+
+    case: Case
+    runs: list[Result] = field(default_factory=list)
+    error: str | None = None
+
+    def step(self, what: str = "seconds") -> float:
+        """Of a step, the median of all but the first, and of runs."""
+        return median(median(step[what] for step in run["steps"][1:]) for run in self.runs)
+
+    @property
+    def summary(self) -> Result:
+        """Its line of the table."""
+        if not self.runs:
+            return {"error": self.error}
+        peak_mb = median(run["peak_mb"] for run in self.runs)
+        return {
+            "pairs_per_second": self.case.pairs_per_step / self.step(),
+            "step_seconds": self.step(),
+            "step_cpu_seconds": self.step("cpu_seconds"),
+            "peak_mb": peak_mb,
+            "peak_mb_above_imports": median(r["peak_mb"] - r["import_mb"] for r in self.runs),
+            "losses": [step["loss"] for step in self.runs[0]["steps"]],
+            "num_tokens": [step["num_tokens"] for step in self.runs[0]["steps"]],
+            "runs": self.runs,
+        }
+
+
+def measure(bench: Bench, case: Case, contenders: Sequence[Contender], rounds: int) -> Result:
+    """All contenders on one case, in alternation."""
+    job = prepare(bench, case)
+    measured = {contender: Measured(case) for contender in contenders}
+    for turn in range(rounds):
+        for contender, into in measured.items():
+            if into.error:
+                continue
+            try:
+                load = os.getloadavg()[0]
+                run = run_once(bench, case, contender, job) | {"load_before": load}
+            except RuntimeError as error:
+                into.error = str(error)
+                print(f"{case.name}: {contender.label}: {error}", file=sys.stderr, flush=True)
+                continue
+            into.runs.append(run)
+            print(
+                f"{case.name}, round {turn + 1}: {contender.label:18} "
+                f"{Measured(case, [run]).step():7.2f} s a step, {run['peak_mb']:6.0f} MB"
+                f" (load before: {load:.1f})",
+                flush=True,
+            )
+    table = {contender.label: one.summary for contender, one in measured.items()}
+    compare(case, table, bench.dtype)
+    found = {"contenders": table, "pairs": asdict(case.lengths)}
+    return found | {"ratios": ratios(table) if case.is_timed else []}
+
+
+def prepare(bench: Bench, case: Case) -> Result:
+    """Pairs, model and adapter on disk, and the part of the job that all contenders have in common."""
+    model, adapter = bench.work / case.model.name, bench.work / "adapter"
+    folder = bench.work / case.name.replace(": ", "-")
+    if not model.exists():
+        data.write_model(case.model, model)
+    if case.lora and not adapter.exists():
+        write_adapter(model, adapter)
+    write_pairs(case.pairs(), folder)
+    return {
+        "model": str(model),
+        "adapter": str(adapter),
+        "data": str(folder),
+        "samples_per_step": case.pairs_per_step,
+        "num_steps": case.num_steps,
+        "learning_rate": case.learning_rate,
+        "lora": LORA if case.lora else None,
+        "beta": BETA,
+        "pad": data.PAD,
+        "bos": data.BOS,
+    }
+
+
+def write_adapter(model: Path, adapter: Path) -> None:
+    """The adapter with which taut begins, for TRL to begin with."""
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    config = LoraConfig(rank=LORA["r"], alpha=LORA["lora_alpha"])
+    save_adapter(apply_lora(plain, config), adapter)
+
+
+def run_once(bench: Bench, case: Case, contender: Contender, job: Result) -> Result:
+    """One run of one contender, its metrics by TRL's names, and each step's tokens."""
+    loss = case.objective.taut if contender.framework == "taut" else case.objective.trl
+    whole = job | {"mode": contender.mode, "loss": dict(loss)}
+    run: Result = bench.run(f"train_{contender.framework}_dpo.py", contender.framework, whole)
+    pairs = case.pairs()
+    wanted = [
+        pairs[start : start + case.pairs_per_step]
+        for start in range(0, len(pairs), case.pairs_per_step)
+    ]
+    if len(run["steps"]) != len(wanted):
+        raise RuntimeError(f"{contender.label}: {len(run['steps'])} steps, not {len(wanted)}")
+    for number, (step, some) in enumerate(zip(run["steps"], wanted, strict=True)):
+        rows = range(2 * number * case.pairs_per_step, 2 * (number + 1) * case.pairs_per_step)
+        if sorted(step["rows"]) != list(rows):
+            raise RuntimeError(f"{contender.label}: step {number + 1} has rows {step['rows']}")
+        step.setdefault("num_tokens", sum(pair.num_tokens for pair in some))
+        if step["num_tokens"] != sum(pair.num_tokens for pair in some):
+            raise RuntimeError(f"{contender.label}: step {number + 1}: {step['num_tokens']} tokens")
+    return run
+
+
+def compare(case: Case, table: dict[str, Result], dtype: str) -> None:
+    """Hold every contender's losses and metrics against TRL's, step for step."""
+    oracle = next(
+        (row for label, row in table.items() if label.startswith("trl") and "error" not in row),
+        None,
+    )
+    for row in table.values():
+        if "error" in row:
+            continue
+        if oracle is None:
+            row["is_correct"] = None
+            continue
+        pairs = list(zip(row["losses"], oracle["losses"], strict=True))
+        row["deviation"] = max(distance(ours, theirs) for ours, theirs in pairs)
+        row["is_correct"] = row["deviation"] <= TOLERANCE[dtype]
+        row["metric_deviations"] = {
+            name: max(distance(ours, theirs) for ours, theirs in both)
+            for name in METRICS
+            if case.objective.has_plain_rewards or name.startswith("logps")
+            if (both := metric_pairs(row, oracle, name))
+        }
+
+
+def metric_pairs(row: Result, oracle: Result, name: str) -> list[tuple[float, float]]:
+    """What both logged under a name, step for step; empty where one of them did not."""
+    ours, theirs = ([step.get(name) for step in one["runs"][0]["metrics"]] for one in (row, oracle))
+    if None in ours or None in theirs:
+        return []
+    return list(zip(ours, theirs, strict=True))
+
+
+def distance(ours: float, theirs: float) -> float:
+    """Absolute, of what is larger than one relative."""
+    return abs(ours - theirs) / max(1.0, abs(theirs))
+
+
+def ratios(table: dict[str, Result]) -> list[Result]:
+    """taut beside TRL's fastest correct mode: the targets; and beside the others."""
+    peers = {
+        label: row
+        for label, row in table.items()
+        if label.startswith("trl") and row.get("is_correct")
+    }
+    ours = table.get(TAUT.label, {})
+    if not peers or not ours.get("is_correct"):
+        return []
+    fastest = max(peers, key=lambda label: float(peers[label]["pairs_per_second"]))
+    found = []
+    for label, row in peers.items():
+        speed = ours["pairs_per_second"] / row["pairs_per_second"]
+        cpu = row["step_cpu_seconds"] / ours["step_cpu_seconds"]
+        memory = ours["peak_mb"] / row["peak_mb"]
+        is_goal = label == fastest
+        is_met = not is_goal or (speed >= MIN_SPEED and memory <= MAX_MEMORY)
+        found.append({
+            "to": label, "speed": speed, "cpu": cpu, "memory": memory, "is_goal": is_goal, "is_met": is_met
+        })  # fmt: skip
+    return found
+
+
+def print_case(name: str, result: Result, is_timed: bool) -> None:
+    columns = (
+        f"{'pairs/s':>9}{'s a step':>10}{'CPU s':>8}{'peak MB':>9}{'w/o imports':>13}"
+        if is_timed
+        else ""
+    )
+    print(f"\n{name}\n{'':20}{columns}  losses")
+    for label, row in result["contenders"].items():
+        if "error" in row:
+            print(f"  {label:18}  failed: {row['error'].splitlines()[-1]}")
+            continue
+        speed = (
+            f"{row['pairs_per_second']:9.2f}{row['step_seconds']:10.2f}"
+            f"{row['step_cpu_seconds']:8.1f}{row['peak_mb']:9.0f}{row['peak_mb_above_imports']:13.0f}"
+        )
+        losses = " ".join(f"{loss:.5f}" for loss in row["losses"])
+        verdict = {True: "", False: "  WRONG", None: "  not compared"}[row["is_correct"]]
+        off = f"  off by {row['deviation']:.1e}" if "deviation" in row else ""
+        print(f"  {label:18}{speed if is_timed else ''}  {losses}{off}{verdict}")
+        others = [f"{k} {v:.0e}" for k, v in row.get("metric_deviations", {}).items()]
+        if label.startswith("taut") and others:
+            print(f"  {'':18}  off by: {', '.join(others)}")
+    for ratio in result["ratios"]:
+        goals = (
+            f" (targets {MIN_SPEED:g}, {MAX_MEMORY:.0%}: {'met' if ratio['is_met'] else 'MISSED'})"
+        )
+        print(
+            f"  {ratio['speed']:.2f} x the pairs/s of {ratio['to']} ({ratio['cpu']:.2f} by CPU s),"
+            f" {ratio['memory']:.0%} of its memory"
+            f"{goals if ratio['is_goal'] else ''}"
+        )
+
+
+def has_missed(result: Result) -> bool:
+    """Whether taut missed a target, failed, or had another loss than TRL."""
+    ours = [row for label, row in result["contenders"].items() if label.startswith("taut")]
+    return any(not row.get("is_correct") for row in ours) or any(
+        not ratio["is_met"] for ratio in result["ratios"]
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="8 pairs a step, three steps")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], help="words: cases whose name has one of them"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words: contenders whose name has one of them"
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache"), help="holds the peers' environments"
+    )
+    parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/dpo.json"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    results: Result = {"threads": arguments.threads, "dtype": arguments.dtype, "cases": {}}
+    chosen = [
+        case
+        for case in (QUICK if arguments.quick else CASES)
+        if matches(case.name, arguments.cases)
+    ]
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(arguments.cache.absolute(), Path(work), arguments.threads, arguments.dtype)
+        for case in chosen:
+            contenders = [c for c in case.contenders if matches(c.label, arguments.only)]
+            found = measure(bench, case, contenders, arguments.rounds if case.is_timed else 1)
+            results["cases"][case.name] = found
+    for case in chosen:
+        print_case(case.name, results["cases"][case.name], case.is_timed)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=1))
+    print(f"\n{arguments.out}")
+    return int(any(has_missed(case) for case in results["cases"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
