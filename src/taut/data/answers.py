@@ -107,9 +107,8 @@ def _after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> 
         )
     found = []
     for sample, ids in zip(samples, lists, strict=True):
-        first = max(
-            min(start, len(ids) - 1), 1
-        )  # equal texts: what to do with them is not decided here
+        # of equal texts the last token stays: what to do with them is not decided here
+        first = max(min(start, len(ids) - 1), 1)
         renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
         at = np.arange(first, len(ids))
         found.append(replace(sample, target_at_N=at, weight_N=np.ones(at.size)))

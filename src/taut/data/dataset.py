@@ -5,6 +5,9 @@ with lengths, target counts and weights as arrays for the planner. A second load
 with the same tokenizer, template and options reads the cache and tokenises nothing. A source with
 an error leaves nothing in the cache; good ones before it in a list stay there, whole.
 
+``kind`` says whether rows are those of SFT or say something of their answers (``preferences.py``). Then a row may be
+several samples, which stay together (``Dataset.rows``), with values.
+
 Does not shuffle, choose fractions, pack or plan. Under torchrun let one rank load first. Imported
 by ``taut.run``, methods, checks and evals.
 """
