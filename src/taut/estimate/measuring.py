@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,8 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from taut.build import Built
 from taut.estimate.ledger import Ledger, Parts
 from taut.loop import backward
+from taut.losses import Loss
+from taut.methods.reference import STREAM, Other, Start
 from taut.models import anatomy
-from taut.types import Packed
+from taut.types import Packed, Scores
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,25 @@ def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
     model.train()
     if not is_first:
         _act(built, packed)
-    parts = _parts(model, partial(_act, built, packed), tensors_of(job.optimizer))
+    held = {"reference": _beside(built), "optimizer": tensors_of(job.optimizer)}
+    parts = _parts(model, partial(_act, built, packed), held)
     job.optimizer.zero_grad()
     return parts
 
 
 def _act(built: Built, packed: Packed) -> None:
     job = built.job
-    backward(job, packed, dict.fromkeys(job.method.loss.units, 1.0), 1)
+    backward(job, _told(job.method.loss, packed), dict.fromkeys(job.method.loss.units, 1.0), 1)
+
+
+def _told(loss: Loss, packed: Packed) -> Packed:
+    """A micro-batch with something in the place of what roles and a step's statistics say."""
+    packed = replace(packed, streams={STREAM: packed.weight_N, **packed.streams})
+    if not loss.observes:
+        return packed
+    nothing_N = torch.zeros(packed.num_targets, dtype=torch.float64)
+    scores = Scores(nothing_N, nothing_N, scalar_R=torch.zeros(packed.num_reads))
+    return replace(packed, stats=loss.statistics(loss.observe(scores, packed)))
 
 
 def _there(built: Built) -> list[Tensor]:
@@ -78,7 +91,20 @@ def _there(built: Built) -> list[Tensor]:
     model = built.scorer
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     state = tensors_of(built.job.optimizer)
-    return [*model.parameters(), *model.buffers(), *state, *gradients]
+    return [*model.parameters(), *model.buffers(), *state, *gradients, *_beside(built)]
+
+
+def _beside(built: Built) -> list[Tensor]:
+    """What a reference holds. One that is kept in a file is gone before the first step."""
+    reference = built.run.objective.reference
+    if reference is None or reference.file is not None:
+        return []
+    return [
+        tensor
+        for role in built.job.roles
+        if isinstance(role, Start | Other)
+        for tensor in role.tensors()
+    ]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -111,13 +137,15 @@ def peak_bytes(act: Callable[[], object], here: Iterable[Tensor], device: torch.
     return sum(storages.values()) + most
 
 
-def _parts(model: nn.Module, act: Callable[[], object], optimizer: list[Tensor]) -> Parts:
+def _parts(
+    model: nn.Module, act: Callable[[], object], held: Mapping[str, Iterable[Tensor]]
+) -> Parts:
     """What the live tensors are at their fullest moment."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     known: dict[str, Iterable[Tensor]] = {
+        **held,
         "weights": [*model.parameters(), *model.buffers()],
         "gradients": gradients,
-        "optimizer": optimizer,
     }
     inner = model.get_submodule("model")
     vocabulary = anatomy.head(inner).weight.shape[0] if anatomy.has_head(inner) else None

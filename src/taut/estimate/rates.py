@@ -32,6 +32,7 @@ from taut.estimate.tracing import (
     Kernels,
     Traced,
     adapted,
+    passes_of,
     period,
     planned_model,
     with_layers,
@@ -145,7 +146,7 @@ def from_data_sheet(
     """A step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
     gpu = GPUS[name]
     flops = sum(
-        _layers(traced, work, recomputes=recomputes) + traced.flops.per_target * work.targets
+        _layers(traced, work, recomputes=recomputes) + traced.head_flops * work.targets
         for work in works
     )
     sent = len(works) * (num_ranks - 1) / num_ranks * (2 * traced.weights.all + traced.trained.all)
@@ -158,9 +159,11 @@ def from_data_sheet(
 
 
 def _layers(traced: Traced, work: Work, *, recomputes: bool) -> float:
-    """Operations of the layers, those of a second forward included."""
+    """Operations of the layers, those of further forwards included: one that computes again, a reference's, a
+    statistic's. Another model as the reference is taken to be of this one's size.
+    """
     again = _again(traced.num_trained > traced.num_parameters / 2)
-    return work.layers(traced.flops) * (1 + again * recomputes)
+    return work.layers(traced.flops) * (1 + again * (recomputes + traced.passes))
 
 
 def _again(is_full: bool) -> float:
@@ -197,15 +200,7 @@ def _time_layers(
     """Seconds per operation of the layers, and per parameter of an update."""
     device = fastest.keywords["device"] if isinstance(fastest, partial) else torch.device("cpu")
     model = adapted(run, _random_model(run, _shortened(run, config, kernels), kernels, device))
-    flops, scorer = anatomy.flops(model), Scorer(model)
-    small = replace(
-        packed,
-        ids_T=packed.ids_T % SMALL_VOCABULARY,
-        target_N=packed.target_N[:FEW] % SMALL_VOCABULARY,
-        predictor_N=packed.predictor_N[:FEW],
-        weight_N=packed.weight_N[:FEW],
-        row_N=packed.row_N[:FEW],
-    )
+    flops, scorer, small = anatomy.flops(model), Scorer(model), _with_few_targets(packed)
     seconds = fastest(lambda: _step(scorer, small, kernels.dtype))
     done = work_of(small, flops.window).layers(flops)
     optimizer = build_optimizer(scorer, run.optim)
@@ -213,6 +208,20 @@ def _time_layers(
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
     done *= 1 + _again(is_full) * run.activation_checkpointing
     return seconds / done, fastest(lambda: _update(optimizer)) / trained
+
+
+def _with_few_targets(packed: Packed) -> Packed:
+    """The micro-batch with hardly a head, in a small vocabulary; where nothing is predicted, with one target."""
+    number = min(FEW, packed.num_targets)
+    listed = torch.zeros(1, dtype=torch.int64) if not number else None
+    return replace(
+        packed,
+        ids_T=packed.ids_T % SMALL_VOCABULARY,
+        target_N=packed.target_N[:number] % SMALL_VOCABULARY if listed is None else listed,
+        predictor_N=packed.predictor_N[:number] if listed is None else listed,
+        weight_N=packed.weight_N[:number] if listed is None else listed.double() + 1,
+        row_N=packed.row_N[:number] if listed is None else listed,
+    )
 
 
 def _shortened(run: Run, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
@@ -266,7 +275,8 @@ def _head_step(
     device = packed.ids_T.device
     model = planned_model(run, config, kernels)
     if not anatomy.has_head(model):
-        return lambda: None  # a scalar head costs nothing beside the layers
+        return partial(_embedding_step, model, packed)
+    passes, is_linear = passes_of(run), run.objective.loss.linear_weights(packed) is not None
     planned, table = anatomy.head(model), anatomy.stored_table(anatomy.embedding(model))
     assert table is not None
     dtype, is_tied = planned.weight.dtype, anatomy.is_tied(model)
@@ -288,12 +298,23 @@ def _head_step(
             hidden_TD.requires_grad_()
         with compute_context(kernels.dtype, device):
             hidden_ND = hidden_TD.index_select(0, predictor_N)
-            total = score_hidden(hidden_ND, target_N, spec, weight_N).linear_sum
-        assert total is not None
+            with torch.no_grad():
+                for _ in range(passes):
+                    score_hidden(hidden_ND, target_N, spec)
+            scores = score_hidden(hidden_ND, target_N, spec, weight_N if is_linear else None)
+            total = scores.logp_N.sum() if scores.linear_sum is None else scores.linear_sum
         with backward_context(kernels.dtype):
             total.backward()  # type: ignore[no-untyped-call]
 
     return act
+
+
+def _embedding_step(model: nn.Module, packed: Packed) -> None:
+    """The same without a head: a scalar one is next to nothing."""
+    table = anatomy.stored_table(anatomy.embedding(model))
+    assert table is not None
+    weight = torch.zeros_like(table, device=packed.ids_T.device).requires_grad_()
+    nn.functional.embedding(packed.ids_T, weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _fastest(act: Callable[[], None], *, device: torch.device, clock: Clock) -> float:

@@ -12,6 +12,9 @@ A deep model is run with few layers, twice: from one number of layers to the nex
 layers are alike, or come round alike; where they do not all are run), so that the fullest moments of the forward, of
 the backward's beginning and of its end lie on straight lines.
 
+A reference is held besides, and has its turn before the first backward, when nothing is kept for one: it adds what it
+holds, and no more.
+
 Left out: rows that train by themselves, added tokens, buffers that are made while loading.
 
 Imports build and below. The package and its tests import it.
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -38,9 +41,8 @@ from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
 from taut.errors import ModelError
 from taut.estimate.ledger import PARTS, History, Ledger, Parts, Shares, fullest
-from taut.losses.sft import CrossEntropy
 from taut.models import anatomy
-from taut.models.load import freeze, load_skeleton, quiet_library
+from taut.models.load import freeze, load_config, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
@@ -82,9 +84,20 @@ class Traced:
     weights: Sizes
     trained: Sizes
     optimizer: int
+    reference: int
+    """Bytes of what the policy is measured against: a copy of what trains, or another model."""
+    passes: int
+    """Forwards of a step beside the one that is trained through: of a reference, and for statistics."""
+    is_linear: bool
+    """Whether the head's gradient is formed in the forward; else its logits are computed twice."""
     num_parameters: int
     num_trained: int
     flops: anatomy.Flops
+
+    @property
+    def head_flops(self) -> float:
+        """Operations of the head on a target: of the three products that ``flops`` counts, and of those beside."""
+        return self.flops.per_target * (1 + (self.passes + (not self.is_linear)) / 3)
 
     def parts(self, shares: Shares = MappingProxyType({})) -> Parts:
         """Bytes at the fullest moment, in full; ``shares`` say which moment that is."""
@@ -100,13 +113,38 @@ class Traced:
         return fullest(found, shares)
 
 
-def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
-    """The model a run trains, on the meta device: adapters on, what is frozen frozen."""
+def skeleton(run: Run, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model a run starts from, on the meta device: with its language model's head, or a scalar one."""
     head, config = run.objective.head, copy.deepcopy(config)
     if head is None:
-        base = load_skeleton(run.model, config, run.trust_remote_code)
-    else:
-        base = reward_skeleton(run.model, config, head, run.trust_remote_code)
+        return load_skeleton(run.model, config, run.trust_remote_code)
+    return reward_skeleton(run.model, config, head, run.trust_remote_code)
+
+
+def reference_bytes(run: Run, trained: Sequence[Tensor]) -> int:
+    """What a reference holds: another model whole, or the tensors that train as they were; in a file, nothing."""
+    reference = run.objective.reference
+    if reference is None or reference.file is not None:
+        return 0
+    if reference.model is None:
+        return sum(tensor.nbytes for tensor in trained)
+    config = load_config(reference.model, run.trust_remote_code, needs_weights=False)
+    other = load_skeleton(reference.model, config, run.trust_remote_code)
+    itemsize = max((tensor.element_size() for tensor in trained), default=4)
+    return itemsize * sum(parameter.numel() for parameter in other.parameters())
+
+
+def passes_of(run: Run) -> int:
+    """Forwards of a step beside the one that is trained through."""
+    objective = run.objective
+    has_reference = objective.reference is not None and objective.reference.file is None
+    again = 1 + (has_reference and objective.is_mismatched)
+    return int(has_reference) + (again if objective.loss.observes else 0)
+
+
+def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
+    """The model a run trains, on the meta device: adapters on, what is frozen frozen."""
+    base = skeleton(run, config)
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
     with quiet_library():
         base.set_attn_implementation(kernels.attention)
@@ -127,6 +165,11 @@ def trace(
     run: Run, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
     """What one micro-batch holds. ``is_first``: no gradient is there before it."""
+    if run.objective.teacher is not None:
+        raise ModelError(
+            f"found a run of taut {run.method}: what a teacher takes is not foretold; expected one without a teacher; "
+            "measure it with a short run instead"
+        )
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))
@@ -144,6 +187,9 @@ def trace(
         weights=_sizes(model, model.parameters()),
         trained=_sizes(model, trained),
         optimizer=2 * sum(p.nbytes for p in trained),
+        reference=reference_bytes(run, trained),
+        passes=passes_of(run),
+        is_linear=run.objective.loss.linear_weights(packed) is not None,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in trained),
         flops=anatomy.flops(model),
@@ -219,20 +265,24 @@ def _run(
     ledger = _Shapes(known, vocabulary)
     del known
     ledger.watch_gradients(parameters)
+    loss, linear = run.objective.loss, run.objective.loss.linear_weights(packed)
     with ledger:
         with compute_context(dtype, CPU):
-            total = _total(scorer, packed)
+            total = say(scorer, packed, loss.wants, linear)
         ledger.end_forward()
         with backward_context(dtype):
             total.backward()
     return ledger
 
 
-def _total(scorer: Scorer, packed: Packed) -> Any:
-    """A loss of what the model says."""
-    if not anatomy.has_head(scorer.model):
-        return scorer(packed, wants=Wants(logp=False, scalar=True)).scalar_R.sum()
-    return scorer(packed, CrossEntropy().linear_weights(packed)["cross_entropy"]).linear_sum
+def say(scorer: Scorer, packed: Packed, wants: Wants, linear: Mapping[str, Tensor] | None) -> Any:
+    """A number that depends on all that a loss is told, by the way through the head that it takes; what the loss makes
+    of it is next to nothing.
+    """
+    if linear is not None:
+        return scorer(packed, torch.stack([*linear.values()]).sum(0), wants).linear_sum
+    scores = scorer(packed, wants=wants)
+    return (scores.logp_N if wants.logp else scores.scalar_R).sum()
 
 
 def _to_empty(model: nn.Module) -> None:

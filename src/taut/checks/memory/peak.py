@@ -1,7 +1,7 @@
 """The memory that the largest micro-batch of the first steps is foretold to need, against what the device has.
 
 Where a coarse bound fits with room to spare it is not foretold any closer: every input and output of a linear layer
-kept FACTOR times in float32, all weights with gradients and moments, and the head's chunk.
+kept FACTOR times in float32, all weights with gradients and moments, a reference, and the head's chunk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import GIB, foretold, in_training, told
 from taut.checks.session import Session
-from taut.estimate import device_memory
+from taut.estimate import device_memory, reference_bytes
 from taut.models import anatomy
 from taut.models.score import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
 
@@ -51,7 +51,11 @@ def ask(session: Session) -> Finding:
 
 
 def _bound(session: Session) -> int | None:
-    """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts)."""
+    """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts), or
+    another one teaches it.
+    """
+    if session.run.objective.teacher is not None:
+        return None
     model = session.scorer.model
     table = anatomy.stored_table(anatomy.embedding(model))
     assert table is not None, "an embedding has a weight"
@@ -65,4 +69,5 @@ def _bound(session: Session) -> int | None:
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
     has_chunks = anatomy.has_head(model)
     head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0]) if has_chunks else 0
-    return session.loaded.dtype.parameters.itemsize * (kept + weights + head)
+    beside = reference_bytes(session.run, session.job.trained)
+    return session.loaded.dtype.parameters.itemsize * (kept + weights + head) + beside
