@@ -141,7 +141,8 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
     answers, make_engine = run.eval.answers, engine_of(built)
-    answering = build_answering(answers, run.data, inputs.renderer, make_engine, job)
+    kind = run.objective.kind
+    answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
     found += [] if answering is None else [answering.as_evaluation()]
     if run.eval.best is None:
         if run.checkpoint.keep_best:

@@ -22,6 +22,7 @@ from pydantic import Field
 from taut.config import configclass, to_dict
 from taut.data.dataset import DataConfig, sources
 from taut.data.groups import Rows
+from taut.data.preferences import Kind
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.data.sources import Source
@@ -171,12 +172,16 @@ def build_answering(
     renderer: Renderer,
     make_engine: Callable[..., LocalEngine],
     job: Job,
+    kind: Kind = "sft",
 ) -> Answering | None:
-    """The evaluation a run asks for, refused now where it could not be made; None where it asks for none."""
+    """The evaluation a run asks for, refused now where it could not be made; None where it asks for none. ``kind``: what
+    rows of ``data.eval`` are.
+    """
     if not config.rewards:
         return None
     rewards = load_rewards(config.rewards, RESERVED)
-    rows = _load_rows(config, data, renderer, any(r.name in REWARDS for r in rewards))
+    needs_reference = any(reward.name in REWARDS for reward in rewards)
+    rows = _load_rows(config, data, renderer, needs_reference, kind)
     require_scorable(rows, rewards, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable(prompts_of(rows), engine.context)
@@ -238,7 +243,7 @@ def sample_fields(one: Answer) -> dict[str, Any]:
 
 
 def _load_rows(
-    config: AnswersConfig, data: DataConfig, renderer: Renderer, needs_reference: bool
+    config: AnswersConfig, data: DataConfig, renderer: Renderer, needs_reference: bool, kind: Kind
 ) -> list[PromptRow]:
     given = data.eval if config.data is None else config.data
     if not given:
@@ -246,7 +251,7 @@ def _load_rows(
             "eval.answers.rewards is set and there is nothing to ask: neither eval.answers.data nor data.eval is set; "
             "set eval.answers.data=FILE.jsonl"
         )
-    found = sources(replace(data, eval=given), "eval")
+    found = sources(replace(data, eval=given), "eval", kind if config.data is None else "sft")
     each, more = divmod(config.limit, len(found))
     rows = []
     for number, (source, columns) in enumerate(found):
