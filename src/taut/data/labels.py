@@ -2,8 +2,8 @@
 
 Contradictions (a pair, and the same pair with the opposite label), repeats and pairs of equal answers are exact, on
 token ids, over all pairs; so are the lengths. Flips are estimated (``taut.data.flips``) on at most 10,000 distinct
-pairs, sampled by the seed; that takes about two seconds of one core. Nothing here decides what a run may do: the check ``data.flips``
-does, by ``is_many`` and ``Flips.is_alarming``.
+pairs, sampled by the seed; that takes about two seconds of one core. Nothing here decides what a run may do: the check
+does, by ``PairReport.is_many`` and ``Flips.is_alarming``.
 
 Needs numpy only. Checks import it.
 """
