@@ -333,12 +333,14 @@ class _Head(torch.autograd.Function):
         for rows in chunks.slices:
             z = chunks.logits(rows)
             every = chunks.log_probs(z)
-            p = every.exp()
-            share = grad_logp[rows, None]
-            grad = -share * p
-            grad.scatter_add_(1, target[rows, None], share.to(grad.dtype))
-            if grad_entropy is not None:
+            share = grad_logp[rows, None].to(every.dtype)
+            if grad_entropy is None:
+                grad = every.exp_().mul_(-share)
+            else:
+                p = every.exp()
+                grad = -share * p
                 grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
+            grad.scatter_add_(1, target[rows, None], share)
             sums.add(rows, chunks.to_raw(grad, z))
         return (*sums.like(hidden, weight, trained), None)
 
