@@ -190,8 +190,12 @@ def test_orders_over_the_step() -> None:
     assert value(paired) / 2 == pytest.approx((log(2) - log(3 / 4)) / 2, rel=1e-12)
     unpaired = of_pairs(dpo("aot_unpaired"), logp, reference)
     assert value(unpaired) / 2 == pytest.approx((-log(1 / 4) - log(0.9)) / 2, rel=1e-12)
+    longer = with_values(plain_pairs([(2, 1)] * 2), ref_logp_N=tensor(0, 0, 0, LN3, LN3, 0))
+    scores = Scores(tensor(LN9, LN9, 0, 0, 0, 0))
+    per_token = whole_step(dpo("aot", length_normalised=True), longer, scores)
+    assert value(per_token) == pytest.approx(value(paired), rel=1e-12)
     c = 0.75 * LN3
-    shifted = of_pairs(dpo("bco"), [LN9, 0.0, 0.0, LN3])
+    shifted = of_pairs(dpo("bco", beta=2.0), [LN3, 0.0, 0.0, LN3 / 2])
     costs = [log1p(exp(c - LN9)), log1p(exp(c)), log1p(exp(-c)), log1p(exp(LN3 - c))]
     assert value(shifted) == pytest.approx(sum(costs), rel=1e-12)
 
@@ -212,7 +216,12 @@ def test_answers_by_themselves() -> None:
     assert float(below["z0"]) == 0
     apo = whole_step(replace(kto, variant="apo_zero"), packed, scores)
     assert value(apo) == pytest.approx(0.1 + 1.0, rel=1e-12)
-    bco = whole_step(replace(kto, variant="bco"), packed, scores)
+    loss = replace(kto, variant="bco")
+    of_kinds = loss.statistics({"log_ratio_S": tensor(LN9, LN9, 0), "label_S": tensor(1, 1, 0)})
+    assert float(of_kinds["bco_shift"]) == pytest.approx(LN3)
+    of_one = loss.statistics({"log_ratio_S": tensor(LN9, LN3), "label_S": tensor(0, 0)})
+    assert float(of_one["bco_shift"]) == pytest.approx(1.5 * LN3)
+    bco = whole_step(loss, packed, scores)
     assert value(bco) == pytest.approx(-3 * log(3 / 4), rel=1e-12)
 
 
@@ -236,7 +245,7 @@ def test_without_a_reference() -> None:
 
 def test_scalar_heads() -> None:
     """Scores ln 9 + 1 and 1: -ln s(ln 9), drawn to a sum of 0 by 0.1 (ln 9 + 2)^2; a margin of ln 3 leaves ln 3.
-    Squared errors to 2 and 0. Steps at ln 3 and 0 labelled 1 and 0.5: -ln 3/4 and ln 2.
+    Squared errors to 2 and 0. Steps at ln 3, 0 and -ln 3 labelled 1, 0.5 and 0: -ln 3/4, ln 2 and -ln 3/4.
     """
     packed = with_values(plain_pairs([(1, 1)]), margin=tensor(LN3, 0), score=tensor(2, 0))
     scores = Scores(tensor(), scalar_R=tensor(LN9 + 1, 1))
@@ -250,9 +259,11 @@ def test_scalar_heads() -> None:
     assert metrics["score/mean"] == pytest.approx(LN3 + 1)
     assert metrics["score/mean_square"] - metrics["score/mean"] ** 2 == pytest.approx(LN3**2)
     steps = replace(
-        answer("steps", [1, 2], [3, 4], 0),
-        read_at_R=np.array([2, 3]),
-        read_values={"label": np.array([1.0, 0.5])},
+        answer("steps", [1, 2], [3, 4, 5], 0),
+        read_at_R=np.array([2, 3, 4]),
+        read_values={"label": np.array([1.0, 0.5, 0.0])},
     )
-    found = Process()(Scores(tensor(), scalar_R=tensor(LN3, 0)), pack([steps], ALONE))
-    assert value(found) == pytest.approx(-log(3 / 4) + log(2), rel=1e-12)
+    told = Scores(tensor(), scalar_R=tensor(LN3, 0, -LN3))
+    found = Process()(told, pack([steps], ALONE))
+    assert value(found) == pytest.approx(-2 * log(3 / 4) + log(2), rel=1e-12)
+    assert float(found.metrics["accuracy"][0]) == 2.5

@@ -217,8 +217,8 @@ def _require_sound_smoothing(loss: Preference, names: list[str]) -> None:
         )
     if "exo" in names and smoothing == 0:
         raise ConfigError(
-            "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; set it to 0.001, which is "
-            "the paper's"
+            "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; set "
+            "label_smoothing=0.001, the paper's"
         )
     if smoothing and not any(VARIANTS[name].is_smoothed for name in names):
         raise ConfigError(
