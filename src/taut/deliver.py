@@ -81,6 +81,7 @@ def _write(built: Built, model: Path, trained: Trained, questions: Sequence[Ques
             inputs.new_ids,
             device,
             run.trust_remote_code,
+            run.objective.head,
         )
     origin = Origin(
         trained=trained,
@@ -120,7 +121,11 @@ def _write_adapter(built: Built, directory: Path, trained: Trained) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         save_adapter(trained.model, beside, trained.state)
         make_readable(beside)
-        serving_tokenizer(inputs.tokenizer, inputs.stops.ids, template).save_pretrained(beside)
+        has_scalar = built.run.objective.head is not None
+        served = serving_tokenizer(
+            inputs.tokenizer, inputs.stops.ids, template, has_scalar=has_scalar
+        )
+        served.save_pretrained(beside)
         durable.replace_directory(beside, directory)
     except (OSError, SafetensorError) as error:
         raise OutputError(

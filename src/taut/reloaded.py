@@ -36,7 +36,7 @@ from taut.models import anatomy
 from taut.models.load import is_reward_config, load_config, load_model
 from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
 from taut.models.precision import compute_context
-from taut.models.reward import load_reward_model
+from taut.models.reward import NewHead, load_reward_model
 from taut.models.score import Scorer
 from taut.models.tokens import add_tokens
 from taut.types import Sample, Scores, Wants
@@ -130,11 +130,17 @@ def _in_full_precision(scorer: Scorer) -> Iterator[torch.dtype]:
         scorer.train(was_training)
 
 
-def load_anew(directory: str, device: torch.device, trust_remote_code: bool = False) -> Scorer:
-    """A model directory for computing in float32."""
+def load_anew(
+    directory: str,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    head: NewHead | None = None,
+) -> Scorer:
+    """A model directory for computing in float32. ``head``: the scalar head it is given, unless it has one."""
     whole = load_config(directory, trust_remote_code)
     config = whole.get_text_config()
-    read = partial(load_reward_model, head=None) if is_reward_config(whole) else load_model
+    is_scalar = head is not None or is_reward_config(whole)
+    read = partial(load_reward_model, head=head) if is_scalar else load_model
     model = read(
         directory,
         dtype=torch.float32,
@@ -147,10 +153,15 @@ def load_anew(directory: str, device: torch.device, trust_remote_code: bool = Fa
 
 
 def load_adapted(
-    base: str, adapter: Path, new_ids: list[int], device: torch.device, trust_remote_code: bool
+    base: str,
+    adapter: Path,
+    new_ids: list[int],
+    device: torch.device,
+    trust_remote_code: bool,
+    head: NewHead | None = None,
 ) -> Scorer:
     """A base model with a saved adapter, unmerged, for computing in float32."""
-    scorer = load_anew(base, device, trust_remote_code)
+    scorer = load_anew(base, device, trust_remote_code, head)
     model = anatomy.unwrap(scorer.model)
     add_tokens(model, new_ids)
     return Scorer(apply_lora(model, LoraConfig(adapter=str(adapter)))).eval()
