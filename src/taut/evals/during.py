@@ -174,8 +174,9 @@ def build_answering(
     job: Job,
     kind: Kind = "sft",
 ) -> Answering | None:
-    """The evaluation a run asks for, refused now where it could not be made; None where it asks for none. ``kind``: what
-    rows of ``data.eval`` are.
+    """The evaluation a run asks for, refused now where it could not be made; None where it asks for none.
+
+    ``kind``: what rows of ``data.eval`` are.
     """
     if not config.rewards:
         return None
