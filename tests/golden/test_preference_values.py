@@ -182,6 +182,7 @@ def test_weights_of_targets_count() -> None:
 
 def test_orders_over_the_step() -> None:
     """Paired: log pi(w) - log pi(l) is ln 9 and 0, the reference's 0 and ln 3: sorted, 0 - 0 and ln 9 - ln 3.
+    Of two tokens each, ln 27 and 0 per token against 0 and ln 3: 0 - 0 and ln 27 - ln 3.
     Unpaired: r_w is ln 9, -ln 3 and r_l 0, 0: sorted, -ln 3 and ln 9.
     BCO: the mean reward of ln 9, 0, 0, ln 3 is 3/4 ln 3.
     """
@@ -191,9 +192,9 @@ def test_orders_over_the_step() -> None:
     unpaired = of_pairs(dpo("aot_unpaired"), logp, reference)
     assert value(unpaired) / 2 == pytest.approx((-log(1 / 4) - log(0.9)) / 2, rel=1e-12)
     longer = with_values(plain_pairs([(2, 1)] * 2), ref_logp_N=tensor(0, 0, 0, LN3, LN3, 0))
-    scores = Scores(tensor(LN9, LN9, 0, 0, 0, 0))
+    scores = Scores(tensor(LN9 + LN3, LN9 + LN3, 0, 0, 0, 0))
     per_token = whole_step(dpo("aot", length_normalised=True), longer, scores)
-    assert value(per_token) == pytest.approx(value(paired), rel=1e-12)
+    assert value(per_token) == pytest.approx(log(2) - log(0.9), rel=1e-12)
     c = 0.75 * LN3
     shifted = of_pairs(dpo("bco", beta=2.0), [LN3, 0.0, 0.0, LN3 / 2])
     costs = [log1p(exp(c - LN9)), log1p(exp(c)), log1p(exp(-c)), log1p(exp(LN3 - c))]
