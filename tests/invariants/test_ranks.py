@@ -25,6 +25,8 @@ from tests.chats import (
     write_rows,
 )
 
+import taut
+
 LIMIT = 1e-9
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -168,3 +170,25 @@ def test_an_error_on_every_rank_is_told_once(model: Path, tmp_path: Path) -> Non
     assert done.stderr.count("taut: error: ") == 1
     assert "none.jsonl" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_teaches_two_ranks_as_one(model: Path, train: Path, tmp_path: Path) -> None:
+    teacher = save_model(tmp_path / "teacher", "gemma2", hidden_size=48, seed=3)
+    keys = {
+        "distill.teacher": str(teacher),
+        "distill.divergence": "js",
+        "distill.sft_weight": 0.2,
+        "check": "off",
+    }
+    one, two = (keys_of(model, train, tmp_path / name, "uneven bins") for name in ("one", "two"))
+    taut.distill(
+        **{key: str(it) if isinstance(it, Path) else it for key, it in (one | keys).items()}
+    )
+    done = torchrun("-m", "taut", "distill", *words_of(two | keys))
+    assert done.returncode == 0, done.stderr
+    for name in ("loss", "grad_norm", "divergence"):
+        assert column(tmp_path / "two", name) == pytest.approx(
+            column(tmp_path / "one", name), rel=LIMIT
+        )
+    found = [weights(tmp_path / name / "model") for name in ("one", "two")]
+    assert largest_difference(*found) < LIMIT

@@ -29,7 +29,7 @@ PART, LITTLE = 0.1, 0.1
 """Learned by heart: a loss below this part of the first, or below so many nats."""
 ENOUGH = 0.86
 """The same where something is frozen: a frozen head, above all with a scale or softcap, bounds how sure one can be. And
-of losses on answers that are judged."""
+of losses on answers that are judged, or beside a teacher, who is not sure either."""
 FALLEN = 0.99
 """The same where all is in order besides."""
 ORDERED = ("rewards/accuracy", "accuracy")
@@ -46,7 +46,9 @@ def ask(session: Session) -> Finding:
     samples = [sample for tree in trees for sample in tree.samples]
     first = RATE / session.language.config.get_text_config().hidden_size
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
-    part = PART if is_whole and session.run.objective.kind == "sft" else ENOUGH
+    objective = session.run.objective
+    is_bounded = objective.kind != "sft" or objective.teacher is not None
+    part = PART if is_whole and not is_bounded else ENOUGH
     curves: dict[float, list[float]] = {}
     learned = False
     with put_back(session) as copies:
