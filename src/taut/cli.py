@@ -125,8 +125,10 @@ COMMANDS = {
     "plan": Command(
         "[RUN.toml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
         "whether a run fits, how it would, and how long a step takes",
-        "taut.commands.plan:run",
+        "taut.commands.plan:main",
         "taut.commands.plan:Plan",
+        is_raw=True,
+        has_method=True,
     ),
     "resume": Command(
         "OUT [key=value ...]",

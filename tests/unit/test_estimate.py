@@ -37,7 +37,7 @@ from taut.estimate.ledger import PARTS, History, Ledger
 from taut.estimate.rates import Work
 from taut.estimate.tracing import Traced, trace
 from taut.losses.sft import CrossEntropy
-from taut.models.score import _LinearHead
+from taut.models.score import LinearHead
 from taut.run import Run
 from taut.types import Packed, Sample
 
@@ -71,6 +71,7 @@ def test_a_ledger_knows_the_fullest_moment_and_what_was_alive() -> None:
     assert view.data_ptr() == kept.data_ptr() + 8
     assert ledger.history().peak() == {
         "weights": 40,
+        "reference": 0,
         "gradients": 0,
         "optimizer": 0,
         "casts": 20,
@@ -126,13 +127,13 @@ def test_a_head_that_keeps_its_logits_would_be_seen(
     built, _ = make(tmp_path, "qwen2", dtype="float32")
     work = workload(built.run, built.inputs, 1)
     before = predict(built.run, built.inputs.config, REFERENCE, work.largest, is_first=True)
-    forward, kept = _LinearHead.forward, []
+    forward, kept = LinearHead.forward, []
 
     def hoarding(ctx: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
         kept.append(hidden @ weight.T)
         return forward(ctx, hidden, weight, *rest)
 
-    monkeypatch.setattr(_LinearHead, "forward", staticmethod(hoarding))
+    monkeypatch.setattr(LinearHead, "forward", staticmethod(hoarding))
     after = predict(built.run, built.inputs.config, REFERENCE, work.largest, is_first=True)
     grown = after.footprint.parts["logits"] - before.footprint.parts["logits"]
     vocabulary = built.inputs.config.vocab_size

@@ -12,10 +12,11 @@ The command line imports it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -25,7 +26,7 @@ from transformers import PreTrainedConfig
 from taut import parallel
 from taut.attention.select import select
 from taut.commands.plan_report import GIB, Machine, Planned, Way, show
-from taut.config import configclass
+from taut.config import configclass, load
 from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.estimate import (
@@ -39,21 +40,22 @@ from taut.estimate import (
     Workload,
     calibrate,
     device_memory,
-    filled,
     footprint,
     from_data_sheet,
     predict,
     predict_steps,
+    skeleton,
     stages,
     without_data,
     workload,
 )
 from taut.models import anatomy
-from taut.models.load import load_config, load_skeleton
+from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
 from taut.parallel import Ranks
 from taut.run import Run, load_inputs
+from taut.training import class_of
 from taut.types import Packed
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
@@ -72,10 +74,9 @@ MOST = 64
 
 
 @configclass
-class Plan(Run):
-    """A run that is planned and not begun: all keys of ``taut sft``, and"""
+class Planning:
+    """What is planned for."""
 
-    data: DataConfig = DataConfig()
     gpus: Annotated[int, Field(ge=1)] = 1
     """How many GPUs (ranks)."""
     gpu_memory: str | None = None
@@ -89,7 +90,35 @@ class Plan(Run):
     """Where the plan is for this machine: time a few layers on it."""
 
 
-def run(config: Plan) -> int:
+@configclass
+class Plan(Planning, Run):
+    """A run that is planned and not begun: all keys of ``taut sft`` (of another command where ``method`` names it),
+    and"""
+
+    data: DataConfig = DataConfig()
+
+
+def main(path: Path | None, overrides: Sequence[str]) -> int:
+    """The command; its exit code."""
+    ours = [name.partition(".")[0] for name in Planning.__dataclass_fields__]
+    rest = [word for word in overrides if word.partition("=")[0].strip() not in ours]
+    return run(load(planned_class(class_of(path, rest)), path, overrides))
+
+
+def planned_class(method: type[Run]) -> type[Any]:
+    """The configuration of a plan for the runs of a method."""
+    if method is Run:
+        return Plan
+    body = {
+        "__doc__": Plan.__doc__,
+        "__module__": __name__,
+        "__annotations__": {"data": DataConfig},
+        "data": DataConfig(),
+    }
+    return configclass(type(f"Plan{method.__name__}", (Planning, method), body))
+
+
+def run(config: Any) -> int:
     """Print the plan; 0 where it fits."""
     planned = plan(config)
     show(planned, Console(highlight=False))
@@ -165,12 +194,12 @@ def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Worklo
     """What this machine does, measured, if it is what is planned for."""
     if machine.device is None or config.gpus > 1 or not config.measure:
         return None
-    skeleton = load_skeleton(config.model, model, config.trust_remote_code)
-    per_token = anatomy.flops(skeleton).per_token / anatomy.text_config(skeleton).num_hidden_layers
+    bare = skeleton(config, model)
+    per_token = anatomy.flops(bare).per_token / anatomy.text_config(bare).num_hidden_layers
     tokens = max(64, min(work.largest.num_tokens, int(MEASURED_FLOPS / per_token)))
     packed = work.largest
     if tokens < packed.num_tokens:
-        packed = filled(work.samples, tokens)
+        packed = work.supply.filled(tokens)
     kernels = machine.kernels._replace(attention=_attention(config, machine, model))
     return calibrate(config, model, kernels, packed, machine.device)
 
@@ -197,7 +226,7 @@ class _Planner:
         kernels = self.machine.kernels
         is_same = self.work.largest is self.work.fullest
         self.now = self.full if is_same else predict_steps(self.run, self.model, kernels, self.work)
-        self.half = self._trace(filled(self.work.samples, max(1, self.full.num_tokens // 2)))
+        self.half = self._trace(self.work.supply.filled(max(1, self.full.num_tokens // 2)))
 
     def way(self, name: str, asked: Plan, rates: Rates | None) -> Way:
         """What comes of it, on the GPUs there are."""
@@ -241,7 +270,7 @@ class _Planner:
         found = self.full.num_tokens + (self.limit - high) / slope if slope > 0 else 0
         most = int(min(found, MOST * self.full.num_tokens))
         most -= most % ROUND if most > ROUND else 0
-        longest = max(sample.num_tokens for sample in self.work.samples)
+        longest = self.work.supply.longest
         return most if most >= longest else 0
 
     def _seconds(self, num_ranks: int, rates: Rates | None) -> Seconds | None:

@@ -18,6 +18,7 @@ from taut.estimate import GPUS, PARTS, Footprint, Kernels, Seconds, Workload
 GIB = 2**30
 ABOUT = {
     "weights": "float32 masters, adapters, buffers",
+    "reference": "what the policy is measured against",
     "gradients": "float32, of what trains",
     "optimizer": "AdamW's two moments",
     "casts": "autocast's copies of weights, kept for the backward",

@@ -19,8 +19,8 @@ from taut.estimate.ledger import PARTS, Parts
 from taut.estimate.measuring import Measured, measure, measured_parts
 from taut.estimate.memory import Footprint, device_memory, footprint, stages
 from taut.estimate.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
-from taut.estimate.steps import Workload, filled, without_data, workload
-from taut.estimate.tracing import FUSED, Kernels, Traced, trace
+from taut.estimate.steps import Supply, Workload, without_data, workload
+from taut.estimate.tracing import FUSED, Kernels, Traced, reference_bytes, skeleton, trace
 from taut.run import Run
 from taut.types import Packed
 
@@ -35,17 +35,19 @@ __all__ = [
     "Prediction",
     "Rates",
     "Seconds",
+    "Supply",
     "Traced",
     "Workload",
     "calibrate",
     "device_memory",
-    "filled",
     "footprint",
     "from_data_sheet",
     "measure",
     "measured_parts",
     "predict",
     "predict_steps",
+    "reference_bytes",
+    "skeleton",
     "stages",
     "trace",
     "without_data",

@@ -10,9 +10,9 @@ It keeps the book of real tensors and of fake ones alike, which is how a predict
 the same thing. It counts what tensors hold: not an allocator's fragments, nor what a kernel has for itself while it
 runs.
 
-Parts: ``weights``, ``optimizer``, ``gradients``, ``casts`` (weights in autocast's dtype), ``activations`` (alive when
-the forward ends), ``logits`` (the head's rows over the vocabulary), ``temporary`` (everything else). What a storage is
-may be known only later, so parts are told when the book is closed.
+Parts: ``weights``, ``reference`` (what one holds), ``optimizer``, ``gradients``, ``casts`` (weights in autocast's
+dtype), ``activations`` (alive when the forward ends), ``logits`` (the head's rows over the vocabulary), ``temporary``
+(everything else). What a storage is may be known only later, so parts are told when the book is closed.
 
 Imports types and torch. The package and its tests import it.
 """
@@ -34,7 +34,16 @@ from torch.utils.hooks import RemovableHandle
 
 from taut.types import IntArray
 
-PARTS = ("weights", "gradients", "optimizer", "casts", "activations", "logits", "temporary")
+PARTS = (
+    "weights",
+    "reference",
+    "gradients",
+    "optimizer",
+    "casts",
+    "activations",
+    "logits",
+    "temporary",
+)
 """In the order in which they are shown."""
 
 Parts = dict[str, int]

@@ -6,6 +6,7 @@ With one rank that is all there is. FSDP over N ranks leaves each
                                        forward to the end of the backward, a layer while it runs, the next one beside it
     gradients    G / N + r + 2 l       the same of what trains, until they are reduced and scattered
     optimizer    2 G / N
+    reference    G / N, or another model's W / N: it is whole a layer at a time, while nothing else is there
     casts, activations, logits, temporary      as with one rank: they belong to the micro-batch
 
 ``casts`` too: what autocast keeps for the backward is a copy of the whole weights, which nobody shards; with
@@ -57,6 +58,7 @@ def footprint(
     shares = dict.fromkeys(("weights", "gradients"), 1 / num_ranks)
     parts = traced.parts(shares)
     parts["optimizer"] = traced.optimizer // num_ranks
+    parts["reference"] = traced.reference // num_ranks
     if num_ranks > 1:
         parts["weights"] = parts["weights"] // num_ranks + _whole(traced.weights)
         parts["gradients"] = parts["gradients"] // num_ranks + _whole(traced.trained)

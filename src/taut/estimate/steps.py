@@ -6,6 +6,7 @@ Imports build and below. The package, its command and its checks import it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import NamedTuple
 
@@ -14,20 +15,59 @@ import torch
 from transformers import PreTrainedConfig
 
 from taut.build import build_budget, build_method, build_policy
-from taut.data.pack import ALONE, pack
-from taut.data.plan import assign, layouts
+from taut.data.pack import ALONE, PackPolicy, num_distinct_tokens, pack
+from taut.data.plan import assign, layouts, samples_of
+from taut.errors import ConfigError
 from taut.estimate.rates import Work, work_of
+from taut.estimate.tracing import skeleton
 from taut.models import anatomy
-from taut.models.load import context_length, load_skeleton
+from taut.models.load import context_length
 from taut.models.prove import one_sample_reasons
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
-from taut.types import Packed, Sample
+from taut.types import Packed, Sample, Tree
 
 NUM_STEPS = 5
 """Steps that are planned."""
 GUESSED = 1024
 """Tokens of a sample where there is no data: no more than this."""
+
+
+class Supply(NamedTuple):
+    """Trees of the first steps, from which a micro-batch of any size can be made."""
+
+    trees: Sequence[Tree]
+    policy: PackPolicy
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the largest tree that is never cut, or of the longest sample."""
+        return max(
+            num_distinct_tokens(tree.samples, self.policy)
+            if tree.is_atom
+            else max(sample.num_tokens for sample in tree.samples)
+            for tree in self.trees
+        )
+
+    def filled(self, tokens: int) -> Packed:
+        """A micro-batch of so many tokens: of samples as they come, the last one cut, nothing shared. Answers that are
+        compared share their prompt and are not cut: as many rows as there is room for, if there is room for one.
+        """
+        if self.trees[0].is_atom:
+            whole = self._rows(tokens)
+            if whole:
+                return pack(whole, self.policy)
+        return pack(list(_up_to(samples_of(self.trees), tokens)), ALONE)
+
+    def _rows(self, tokens: int) -> list[Sample]:
+        chosen: list[Sample] = []
+        for number, tree in enumerate(cycle(self.trees)):
+            tokens -= num_distinct_tokens(tree.samples, self.policy)
+            if tokens < 0:
+                return chosen
+            named = [replace(s, id=f"{s.id}#{number}", group=number) for s in tree.samples]
+            chosen += named
+        raise AssertionError("trees come round for ever")
 
 
 class Workload(NamedTuple):
@@ -41,7 +81,7 @@ class Workload(NamedTuple):
     """The largest one that the token budget lets a step have."""
     steps: list[list[Work]]
     """For each of the first steps, the micro-batches of the rank that has most to do."""
-    samples: Sequence[Sample]
+    supply: Supply
     """What micro-batches of other sizes are made of."""
     source: str
     """Where this comes from, for people."""
@@ -55,25 +95,25 @@ class Workload(NamedTuple):
 
 def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     """The first steps, on so many ranks."""
-    skeleton = load_skeleton(run.model, inputs.config, run.trust_remote_code)
-    window = anatomy.flops(skeleton).window
-    one_sample = "; ".join(one_sample_reasons(skeleton, inputs.longest)) or None
+    model = skeleton(run, inputs.config)
+    window = anatomy.flops(model).window
+    one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
     has_dropout = run.lora.dropout > 0 and run.lora.is_on
     has_noise = run.noise.neftune_alpha > 0 or has_dropout
     policy, _ = build_policy(run, one_sample, has_noise=has_noise)
     ranks = Ranks(0, num_ranks, torch.device("cpu"))
-    budget = build_budget(run, skeleton, ranks, one_sample=one_sample is not None)
+    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     method, num_steps, _ = build_method(run, inputs.train)
     first: list[Packed] = []
     later: list[Packed] = []
     steps: list[list[Work]] = []
-    samples: list[Sample] = []
+    trees: list[Tree] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
-        trees = method.prepare(step)
-        samples += [sample for tree in trees for sample in tree.samples]
+        prepared = method.prepare(step)
+        trees += prepared
         shares = [
             [p for one in rank for p in layouts(one, policy, budget.tokens_per_microbatch)]
-            for rank in assign(trees, budget)
+            for rank in assign(prepared, budget)
         ]
         first += [share[0] for share in shares if share]
         later += [packed for share in shares for packed in share[1:]]
@@ -82,11 +122,14 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     largest = max([*first, *later], key=lambda packed: packed.num_tokens)
     longest = int(inputs.train.lengths.max())
     most = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
-    most = min(most, longest * run.batch.samples_per_step)
-    fullest = largest if most <= largest.num_tokens else filled(samples, most)
+    per_row = max(len(tree.samples) for tree in trees)
+    most = min(most, longest * run.batch.samples_per_step * per_row)
+    supply = Supply(trees, policy)
+    fullest = largest if most <= largest.num_tokens else supply.filled(most)
+    fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
     begin = max(first, key=lambda packed: packed.num_tokens)
-    return Workload(begin, _largest(later), fullest, steps, samples, source)
+    return Workload(begin, _largest(later), fullest, steps, supply, source)
 
 
 def _largest(packs: Sequence[Packed]) -> Packed | None:
@@ -94,25 +137,27 @@ def _largest(packs: Sequence[Packed]) -> Packed | None:
 
 
 def without_data(run: Run, config: PreTrainedConfig, num_ranks: int) -> Workload:
-    """Samples of one length, every token a target, in micro-batches that fill the token budget."""
+    """Samples of one length, every token a target, in micro-batches that fill the token budget. Raises ConfigError for
+    a run whose rows are more than that.
+    """
+    if run.objective.kind != "sft":
+        raise ConfigError(
+            f"data.train is not set: what the rows of taut {run.method} share is not guessed; expected data; set "
+            "data.train=FILE"
+        )
     budget = run.batch.tokens_per_microbatch
     length = min(run.data.max_length or GUESSED, context_length(config) or GUESSED)
-    samples = [_made_up(length)]
-    window = anatomy.flops(load_skeleton(run.model, config, run.trust_remote_code)).window
+    supply = Supply([Tree((_made_up(length),))], ALONE)
+    window = anatomy.flops(skeleton(run, config)).window
     share = -(-run.batch.samples_per_step // num_ranks)
-    packed = filled(samples, min(max(budget, length), share * length))
+    packed = supply.filled(min(max(budget, length), share * length))
     each = work_of(packed, window)
     work = [each] * max(1, round(share * length / packed.num_tokens))
     source = (
         f"no data given: samples of {length:,} tokens, all of them targets, {share} a step and GPU"
     )
     later = packed if len(work) > 1 else None
-    return Workload(packed, later, packed, [work], samples, source)
-
-
-def filled(samples: Sequence[Sample], tokens: int) -> Packed:
-    """A micro-batch of so many tokens, of samples as they come, the last one cut; nothing is shared."""
-    return pack(list(_up_to(samples, tokens)), ALONE)
+    return Workload(packed, later, packed, [work], supply, source)
 
 
 def _up_to(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:

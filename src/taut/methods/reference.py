@@ -94,6 +94,10 @@ class Start(nn.Module):
         scores = self._scorer[0](packed)
         return {STREAM: scores.logp_N.cpu()}
 
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return list(self.buffers())
+
     @torch.no_grad()
     def follow(self, step: int) -> None:
         """Move towards the policy, where that is due."""
@@ -122,6 +126,10 @@ class Other:
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
         return {STREAM: self._scorer(packed).logp_N.cpu()}
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return list(self._scorer.parameters())
 
     def follow(self, step: int) -> None:
         """It stays as it is."""

@@ -4,13 +4,17 @@ model's code does not: a hook, a patched layer, checkpointing that is asked for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import kernels_of, told
-from taut.checks.samples import ending
+from taut.checks.samples import around, ending, num_tokens
 from taut.checks.session import NUM_ROWS, Session
 from taut.data.pack import pack
+from taut.data.plan import samples_of
 from taut.errors import ModelError
 from taut.estimate import measure, measured_parts, predict
+from taut.run import rows_of
 from taut.types import Packed, Sample
 
 MIB = 2**20
@@ -55,12 +59,16 @@ def ask(session: Session) -> Finding:
 
 
 def _some(session: Session) -> Packed:
-    """The first rows as one micro-batch."""
-    most = 1 if session.loaded.one_sample else NUM_ROWS
-    chosen: list[Sample] = []
-    for sample in session.train[:most]:
-        sample = ending(sample, TOKENS)
-        if chosen and sum(one.num_tokens for one in chosen) + sample.num_tokens > TOKENS:
+    """The first rows as one micro-batch, answers that are compared together."""
+    rows = rows_of(session.run, session.train)
+    most = 1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)
+    chosen: list[Sequence[Sample]] = []
+    left = TOKENS
+    for index in range(most):
+        samples = rows.samples(index)
+        some = around(samples, TOKENS) if rows.are_answers else [ending(samples[0], TOKENS)]
+        left -= num_tokens(some)
+        if chosen and left < 0:
             break
-        chosen.append(sample)
-    return pack(chosen, session.job.policy)
+        chosen.append(some)
+    return pack(samples_of(rows.trees_of(chosen)), session.job.policy)
