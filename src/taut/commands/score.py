@@ -108,6 +108,7 @@ class Scored:
     rows: tuple[RowScores, ...]
     out: Path | None
     seconds: float
+    """Without loading the model."""
     decisions: tuple[tuple[str, str, str], ...]
     mean: float
     deviation: float
@@ -155,7 +156,6 @@ def run(config: Score) -> int:
 
 def score(config: Score, console: Console | None = None) -> Scored:
     """Score every row, and write ``config.out``. ``console``: where it is shown what was decided, and progress."""
-    began = time.perf_counter()
     out = None if config.out is None else Path(config.out).expanduser()
     source = config.data if isinstance(config.data, Source) else Source(path=config.data)
     if out is not None:
@@ -166,7 +166,7 @@ def score(config: Score, console: Console | None = None) -> Scored:
     if console is not None:
         for name, value, reason in judge.decisions:
             console.print(f"{name}: {value} ({reason})", markup=False)
-    reader = _Reader(config, judge)
+    reader, began = _Reader(config, judge), time.perf_counter()
     rows: list[RowScores] = []
     with _whole(out) as file:
         while chunk := list(islice(records, CHUNK_ROWS)):

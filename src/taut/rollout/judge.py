@@ -36,6 +36,7 @@ from taut.data.template import checked
 from taut.errors import DataError, NonFiniteError, OutOfMemory
 from taut.models import anatomy
 from taut.models.load import context_length, load_config, load_tokenizer
+from taut.models.precision import ChosenDtype, resolve_dtype
 from taut.models.prove import prove
 from taut.models.reward import load_reward_model, reward_skeleton
 from taut.models.score import Scorer
@@ -43,7 +44,6 @@ from taut.rollout.open import (
     PROVED,
     Decision,
     inference_context,
-    inference_dtype,
     one_device,
     read_template,
 )
@@ -186,7 +186,7 @@ def open_judge(use: JudgeUse) -> Judge:
     )
     context, decisions = _exact_context(config, skeleton)
     device = one_device(use.device)
-    dtype = inference_dtype(use.dtype, device)
+    dtype = _dtype(use.dtype, device)
     chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
     decisions += [
         ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
@@ -216,6 +216,12 @@ def open_judge(use: JudgeUse) -> Judge:
         compute=compute,
         decisions=tuple(decisions),
     )
+
+
+def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+    if requested is None and device.type == "cpu":
+        return ChosenDtype(torch.float32, "bfloat16 is quicker, and rounds the scores")
+    return resolve_dtype(requested, device)
 
 
 def _exact_context(

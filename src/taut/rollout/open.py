@@ -183,7 +183,7 @@ def _local(use: ModelUse, rendering: Rendering) -> Opened:
     config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     context, reasons = _exact_context(use, config)
     device = one_device(use.device)
-    dtype = inference_dtype(use.dtype, device)
+    dtype = _dtype(use.dtype, device)
     chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
     decisions = [
         *rendering.decisions,
@@ -232,7 +232,7 @@ def one_device(requested: str) -> torch.device:
     return ranks.device
 
 
-def inference_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
     if requested is None and device.type == "cpu":
         return ChosenDtype(torch.float32, "decoding on a CPU gains nothing from bf16")
     return resolve_dtype(requested, device)
