@@ -210,6 +210,8 @@ def save_adapter(
     for config in inner.peft_config.values():
         if isinstance(config.target_modules, set):  # in another order in each process
             config.target_modules = sorted(config.target_modules)
+        if config.modules_to_save:  # peft itself names the head again
+            config.modules_to_save = list(dict.fromkeys(config.modules_to_save))
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"

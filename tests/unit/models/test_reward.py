@@ -312,6 +312,7 @@ def test_the_head_trains_whole_beside_adapters(tmp_path: Path, kind: str) -> Non
     save_adapter(model, tmp_path / "adapter")
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["task_type"] == ("TOKEN_CLS" if kind == "process" else "SEQ_CLS")
+    assert settings["modules_to_save"].count("score") == 1
     fresh = open_reward(base, NewHead(kind, bias=kind == "process", seed=5))
     again = apply_lora(fresh, LoraConfig(adapter=str(tmp_path / "adapter")))
     torch.testing.assert_close(scores_of(again, data, torch.float64), after, atol=1e-9, rtol=1e-9)
