@@ -19,7 +19,7 @@ from tests.chats import QUIET, chats, save_model, write_rows
 from taut import parallel
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run import Run
+from taut.training import METHODS
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Place:
             "data.train": str(data or self.data()),
             "steps": 20,
         }
-        return Session(from_mapping(Run, {**QUIET, **fixed, **dotted}), parallel.start("cpu"))
+        kind = METHODS[dotted.get("method", "sft")]
+        return Session(from_mapping(kind, {**QUIET, **fixed, **dotted}), parallel.start("cpu"))
 
 
 Plant = Callable[[Place, bool], Session]

@@ -26,11 +26,15 @@ from taut.checks.attention import (
 )
 from taut.checks.data import (
     columns,
+    flips,
     images,
+    labels,
     leak,
     lengths,
+    margins,
     overlap,
     packing,
+    pairs,
     rows,
     targets,
     tokens,
@@ -54,6 +58,9 @@ from taut.checks.loss import (
 from taut.checks.loss import packed as loss_packed
 from taut.checks.memory import measured, peak
 from taut.checks.model import finite, head, loads, noise, trains
+from taut.checks.reference import start
+from taut.checks.reward import batch
+from taut.checks.reward import library as reward_library
 from taut.checks.rewards import gold
 from taut.checks.run import in_force, output, saved, steps
 from taut.checks.session import Session
@@ -104,7 +111,8 @@ _CAUSAL = (*_SOUND, "attention.calls", "attention.future")
 _ALONE = (*_CAUSAL, "attention.neighbour", "attention.positions")
 _EXACT = (*_ALONE, "attention.packed", "attention.shared")
 _TRAINS = (*_SOUND, "loss.reached", "loss.gradient")
-_SUMS = (*_EXACT, "loss.reached", "loss.gradient", "loss.linear", "loss.first")
+_BEGUN = (*_EXACT, "loss.reached", "loss.gradient")
+_SUMS = (*_BEGUN, "loss.linear", "loss.first")
 _GRADIENT = (*_SUMS, "loss.head_gradient", "loss.packed")
 _ENGINE = (*_EXACT, "loss.dtype", "loss.tied", "loss.adapter_start")
 
@@ -133,6 +141,10 @@ CHECKS: dict[str, Check] = {
     "data.lengths": Check(lengths.ask, after=_READ),
     "data.leak": Check(leak.ask, after=_READ),
     "data.overlap": Check(overlap.ask, after=_READ),
+    "data.pairs": Check(pairs.ask, after=_READ),
+    "data.flips": Check(flips.ask, after=(*_READ, "data.pairs")),
+    "data.labels": Check(labels.ask, after=_READ),
+    "data.margins": Check(margins.ask, after=_READ),
     "model.loads": Check(loads.ask, after=("data.tokens",)),
     "model.trains": Check(trains.ask, after=("model.loads",)),
     "data.packing": Check(packing.ask, after=_RUNS),
@@ -149,15 +161,16 @@ CHECKS: dict[str, Check] = {
     "attention.library": Check(library.ask, "full", after=_CAUSAL),
     "attention.packed": Check(packed.ask, after=(*_ALONE, "attention.library")),
     "attention.shared": Check(shared.ask, after=(*_ALONE, "attention.packed")),
+    "reward.batch": Check(batch.ask, after=_EXACT),
+    "reward.library": Check(reward_library.ask, after=(*_EXACT, "reward.batch")),
     "loss.dtype": Check(dtype.ask, after=_SOUND),
     "loss.tied": Check(tied.ask, after=_RUNS),
     "loss.adapter_start": Check(adapter_start.ask, after=_SOUND),
     "loss.reached": Check(reached.ask, after=(*_SOUND, "attention.calls")),
     "loss.gradient": Check(gradient.ask, after=(*_SOUND, "loss.reached")),
     "loss.linear": Check(linear.ask, after=_RUNS),
-    "loss.first": Check(
-        first.ask, after=("data.packing", *_EXACT, "loss.reached", "loss.gradient")
-    ),
+    "reference.start": Check(start.ask, after=_BEGUN),
+    "loss.first": Check(first.ask, after=(*_BEGUN, "reward.library", "reference.start")),
     "loss.head_gradient": Check(head_gradient.ask, "full", after=_TRAINS),
     "loss.packed": Check(loss_packed.ask, "full", after=(*_SUMS, "loss.head_gradient")),
     "loss.splits": Check(splits.ask, "full", after=_GRADIENT),

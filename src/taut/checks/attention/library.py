@@ -111,7 +111,7 @@ def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tenso
         keywords["attention_mask"] = torch.ones_like(ids)[None]
     last = samples[-1]
     at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
-    with session.quiet(), _plain(session, setting.kernel):
+    with session.quiet(), plainly(session, setting.kernel):
         if session.is_scalar:
             hidden_TD = anatomy.decoder(session.model)(input_ids=ids[None], **keywords)[0][0]
             head = scalar_head(session.scorer.model)
@@ -123,7 +123,7 @@ def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tenso
 
 
 @contextmanager
-def _plain(session: Session, kernel: str) -> Iterator[None]:
+def plainly(session: Session, kernel: str) -> Iterator[None]:
     """The model with one of the library's kernels."""
     ours = anatomy.text_config(session.model)._attn_implementation
     session.model.set_attn_implementation(kernel)

@@ -35,10 +35,8 @@ def obstacle(session: Session) -> str | None:
     objective = session.run.objective
     if objective.teacher is not None:
         return "the loss is measured against a teacher, which is not asked here"
-    if objective.reference is not None and (
-        objective.reference.model is not None or objective.reference.file is not None
-    ):
-        return "the loss is measured against another reference than the policy's start"
+    if objective.reference is not None and objective.reference.model is not None:
+        return "the loss is measured against reference.model, which is not asked here"
     return None
 
 
