@@ -64,6 +64,8 @@ METRICS = (
 
 TINY = Model("tiny", num_layers=2, hidden=128, vocab=1024, has_tied_embeddings=False)
 BETA = 0.1
+PAIRS_AT_A_TIME = 8
+"""The library's default batch, which TRL is given in two modes; taut is given as many tokens as these have."""
 LORA = {"r": 16, "lora_alpha": 32}
 
 
@@ -175,12 +177,16 @@ def prepare(bench: Bench, case: Case) -> Result:
         data.write_model(case.model, model)
     if case.lora and not adapter.exists():
         write_adapter(model, adapter)
-    write_pairs(case.pairs(), folder)
+    pairs = case.pairs()
+    write_pairs(pairs, folder)
+    longest = max(len(pair.prompt) + pair.num_targets for pair in pairs)
     return {
         "model": str(model),
         "adapter": str(adapter),
         "data": str(folder),
         "samples_per_step": case.pairs_per_step,
+        "pairs_at_a_time": PAIRS_AT_A_TIME,
+        "tokens_at_a_time": PAIRS_AT_A_TIME * longest,
         "num_steps": case.num_steps,
         "learning_rate": case.learning_rate,
         "lora": LORA if case.lora else None,
@@ -285,7 +291,7 @@ def print_case(name: str, result: Result, is_timed: bool) -> None:
         if is_timed
         else ""
     )
-    print(f"\n{name}\n{'':20}{columns}  losses")
+    print(f"\n{name}\n{'':20}{columns}  losses", flush=True)
     for label, row in result["contenders"].items():
         if "error" in row:
             print(f"  {label:18}  failed: {row['error'].splitlines()[-1]}")
@@ -347,16 +353,15 @@ def main() -> int:
         for case in (QUICK if arguments.quick else CASES)
         if matches(case.name, arguments.cases)
     ]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(arguments.cache.absolute(), Path(work), arguments.threads, arguments.dtype)
         for case in chosen:
             contenders = [c for c in case.contenders if matches(c.label, arguments.only)]
             found = measure(bench, case, contenders, arguments.rounds if case.is_timed else 1)
+            print_case(case.name, found, case.is_timed)
             results["cases"][case.name] = found
-    for case in chosen:
-        print_case(case.name, results["cases"][case.name], case.is_timed)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=1))
+            arguments.out.write_text(json.dumps(results, indent=1))
     print(f"\n{arguments.out}")
     return int(any(has_missed(case) for case in results["cases"].values()))
 

@@ -39,6 +39,7 @@ def main() -> None:
         device="cpu",
         batch={
             "samples_per_step": job["samples_per_step"],
+            "tokens_per_microbatch": job["tokens_at_a_time"],
             "share_prefixes": job["mode"] == "shared",
             "shuffle": False,
         },

@@ -26,13 +26,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-PAIRS_AT_A_TIME = 8
-
 
 def batching(job: Job) -> dict[str, Any]:
     """The arguments in which the modes differ."""
     pairs, mode = job["samples_per_step"], job["mode"]
-    at_a_time = min(pairs, PAIRS_AT_A_TIME) if mode in ("defaults", "accumulated") else pairs
+    at_a_time = min(pairs, job["pairs_at_a_time"]) if mode in ("defaults", "accumulated") else pairs
     assert pairs % at_a_time == 0, f"{pairs} pairs do not come in batches of {at_a_time}"
     return {
         "per_device_train_batch_size": at_a_time,
