@@ -22,7 +22,7 @@ from taut.deliver import save_best
 from taut.errors import ConfigError
 from taut.evals.best import Best, require_same_measure
 from taut.evals.during import Evaluations, build_answering, held_out, require_best
-from taut.evals.stopping import StopCheck, Stops, prepare
+from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.lifecycle import Asked, execute
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.recorded import keep_reference
@@ -125,7 +125,7 @@ def _stop_check(built: Built) -> StopCheck:
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.objective.head is not None:
-        return StopCheck([], None, run.stop, built.job, run.seed, "a reward model writes nothing")
+        return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
     asked = Good(rows_of(run, data))
     return prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
 

@@ -94,8 +94,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     """Load, wrap and shard the model; everything is in force or refused when this returns."""
     loaded = load(run, inputs, ranks)
     adapted = adapt(run, inputs, loaded.model)
-    if run.objective.head is None:
-        require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
+    require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
     return assemble(run, inputs, plan, ranks, loaded, adapted, trains=True)
 
 
@@ -269,8 +268,7 @@ def engine_of(built: Built) -> Callable[..., LocalEngine]:
 
 def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
     """Rows of the embedding and the head that have to train, and why; empty where all of the model trains."""
-    is_whole = not run.lora.is_on and not run.freeze
-    if is_whole or run.objective.head is not None:
+    if not run.lora.is_on and not run.freeze:
         return {}
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     added = {index: f"{inputs.token(index)}: added by tokens.add" for index in inputs.new_ids}
@@ -284,7 +282,7 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         return Adapted(model, [])
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
-    rows = choose_rows(model, run.lora, needed, ends) if run.objective.head is None else {}
+    rows = choose_rows(model, run.lora, needed, ends)
     decisions = []
     if rows:
         ids = next(iter(rows.values()))

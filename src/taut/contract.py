@@ -34,7 +34,7 @@ from taut.data.stops import StopSet
 from taut.errors import CheckFailed, ModelError
 from taut.golden import ContractConfig, Golden, Question, answer, rendered
 from taut.models import anatomy
-from taut.models.load import load_config, load_tokenizer
+from taut.models.load import is_reward_config, load_config, load_tokenizer
 from taut.models.score import Scorer
 from taut.reloaded import (
     Comparison,
@@ -55,6 +55,8 @@ NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
 """A list of numbers, a number a line: no string in JSON has a line break."""
 VERSIONS = ("taut", "torch", "transformers", "tokenizers")
 """What took part."""
+SILENT = "a reward model writes nothing"
+"""Why there are no goldens of one."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def seal_best(
     tokenizer = load_tokenizer(str(directory), trust_remote_code)
     later = "saved while training; its golden prompts are answered when the run ends"
     note = later if config.prompts else "contract.prompts=0"
+    if is_reward_config(load_config(str(directory), trust_remote_code)):
+        note = SILENT
     facts = facts_of(directory, tokenizer, trust_remote_code)
     write_contract(directory, describe(facts, tokenizer, stops, config, note=note))
 
@@ -176,7 +180,7 @@ def _goldens(
     if not config.prompts:
         return [], "contract.prompts=0"
     if not anatomy.has_head(reloaded.model):
-        return [], "a reward model writes nothing"
+        return [], SILENT
     stateful = anatomy.stateful_layers(reloaded.model)
     if stateful:
         return [], f"the local engine does not keep the state of {stateful[0]}"

@@ -212,12 +212,19 @@ def prepare(
         asked = choose(data, stop_ids, config, engine.context, seed)
         if not asked:
             engine, obstacle = None, "no answer looked at ends: all were cut"
-    if engine is None and config.required:
+    if engine is None:
+        return unasked(config, job, seed, obstacle)
+    return StopCheck(asked, engine, config, job, seed)
+
+
+def unasked(config: StopConfig, job: Job, seed: int, obstacle: str) -> StopCheck:
+    """The check of a run in which it cannot be made. Raises ConfigError if it is required."""
+    if config.required:
         raise ConfigError(
             f"stop.required=true and it cannot be asked whether the model ends its answers: {obstacle}; set "
             "stop.required=false, or remove the obstacle"
         )
-    return StopCheck(asked, engine, config, job, seed, obstacle)
+    return StopCheck([], None, config, job, seed, obstacle)
 
 
 def _end_probability(references: Sequence[Sample], job: Job) -> float:
