@@ -32,7 +32,7 @@ LIMIT = 120.0
 """Seconds a run may take."""
 PATIENCE = 20.0
 """Seconds that ranks are given to end by themselves."""
-PROGRAM = "import json, sys, taut; taut.sft(**json.loads(sys.argv[1]))"
+PROGRAM = "import json, sys; from tests.kills import train; train(json.loads(sys.argv[1]))"
 
 
 def _run(
@@ -48,15 +48,20 @@ def _run(
         importlib.import_module(name)  # says what the fork server kept to itself
         raise AssertionError(f"the fork server has not imported {name}")
     assert len(os.listdir("/proc/self/task")) == 1, "the fork server had threads"  # noqa: PTH208
-    import taut
-
     if at is None:
-        taut.sft(**keys)
+        train(keys)
         return
     counted = Counted(out, at, is_power_lost=is_power_lost)
     counted.install()
-    taut.sft(**keys)
+    train(keys)
     _operations_of(out).write_text(json.dumps(counted.operations))
+
+
+def train(keys: Mapping[str, Any]) -> None:
+    """A run of the method that the keys name; of SFT where they name none."""
+    import taut
+
+    getattr(taut, keys.get("method", "sft"))(**keys)
 
 
 @cache

@@ -33,6 +33,7 @@ from taut.models.load import (
     checkpoint_dtype,
     context_length,
     freeze,
+    load_config,
     load_model,
     load_tokenizer,
 )
@@ -242,7 +243,11 @@ def load_beside(
 
 
 def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> None:
-    """Raise ModelError where another model's ids mean other tokens."""
+    """Raise ModelError where another model's ids mean other tokens, or where there is none."""
+    try:
+        load_config(path, run.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
     theirs = load_tokenizer(path, run.trust_remote_code).get_vocab()
     mine = inputs.tokenizer.get_vocab()
     differing = next((token for token, index in mine.items() if theirs.get(token) != index), None)

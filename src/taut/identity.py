@@ -189,7 +189,7 @@ def _told(key: str) -> str:
     part, _, name = key.partition(".")
     if part == "config":
         return name
-    if part in ("model", "adapter", "data", "environment") and name:
+    if part in ("model", "adapter", "reference", "data", "environment") and name:
         return f"{part} {name.removesuffix('.content')}"
     return key
 

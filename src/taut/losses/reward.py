@@ -55,7 +55,7 @@ class BradleyTerry(ScalarLoss):
 
     @property
     def best_by(self) -> tuple[str, ...]:
-        return ("accuracy",)
+        return ("accuracy", "score/margin")
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         score_S = score_of_samples(scores, packed)

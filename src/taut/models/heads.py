@@ -45,8 +45,10 @@ def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if spec.bias is None else spec.bias.to(wide)
-        return nn.functional.linear(hidden.to(wide), spec.weight.to(wide), bias).squeeze(-1)
+        value = (
+            hidden.to(wide) @ spec.weight.to(wide)[0]
+        )  # no view: FSDP hooks what the root returns
+        return value if spec.bias is None else value + spec.bias.to(wide)
 
 
 @torch.no_grad()

@@ -1,0 +1,106 @@
+"""Two gloo ranks are one process where answers are judged: references, statistics of the step, scalar heads.
+
+All runs are of one torchrun, one after another, in one process group.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chats import column, events, largest_difference, save_model, weights
+from tests.invariants.test_ranks import LIMIT, torchrun
+from tests.judged import keys_of, train
+from tests.left import read_checkpoint
+
+UNEVEN = {"batch.samples_per_step": 5, "batch.tokens_per_microbatch": 90, "steps": 4}
+"""The ranks have different numbers of micro-batches."""
+ALONE = {"batch.samples_per_step": 1, "steps": 3}
+"""A rank has none, and runs a backward that counts for nothing."""
+MOVING = {"reference.update_every": 2, "reference.update_mix": 0.5, "checkpoint.every": 2}
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", UNEVEN),
+    "a reference that moves": ("dpo", {**UNEVEN, **MOVING}),
+    "lora": ("dpo", {**UNEVEN, "lora.rank": 4, "reference.file": "kept"}),
+    "order and mean of the step": (
+        "dpo",
+        {**UNEVEN, "dpo.loss": ["aot", "bco", "aot_unpaired"], "dpo.sft_weight": 0.5},
+    ),
+    "a rank without": (
+        "dpo",
+        {**ALONE, "dpo.loss": ["sigmoid", "bco"], "activation_checkpointing": True},
+    ),
+    "another model": ("dpo", {**UNEVEN, "reference.model": "beside"}),
+    "kto": ("kto", UNEVEN),
+    "kto, bco": ("kto", {**UNEVEN, "kto.loss": "bco"}),
+    "orpo": ("orpo", UNEVEN),
+    "reward": ("reward", {**UNEVEN, "reward.centring": 0.1}),
+    "steps, a rank without": ("process", ALONE),
+}
+
+PROGRAM = """\
+import json, sys, taut
+from taut import parallel
+parallel.stop = lambda ranks: ranks.barrier()  # the group is joined once
+for keys in json.load(open(sys.argv[1])):
+    getattr(taut, keys["method"])(**keys)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every run by one process, and then by two ranks."""
+    place = tmp_path_factory.mktemp("judged")
+    model = save_model(place / "model", "llama", dtype=torch.float64)
+    save_model(place / "beside", "llama", seed=1, dtype=torch.float64)
+    todo = []
+    for name, (method, given) in RUNS.items():
+        for number in ("one", "two"):
+            keys = keys_of(method, model, place / "data", **given)
+            keys |= {"out": str(place / number / name), "contract.prompts": 0}
+            if "reference.file" in keys:
+                keys["reference.file"] = str(place / number / "kept")
+            if "reference.model" in keys:
+                keys["reference.model"] = str(place / "beside")
+            if number == "one":
+                train(keys)
+            else:
+                todo.append(keys)
+    (place / "program.py").write_text(PROGRAM)
+    (place / "todo.json").write_text(json.dumps(todo))
+    done = torchrun(place / "program.py", place / "todo.json")
+    assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr
+    return place
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_equal_one_process(name: str, place: Path) -> None:
+    one, two = place / "one" / name, place / "two" / name
+    assert events(two, "start")[0]["num_ranks"] == 2
+    for field in ("loss", "grad_norm"):
+        assert column(two, field) == pytest.approx(column(one, field), rel=LIMIT)
+    for field in ("sample_ids", "num_targets", "num_tokens_unshared"):
+        assert column(two, field) == column(one, field)
+    for kind in ("step", "eval"):
+        for found, wanted in zip(events(two, kind), events(one, kind), strict=True):
+            told = {k: v for k, v in wanted.items() if "/" in k or k in ("loss", "kl", "z0")}
+            if wanted["step"] == 1:  # margins are 0 to rounding, and on either side of it
+                told.pop("rewards/accuracy", None)
+            assert told
+            assert {key: found[key] for key in told} == pytest.approx(told, rel=1e-8, abs=LIMIT)
+    assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
+
+
+def test_the_reference_of_two_ranks_is_in_their_checkpoint(place: Path) -> None:
+    found = [
+        read_checkpoint(place / number / "a reference that moves" / "checkpoints" / "step-000004")
+        for number in ("one", "two")
+    ]
+    names = [name for name in found[0] if "reference.tensor" in name]
+    assert len(names) > 10
+    assert largest_difference(found[1], found[0]) < LIMIT
