@@ -29,7 +29,7 @@ from taut.run import Method, Objective, Run
 
 @configclass
 class Comparing(Run):
-    """What runs have in common that compare log-probs: noise would be a part of what is compared."""
+    """What runs have in common that compare log-probs or scores: noise would be a part of what is compared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,7 @@ class Comparing(Run):
         }.items():
             if value:
                 raise ConfigError(
-                    f"{key}={value:g} in a run of taut {self.METHOD}: log-probs that are compared must not be noisy; "
+                    f"{key}={value:g} in a run of taut {self.METHOD}: what is compared must not be noisy; "
                     f"expected {key}=0; take the key out"
                 )
 
@@ -86,10 +86,10 @@ class KtoRun(Comparing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch.samples_per_step < 2:
+        if self.batch.samples_per_step < 2 and self.objective.loss.observes:
             raise ConfigError(
-                "batch.samples_per_step=1 in a run of taut kto: its reference point is taken over prompts with each "
-                "other's answers; expected 2 or more"
+                f"batch.samples_per_step=1 with kto.loss={self.kto.loss}: its reference point is taken over the "
+                "samples of a step; expected 2 or more; raise it, or set kto.loss=apo_zero"
             )
         if self.objective.is_mismatched and self.reference.file is not None:
             raise ConfigError(

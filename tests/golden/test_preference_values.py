@@ -211,7 +211,8 @@ def test_answers_by_themselves() -> None:
     told = replace(packed, stats=kto.statistics({"log_ratio_S": tensor(LN9, 0)}))
     assert value(kto(scores, told)) == pytest.approx(0.75, rel=1e-12)
     metrics = kto(scores, told).metrics
-    assert float(metrics["z0"][0]) == pytest.approx(LN3)
+    total, count = metrics["z0"]
+    assert (float(total), float(count)) == (pytest.approx(2 * LN3), 2)
     assert float(metrics["rewards/accuracy"][0]) == 2
     below = kto.statistics({"log_ratio_S": tensor(-LN9, 0)})
     assert float(below["z0"]) == 0

@@ -280,20 +280,23 @@ def load_dataset(
         times = times_seen[source.path]
         label = source.path if times == 1 else f"{source.path}({times})"
         parts.append(Part(label, source.weight, key, entry, found.path, found.stamps))
-        _require_weight_counts(parts[-1], split)
+        _require_weight_counts(parts[-1], split, kind)
     return Dataset(parts, decisions, is_cached)
 
 
-def _require_weight_counts(part: Part, split: str) -> None:
-    num_samples = len(part.entry.arrays["line"])
+def _require_weight_counts(part: Part, split: str, kind: Kind) -> None:
+    line_S = part.entry.arrays["line"]
+    is_compared = kind == "preference"
+    count = len(row_offsets(line_S)) - 1 if is_compared else len(line_S)
+    what = "rows" if is_compared else "samples"
     if split == "eval" and part.weight != 1:
         raise ConfigError(
             f"data.eval: {part.path} has weight {part.weight:g}; expected none: held-out samples count "
             "once each; remove the weight"
         )
-    if round(part.weight * num_samples) == 0:
+    if round(part.weight * count) == 0:
         raise ConfigError(
-            f"data.train: weight {part.weight:g} gives none of the {num_samples} samples of {part.path} "
+            f"data.train: weight {part.weight:g} gives none of the {count} {what} of {part.path} "
             "to an epoch; expected at least one; raise the weight, or leave the source out"
         )
 

@@ -51,16 +51,14 @@ class Rows:
         return [self._tree(samples, number) for number, samples in enumerate(rows)]
 
     def mismatched(self, indices: Sequence[int], max_length: int) -> list[Tree]:
-        """Each sample's prompt with the answer of the one after it, cut at ``max_length`` tokens. A sample alone takes
-        the answer of the next of the data.
+        """Each sample's prompt with the answer of the one after it, cut at ``max_length`` tokens. A sample that comes
+        after itself takes the answer of the next of the data.
         """
-        samples = [self.data[index] for index in indices]
-        is_alone = len(samples) == 1
-        after = self.data[(indices[0] + 1) % len(self.data)] if is_alone else samples[0]
-        others = [*samples[1:], after]
+        pairs = zip(indices, [*indices[1:], indices[0]], strict=True)
+        others = [(one + 1) % len(self.data) if one == other else other for one, other in pairs]
         return [
-            Tree((_spliced(one, other, max_length),))
-            for one, other in zip(samples, others, strict=True)
+            Tree((_spliced(self.data[one], self.data[other], max_length),))
+            for one, other in zip(indices, others, strict=True)
         ]
 
     def prefix_groups(self, min_tokens: int) -> IntArray:

@@ -127,5 +127,5 @@ class Unpaired(Loss):
         metrics = kind_metrics(reward_S, found, packed, chosen=is_good_S, rejected=~is_good_S)
         metrics["rewards/accuracy"] = (right, mean(reward_S)[1])
         if self.variant == "kto":
-            metrics["z0"] = mean(packed.stats["z0"])
+            metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))
         return metrics | sequence_metrics(scores, found, kl=True)

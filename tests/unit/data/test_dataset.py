@@ -204,6 +204,11 @@ def test_a_weight_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
     rare = [path, Source(path=path, weight=0.1)]
     with pytest.raises(ConfigError, match=r"weight 0\.1 gives none of the 4 samples of .*\(2\)"):
         load(tmp_path / "c", train=rare)
+    pairs = [{"prompt": "who\n", "chosen": "a cat", "rejected": "a dog"}] * 2
+    rare = [Source(path=write(tmp_path / "pairs.jsonl", pairs), weight=0.2)]
+    config = DataConfig(cache=str(tmp_path / "c"), train=rare)
+    with pytest.raises(ConfigError, match=r"weight 0\.2 gives none of the 2 rows of "):
+        load_dataset(config, "train", Renderer(tiny_tokenizer()), 512, kind="preference")
     config = DataConfig(cache=str(tmp_path / "c"), eval=[Source(path=path, weight=2)])
     with pytest.raises(ConfigError, match=r"data\.eval: .* has weight 2; expected none"):
         load_dataset(config, "eval", Renderer(tiny_tokenizer()), 512)

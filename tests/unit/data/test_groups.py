@@ -71,6 +71,11 @@ def test_mismatched_follows_the_step_and_one_alone_takes_the_next_of_the_data() 
     assert rows.mismatched([2], 9)[0].samples[0].id == "c with the answer of a"
 
 
+def test_a_sample_twice_in_a_step_is_never_given_its_own_answer() -> None:
+    names = [tree.samples[0].id for tree in rows_of(A, B, C).mismatched([1, 0, 0, 1], 9)]
+    assert names == [f"{one} with the answer of {other}" for one, other in ("ba", "ab", "ab", "bc")]
+
+
 def test_answers_of_a_row_are_an_atom_and_groups_are_numbered_by_step() -> None:
     five = [answer(name, [7], [8, 9]) for name in "abcde"]
     rows = rows_of(*five, are_answers=True)

@@ -1,0 +1,39 @@
+"""What the runs of the methods refuse, beside what their own sections do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from taut.config import from_mapping
+from taut.errors import ConfigError
+from taut.training import METHODS
+
+PLAIN = {"model": "m", "data.train": "t.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "message"),
+    [
+        ("dpo", {"lora.rank": 2, "lora.dropout": 0.1}, r"lora\.dropout=0\.1 .*not be noisy"),
+        ("reward", {"noise.neftune_alpha": 5.0}, r"noise\.neftune_alpha=5 .*not be noisy"),
+        ("dpo", {"method": "sft"}, r"found method=sft in a run of taut dpo"),
+        (
+            "dpo",
+            {"dpo.reference_free": True, "reference.file": "f"},
+            r"reference_free=true and settings of reference contradict",
+        ),
+        ("kto", {"batch.samples_per_step": 1}, r"samples_per_step=1 with kto\.loss=kto"),
+        ("kto", {"batch.samples_per_step": 1, "kto.loss": "bco"}, r"kto\.loss=bco.*samples of a"),
+        ("kto", {"reference.file": "f"}, r"reference\.file=f and kto\.loss=kto contradict"),
+    ],
+)
+def test_refused(method: Any, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(METHODS[method], {"method": method, **PLAIN, **keys})
+
+
+def test_without_a_reference_point_one_sample_is_a_step() -> None:
+    keys = {"method": "kto", "kto.loss": "apo_zero", "batch.samples_per_step": 1}
+    assert not from_mapping(METHODS["kto"], PLAIN | keys).objective.is_mismatched
