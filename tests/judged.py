@@ -23,6 +23,7 @@ Rows = list[dict[str, Any]]
 
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo": ("dpo", "pairs", {}),
+    "lists": ("dpo", "lists", {}),
     "kto": ("kto", "labels", {}),
     "orpo": ("orpo", "pairs", {}),
     "simpo": ("simpo", "pairs", {}),

@@ -227,6 +227,7 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     inputs = inputs_of(run, language, stops, train, held_out)
     for data in (train, held_out):
         _require_rows(data, language)
+    _require_margins(run, train)
     if run.objective.head is None:
         inputs.decisions.extend(_taught_ends(train, stops))
     return inputs
@@ -280,6 +281,16 @@ def _require_rows(data: Dataset | None, language: Language) -> None:
         raise DataError(
             f"{place}: has token {index} ({language.tokenizer.convert_ids_to_tokens(index)}), and the model has "
             f"{size:,} rows; expected the model's own tokenizer; take added tokens out and name them in tokens.add"
+        )
+
+
+def _require_margins(run: Run, train: Dataset) -> None:
+    """Raise DataError where the loss reads margins and the data have none: the key would do nothing."""
+    key = f"{run.method}.margin"
+    if "margin" in run.objective.loss.needs_values and not train.has_value("margin"):
+        raise DataError(
+            f"data.train: no answer has a margin, and {key} is set; expected a column margin, or scores; name it in "
+            f"data.columns, or take {key} out"
         )
 
 

@@ -136,6 +136,11 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         with_keys(eval__best="rewards/accurate", eval__every=1),
         r"eval\.best=rewards/accurate; expected one of loss, rewards/accuracy, rewards/margin;",
     ),
+    "no margins": (
+        "reward",
+        with_keys(reward__margin=1.0),
+        r"no answer has a margin, and reward\.margin is set; exp",
+    ),
     "beta": ("dpo", with_keys(dpo__beta=0), r"dpo\.beta=0.*expected.*greater than 0"),
     "loss": ("dpo", with_keys(dpo__loss="sigmoidal"), r"dpo\.loss=\"sigmoidal\""),
 }

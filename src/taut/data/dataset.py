@@ -202,6 +202,11 @@ class Dataset(Sequence[Sample]):
         """The first sample with an id of ``size`` or more, and the id; None: there is none."""
         return next((it for part in self.parts if (it := part.first_beyond(size))), None)
 
+    def has_value(self, name: str) -> bool:
+        """Whether a value is said of any sample that is not 0."""
+        arrays = [part.entry.arrays[f"value.{name}"] for part in self.parts]
+        return any(bool(values.any()) for values in arrays)
+
     def changed_sources(self) -> list[str]:
         """The paths of the sources whose files are no longer what was read, or gone. A look at each file's size,
         time and inode; nothing is read. Of a Hugging Face data set these are its Arrow files."""
