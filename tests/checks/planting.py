@@ -17,6 +17,7 @@ import pytest
 from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
+from taut.checks import Part
 from taut.checks.session import Session
 from taut.config import from_mapping
 from taut.training import METHODS
@@ -62,6 +63,8 @@ class Fault:
     plant: Plant
     says: str
     """Words of the finding: the evidence or the remedy must name the cause."""
+    part: Part = "full"
+    """What is asked of both: quick where the fault is one of data, of which the full part asks no more."""
 
     @property
     def name(self) -> str:
@@ -71,11 +74,11 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(check: str, says: str) -> Callable[[Plant], Plant]:
+def fault(check: str, says: str, part: Part = "full") -> Callable[[Plant], Plant]:
     """Lists a function as a fault that ``check`` catches; ``says`` occurs in what the finding says."""
 
     def mark(plant: Plant) -> Plant:
-        FAULTS.append(Fault(check, plant, says))
+        FAULTS.append(Fault(check, plant, says, part))
         return plant
 
     return mark

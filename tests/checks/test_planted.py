@@ -24,7 +24,7 @@ def told(examination: Examination) -> str:
 def test_a_planted_fault_makes_its_own_check_fail_and_no_other(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = examine(fault.plant(Place(tmp_path, monkeypatch), True), "full")
+    found = examine(fault.plant(Place(tmp_path, monkeypatch), True), fault.part)
     assert [one.name for one in found.failures] == [fault.check], told(found)
     finding = found.failures[0].finding
     assert finding.remedy
@@ -35,7 +35,7 @@ def test_a_planted_fault_makes_its_own_check_fail_and_no_other(
 def test_the_innocent_twin_of_a_fault_passes(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = examine(fault.plant(Place(tmp_path, monkeypatch), False), "full")
+    found = examine(fault.plant(Place(tmp_path, monkeypatch), False), fault.part)
     assert not found.failures, told(found)
     answers = {one.name: one.finding for one in found.answered}
     assert answers[fault.check].outcome == "passed", answers[fault.check]

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from tests.chats import WORDS
 from tests.checks.faults.attention import _reaching
 from tests.checks.planting import Place, fault
@@ -23,6 +22,7 @@ from taut.data import plan
 from taut.losses import margins
 from taut.methods.reference import Start
 from taut.models import save
+from taut.models.lora import LoraConfig, apply_lora
 from taut.models.score import Scorer
 from taut.types import Packed
 
@@ -60,7 +60,7 @@ def turned(row: dict[str, Any]) -> dict[str, Any]:
 # -- data
 
 
-@fault("data.pairs", says="contradict")
+@fault("data.pairs", says="contradict", part="quick")
 def sides_that_were_swapped_while_joining(place: Place, is_faulty: bool) -> Session:
     """The same pairs came from two files, one of which had its columns the other way round."""
     rows = compared()
@@ -68,23 +68,23 @@ def sides_that_were_swapped_while_joining(place: Place, is_faulty: bool) -> Sess
     return place.session(data=place.data([*rows, *again]), method="simpo")
 
 
-@fault("data.flips", says="look flipped")
+@fault("data.flips", says="look flipped", part="quick")
 def a_third_of_labels_flipped(place: Place, is_faulty: bool) -> Session:
     """An annotator who mistook the buttons."""
-    draw, rows = random.Random(0), compared(400)
+    draw, rows = random.Random(0), compared(600)
     if is_faulty:
         rows = [turned(row) if draw.random() < 0.3 else row for row in rows]
     return place.session(data=place.data(rows), method="simpo")
 
 
-@fault("data.labels", says="labelled true")
+@fault("data.labels", says="labelled true", part="quick")
 def answers_of_one_kind(place: Place, is_faulty: bool) -> Session:
     """The file with the bad answers was forgotten."""
     rows = [{**row, "label": row["label"] or is_faulty} for row in labelled()]
     return place.session(data=place.data(rows), method="kto")
 
 
-@fault("data.margins", says="no row has a margin")
+@fault("data.margins", says="no row has a margin", part="quick")
 def margins_that_no_row_has(place: Place, is_faulty: bool) -> Session:
     """The loss is told to read margins, and the column has another name."""
     name = "strength" if is_faulty else "margin"
@@ -92,7 +92,7 @@ def margins_that_no_row_has(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(rows), method="dpo", dpo__margin=0.1)
 
 
-@fault("data.packing", says="not in one micro-batch with what it is compared with")
+@fault("data.packing", says="not in one micro-batch with what it is compared with", part="quick")
 def pairs_that_are_cut(place: Place, is_faulty: bool) -> Session:
     """Each answer is laid out for itself, and compared with nothing."""
     if is_faulty:
@@ -112,7 +112,7 @@ def pairs_that_are_cut(place: Place, is_faulty: bool) -> Session:
 def _adapter(model: Path, directory: Path) -> str:
     """An adapter that has learned something."""
     plain: Any = AutoModelForCausalLM.from_pretrained(model)
-    adapted: Any = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapted: Any = apply_lora(plain, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -42,8 +43,10 @@ def ask(session: Session) -> Finding:
     """Can the run learn a few samples by heart?"""
     if session.job.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
-    trees = _chosen(session.trees)
+    trees = _chosen(_by_turns(session.trees))
     samples = [sample for tree in trees for sample in tree.samples]
+    if session.run.objective.is_mismatched and len({s.values["label"] > 0.5 for s in samples}) < 2:
+        return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
     first = RATE / session.language.config.get_text_config().hidden_size
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     objective = session.run.objective
@@ -75,6 +78,15 @@ def ask(session: Session) -> Finding:
     return passed(
         said, len(curve) - 1, "steps", [f"at a learning rate of {rate:.2g}; weights put back"]
     )
+
+
+def _by_turns(trees: Sequence[Tree]) -> list[Tree]:
+    """The trees, of answers that are good or bad one of each in turn."""
+    kinds: dict[bool, list[Tree]] = {}
+    for tree in trees:
+        kinds.setdefault(tree.samples[0].values.get("label", 0.0) > 0.5, []).append(tree)
+    turns = zip_longest(*kinds.values())
+    return [tree for turn in turns for tree in turn if tree is not None]
 
 
 def _chosen(trees: Sequence[Tree]) -> list[Tree]:

@@ -1,8 +1,8 @@
 """The reference of preference optimisation before the first update: it is the policy, so that every log-ratio is 0 and
 the loss is what its formula gives there.
 
-The two score the same micro-batches through the loop's own functions, the policy in training mode, where what is
-random in it would show. The loss is compared with numbers worked out by hand, as far as they are in ``THEORY``.
+Compared is what the loop's own first step has of the two, the policy in training mode, where what is random in it would
+show. The loss is compared with numbers worked out by hand, as far as they are in ``THEORY``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.step import step
 from taut.checks.session import Session, gap
+from taut.loop import StepReport
 from taut.methods.reference import STREAM
 
 LN2 = math.log(2)
@@ -43,7 +43,9 @@ def ask(session: Session) -> Finding:
         return skipped("the loss has no reference")
     if reference.model is not None:
         return skipped("reference.model names another model")
-    apart, where, number = _compared(session)
+    report = session.once(step).report
+    assert report is not None, "asked after loss.reached"
+    apart, where, number = _compared(session, report)
     if apart > session.exact:
         return failed(
             f"policy and reference differ by {apart:.3g} nats before the first update",
@@ -54,8 +56,6 @@ def ask(session: Session) -> Finding:
             "precision or layout, or something random; name the model that is meant with reference.model, or please "
             "report this",
         )
-    report = session.once(step).report
-    assert report is not None, "asked after loss.reached"
     said = f"the same on {number} targets; the loss is {report.loss:.6g}"
     theory = _theory(session.job.method.loss)
     if theory is None:
@@ -72,27 +72,19 @@ def ask(session: Session) -> Finding:
     return passed(f"{said} = {formula}", apart, "nats")
 
 
-def _compared(session: Session) -> tuple[float, str, int]:
+def _compared(session: Session, report: StepReport) -> tuple[float, str, int]:
     """The largest difference, the target where it is, and how many there are."""
-    scorer, job = session.scorer, session.job
-    was_training = scorer.training
-    scorer.train()
     worst, where, number = 0.0, "", 0
-    try:
-        for packed, _ in loop.filled(job, session.trees, "taut check"):
-            with torch.no_grad(), job.compute():
-                logp_N = scorer(packed).logp_N.cpu()
-            theirs_N = packed.streams[STREAM]
-            number += packed.num_targets
-            apart = gap(logp_N.double(), theirs_N.double())
-            if apart > worst or not where:
-                at = int((logp_N - theirs_N).abs().nan_to_num(nan=torch.inf).argmax())
-                token = session.inputs.token(int(packed.target_N[at]))
-                name = packed.sample_ids[int(packed.row_N[at])]
-                said = f"{float(logp_N[at]):.6g}, by the reference {float(theirs_N[at]):.6g}"
-                worst, where = apart, f"{name}, target {token!r}: {said}"
-    finally:
-        scorer.train(was_training)
+    for packed, scores in report.scored:
+        logp_N, theirs_N = scores.logp_N.cpu(), packed.streams[STREAM]
+        number += packed.num_targets
+        apart = gap(logp_N.double(), theirs_N.double())
+        if apart > worst or not where:
+            at = int((logp_N - theirs_N).abs().nan_to_num(nan=torch.inf).argmax())
+            token = session.inputs.token(int(packed.target_N[at]))
+            name = packed.sample_ids[int(packed.row_N[at])]
+            said = f"{float(logp_N[at]):.6g}, by the reference {float(theirs_N[at]):.6g}"
+            worst, where = apart, f"{name}, target {token!r}: {said}"
     return worst, where, number
 
 
