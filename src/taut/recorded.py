@@ -30,7 +30,7 @@ from taut.errors import ConfigError, OutputError
 from taut.identity import differences, identity_of
 from taut.loop import Role, filled
 from taut.methods.reference import STREAM, Recorded
-from taut.run import rows_of
+from taut.run import Decision, rows_of
 
 HEADER = "taut"
 """Where the identity and the digest are, as JSON, in one entry: the order of several is not fixed."""
@@ -52,9 +52,9 @@ def keep_reference(built: Built) -> None:
     _require_distinct(splits)
     identity = _identity(built)
     if job.ranks.gather(path.is_file())[0]:
-        kept = _read(path, identity)
+        kept, reason = _read(path, identity), "it was there, of this model, data and setting"
     else:
-        kept = {name: _compute(built, data) for name, data in splits.items()}
+        kept, reason = {name: _compute(built, data) for name, data in splits.items()}, "made now"
         if job.ranks.is_writer:
             _write(path, kept, identity)
     job.ranks.barrier()
@@ -64,6 +64,8 @@ def keep_reference(built: Built) -> None:
         table = dict(_by_sample(data, kept[name])) | table
     roles: list[Role] = [Recorded(table.__getitem__)]
     job.roles = roles
+    reason += "; no reference is held while training"
+    built.decisions.append(Decision("reference.file", str(path), reason))
 
 
 def _splits(built: Built) -> dict[str, Dataset]:

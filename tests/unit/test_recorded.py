@@ -98,6 +98,12 @@ def test_one_that_is_there_is_used_and_one_that_is_gone_is_made_again(
     monkeypatch.setattr(recorded, "_compute", lambda *_: pytest.fail("it is there"))
     keep_reference(fresh)
     assert all(map(torch.equal, streams(fresh), found))
+    told = [it.reason for it in fresh.decisions if it.name == "reference.file"]
+    assert [reason.partition(";")[0] for reason in told[-3:]] == [
+        "made now",
+        "made now",
+        "it was there, of this model, data and setting",
+    ]
 
 
 def other_model(built: Built) -> Built:

@@ -22,7 +22,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import track
 
-from taut import durable, parallel
+from taut import durable
 from taut.attention.select import select
 from taut.config import configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
@@ -36,6 +36,7 @@ from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.prove import one_sample_reasons
 from taut.models.score import Scorer
+from taut.rollout.open import one_device
 from taut.run import Run, load_language, load_stops, longest_sample
 from taut.types import Sample
 
@@ -97,7 +98,12 @@ def teach(config: Teach) -> Taught:
         raise OutputError(f"out={out} exists; expected a new file; name another, or remove it")
     if not out.parent.is_dir():
         raise OutputError(f"out={out}: there is no directory {out.parent}; expected one; make it")
-    device = parallel.start(config.device).device
+    if config.data.eval:
+        raise ConfigError(
+            "data.eval is set, and a file is made of data.train only; expected one at a time; take it out, and give "
+            "the held-out file as data.train in a second call"
+        )
+    device = one_device(config.device)
     learner = Run(
         model=config.student or config.model,
         data=config.data,

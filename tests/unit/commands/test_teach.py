@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,9 @@ def test_what_cannot_be_is_refused_before_it_begins(
     out = tmp_path / "top.jsonl"
     with pytest.raises(ConfigError, match="expected at most the tokenizer's"):
         teach(config(teacher, data, out, top=10_000))
+    both = config(teacher, data, out)
+    with pytest.raises(ConfigError, match=r"^data\.eval is set, and a file is made of data\.train"):
+        teach(replace(both, data=replace(both.data, eval=str(data))))
     with pytest.raises(OutputError, match="there is no directory"):
         teach(config(teacher, data, tmp_path / "none" / "top.jsonl"))
     small = save_model(tmp_path / "small", "llama", max_position_embeddings=16)
