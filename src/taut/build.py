@@ -25,7 +25,7 @@ from taut.data.plan import START, Budget, CostModel, Cursor, Order
 from taut.errors import ModelError
 from taut.loop import Job, Role
 from taut.memory import build_fit
-from taut.methods.distill import Setting, load_teacher
+from taut.methods.distill import Setting, load_teacher, require_context
 from taut.methods.offline import Offline
 from taut.methods.reference import Other, Start
 from taut.models import anatomy
@@ -43,6 +43,7 @@ from taut.models.precision import (
     ChosenDtype,
     backward_context,
     compute_context,
+    recompute_contexts,
     resolve_dtype,
 )
 from taut.models.prove import library_logps, one_sample_reasons
@@ -140,7 +141,10 @@ def assemble(
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
-        anatomy.unwrap(model).activation_checkpointing_enable({"use_reentrant": False})
+        contexts = partial(recompute_contexts, dtype, ranks.device)
+        anatomy.unwrap(model).activation_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": contexts}
+        )
     if one_sample and run.objective.are_compared:
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and taut {run.method} compares samples; "
@@ -226,6 +230,8 @@ def load_beside(
     run: Run, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks
 ) -> PreTrainedModel:
     """Another model, with the attention and dtype of the one that trains, for the same micro-batches."""
+    context = context_length(load_config(path, run.trust_remote_code))
+    require_context(f"reference.model={path}", context, inputs.longest)
     model = load_model(
         path,
         dtype=loaded.dtype.dtype,

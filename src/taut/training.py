@@ -153,12 +153,11 @@ class RewardRun(Comparing):
     @property
     def objective(self) -> Objective:
         config = self.reward
-        is_process = config.kind == "stepwise"
         return Objective(
             config.make_loss(),
             config.kind,
             are_compared=config.kind == "preference",
-            head=NewHead("process" if is_process else "sequence", config.bias, self.seed),
+            head=NewHead(config.head_kind, config.bias, self.seed),
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from taut import loop, parallel, randomness
 from taut.build import Built
 from taut.config import from_mapping
-from taut.errors import ConfigError, OutOfMemory
+from taut.errors import ConfigError, ModelError, OutOfMemory
 from taut.evals.heldout import HeldOut
 from taut.interrupts import Interrupt, Interrupts
 from taut.loop import Job, filled, train_step
@@ -177,6 +177,14 @@ def test_a_signal_leaves_nothing_half_exchanged(
         require_same(bits(job), after)
         stops.pop()
     job.interrupts = Interrupts()
+
+
+def test_another_model_has_to_be_made_for_samples_as_long(place: Path) -> None:
+    save_model(place / "short", max_position_embeddings=16)
+    with pytest.raises(
+        ModelError, match=r"reference\.model=.*short has a context of 16 tokens and"
+    ):
+        built_of(place, reference__model=str(place / "short"))
 
 
 @pytest.mark.parametrize(("every", "mix"), [(2, 0.25), (1, 1.0)])
