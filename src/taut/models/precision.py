@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.errors import ConfigError, ModelError
+from taut.models.products import OneDnn
 
 DTYPES = {
     "float64": torch.float64,
@@ -90,11 +91,13 @@ class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no typ
 
 
 def compute_context(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, nothing for
-    float32.
+    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, oneDNN's products for float32 on a
+    CPU.
     """
     if dtype == torch.bfloat16:
         return torch.autocast(device.type, dtype=torch.bfloat16)
+    if dtype == torch.float32 and device.type == "cpu":
+        return OneDnn(takes_small=False)
     return backward_context(dtype)
 
 
@@ -105,6 +108,16 @@ def backward_context(dtype: torch.dtype) -> AbstractContextManager[Any]:
     if dtype == torch.float64:
         return Wide()  # type: ignore[no-untyped-call]  # torch: no types
     return nullcontext()
+
+
+def recompute_contexts(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Of activation checkpointing: of a layer's forward, and of computing it again, where torch restores autocast by
+    itself and ``backward_context`` is in force.
+    """
+    again = nullcontext() if dtype != torch.float32 else compute_context(dtype, device)
+    return nullcontext(), again
 
 
 @contextmanager

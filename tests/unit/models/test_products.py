@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from taut.models.precision import backward_context, compute_context, recompute_contexts
 from taut.models.products import MIN_ROWS, OneDnn
 
 
@@ -71,3 +76,59 @@ def test_all_else_is_left_alone() -> None:
             assert not is_taken(x, weight)
             with OneDnn():
                 assert functional.linear(x, weight).dtype == torch.bfloat16
+
+
+def linear_grads(dtype: torch.dtype, *, is_ours: bool) -> list[Tensor]:
+    """The product of many rows, and the gradients of all that goes into it."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, up = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((1, 2500, 96), (128, 96), (128,), (1, 2500, 128))
+    )
+    leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+    with OneDnn(takes_small=False) if is_ours else nullcontext():
+        product = functional.linear(*leaves)
+    assert ("_Linear" in type(product.grad_fn).__name__) == (is_ours and dtype == torch.float32)
+    return [product.detach(), *torch.autograd.grad(product, leaves, up)]
+
+
+def test_in_training_products_and_gradients_are_float32s_and_the_same_each_time() -> None:
+    found, again = (linear_grads(torch.float32, is_ours=True) for _ in range(2))
+    wanted = linear_grads(torch.float64, is_ours=True)
+    for one, other, exact in zip(found, again, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert float((one - exact).norm() / exact.norm()) < 2e-6
+    with torch.no_grad(), OneDnn(takes_small=False):
+        x, weight, bias = (torch.randn(s) for s in ((2500, 96), (128, 96), (128,)))
+        product = functional.linear(x, weight, bias)
+    with OneDnn(takes_small=False):
+        with_gradient = functional.linear(x, weight.requires_grad_(), bias)
+    assert torch.equal(product, with_gradient), "a reference and a policy agree to the last bit"
+
+
+def test_a_small_product_in_training_is_left_alone() -> None:
+    x, weight, bias = operands(9)
+    with OneDnn(takes_small=False):
+        product = functional.linear(x, weight.requires_grad_(), bias)
+    assert "_Linear" not in type(product.grad_fn).__name__
+
+
+def test_layers_computed_again_give_the_same_gradients() -> None:
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 512), nn.SiLU(), nn.Linear(512, 128))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(1100, 128, requires_grad=True)
+    contexts = partial(recompute_contexts, torch.float32, device)
+    leaves = [x, model[0].bias, model[2].weight]
+    grads = []
+    for is_again in (False, True):
+        with compute_context(torch.float32, device):
+            y = (
+                checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+                if is_again
+                else model(x)
+            )
+        with backward_context(torch.float32):
+            grads.append(torch.autograd.grad(y.square().sum(), leaves))
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
