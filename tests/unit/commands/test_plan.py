@@ -112,3 +112,30 @@ def test_a_plan_of_data_on_this_processor_is_measured(tmp_path: Path) -> None:
     assert "measured here" in seconds.source
     assert found.work.source == "the first 5 steps of 10 samples"
     assert found.ways[0].now.peak <= found.ways[0].footprint.peak
+
+
+def test_the_plan_of_another_method_is_of_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model")
+    rows = [{"prompt": "why?", "chosen": f" a cat {n}", "rejected": " a dog"} for n in range(6)]
+    words = [
+        f"model={model}",
+        f"data.train={write_rows(tmp_path / 'pairs.jsonl', rows)}",
+        "device=cpu",
+        "gpus=2",
+        "measure=false",
+        "method=dpo",
+        "dpo.beta=0.2",
+    ]
+    assert command.main(None, words) == 0
+    assert "  reference " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="dpo"):
+        command.main(None, [*words[:-2], "dpo.beta=0.2"])
+
+
+def test_what_rows_have_in_common_is_not_guessed(bare: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.train is not set: what the rows of taut kto share"
+    ):
+        command.main(None, [f"model={bare}", "method=kto"])
