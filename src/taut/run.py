@@ -71,7 +71,8 @@ class EvalConfig:
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: only at the end."""
     best: str | None = None
-    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, or NAME_pass_K."""
+    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, NAME_pass_K, or
+    where answers are judged rewards/accuracy, rewards/margin, accuracy, score/margin."""
     answers: AnswersConfig = AnswersConfig()
 
 
