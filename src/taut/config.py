@@ -137,7 +137,9 @@ def describe(cls: type[Any]) -> list[Row]:
         Row(
             key,
             type_name(info.annotation),
-            _default(info),
+            "required"
+            if info.is_required()
+            else written(info.get_default(call_default_factory=True)),
             " ".join((info.description or "").split()),
         )
         for key, info in _leaves(cls, "")
@@ -391,10 +393,8 @@ def _leaves(cls: type[Any], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
             yield f"{prefix}{name}", info
 
 
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
-        return "required"
-    value = info.get_default(call_default_factory=True)
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) and value.strip() else json.dumps(value, default=to_dict)
+def written(value: Any) -> str:
+    """A value as ``describe`` writes defaults: text as it is, but white space in quotes; else JSON."""
+    if isinstance(value, str) and value.strip():
+        return value
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=to_dict)

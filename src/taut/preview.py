@@ -11,7 +11,6 @@ is computed and nothing is written (tokenised data goes to the cache). May be im
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
 from taut.build import build_budget, build_method, build_policy, choose
-from taut.config import describe, to_dict
+from taut.config import describe, to_dict, written
 from taut.data.dataset import Dataset
 from taut.data.forecast import StepPlan, lay_out, step_plan
 from taut.data.length import Incident
@@ -119,7 +118,7 @@ def _configuration(run: Run) -> Iterator[Table]:
     given, rest = _grid(3), _grid(2)
     defaults: dict[str, list[str]] = {}
     for row in describe(type(run)):
-        value = _written(values[row.key])
+        value = written(values[row.key])
         if value == row.default:
             table, _, name = row.key.rpartition(".")
             defaults.setdefault(table or "run", []).append(
@@ -152,13 +151,6 @@ def _flat(tree: dict[str, Any], keys: set[str], prefix: str = "") -> Iterator[tu
             yield key, value
         else:
             yield from _flat(value, keys, f"{key}.")
-
-
-def _written(value: Any) -> str:
-    """As ``describe`` writes defaults."""
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 def _data(inputs: Inputs) -> Table:
@@ -254,7 +246,10 @@ def _legend(marks: Marks) -> Text:
 def _title(sample: Sample, ends: frozenset[int]) -> str:
     num_ends = sum(int(token) in ends for token in sample.ids_T[sample.target_at_N])
     taught = f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
-    return f"{sample.id}: {sample.num_tokens:,} tokens, {sample.num_targets:,} targets, {taught}"
+    said = "".join(f", {name} {value:g}" for name, value in sample.values.items())
+    return (
+        f"{sample.id}: {sample.num_tokens:,} tokens, {sample.num_targets:,} targets, {taught}{said}"
+    )
 
 
 class _Kind(NamedTuple):

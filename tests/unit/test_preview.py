@@ -26,6 +26,7 @@ from taut.errors import ConfigError, RenderError
 from taut.preview import Marks, marks_for, show, view_of
 from taut.run import Run
 from taut.runlog import read_events
+from taut.training import DpoRun
 from taut.types import Sample
 
 MARKS = Marks("⟦", "⟧", "■", "\n")
@@ -91,6 +92,7 @@ def test_what_was_set_stands_apart_from_the_defaults(model: Path) -> None:
     assert re.search(r"batch\.samples_per_step +8 +default 32", given)
     assert re.search(r"model +tiny *\n +data\.train +rows\.jsonl +default none", given)
     assert "learning_rate" not in given
+    assert "step_separator" not in given
     assert "samples_per_step" not in defaults
     assert re.search(r"optim +learning_rate=1e-05", defaults)
 
@@ -193,6 +195,16 @@ def test_long_text_is_shown_without_its_middle() -> None:
     text = view_of(sample, tokenizer, frozenset(), MARKS).plain
     assert re.search(r"\[\.\.\. [\d,]+ characters \.\.\.\]", text)
     assert len(text) < 1_000
+
+
+def test_what_is_said_of_an_answer_stands_beside_it(model: Path) -> None:
+    pair = {"prompt": "the cat\n", "chosen": "ran", "rejected": "sat", "margin": 2}
+    keys = {"model": str(model), "data.train": str(write(Path("pairs.jsonl"), [pair]))}
+    out = io.StringIO()
+    show(from_mapping(DpoRun, keys | {"device": "cpu"}), Console(file=out, width=100))
+    text = " ".join(out.getvalue().split())
+    assert "an end of turn, margin 2, preference 1" in text
+    assert "an end of turn, margin 0, preference 0" in text
 
 
 def test_a_stream_that_lacks_the_marks_gets_others(

@@ -5,7 +5,8 @@ define a tree; a branching point is kept where it saves at least ``min_saved_tok
 token's reach is the end of the subtree below it. Two prefixes are equal when their ids and position ids are.
 
 Every target keeps its own entry (a target inside a shared prefix is listed once per row), so sharing never changes
-what is learned. Nothing here draws random numbers or knows of steps and ranks: that is data/plan.py.
+what is learned. Of the samples of a group all pairs that differ in preference are listed, the better one first.
+Nothing here draws random numbers or knows of steps and ranks: that is data/plan.py.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class BatchConfig:
     """What makes up an optimizer step, and how it is cut to fit."""
 
     samples_per_step: Annotated[int, Field(ge=1)] = 32
-    """Samples in an optimizer step, over all ranks and micro-batches."""
+    """Samples in an optimizer step, over all ranks and micro-batches. Where answers are compared, a row is one."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
     """Most tokens computed at a time on one rank; a single longer sample gets a micro-batch of its own."""
     halve_when_out_of_memory: bool = False
