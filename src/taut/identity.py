@@ -17,6 +17,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError
 from taut.models.precision import resolve_dtype
 from taut.parallel import Ranks
-from taut.run import Inputs, Run
+from taut.run import Inputs, Method, Run
+from taut.training import METHODS
 
 FREE = (
     "out",
@@ -142,7 +144,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
 
 def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> list[str]:
     """Raise ConfigError where a run cannot go on from what is at ``where``; else what changes numbers by rounding."""
-    defaults = _settings(Run(model="", data=DataConfig()))
+    defaults = _settings(Run(model="", data=DataConfig())) | _sections(
+        new["config"].get("method", "sft")
+    )
     config = _filled(old["config"], new["config"], defaults)
     found = differences({**old, "config": config}, new)
     if found.refused:
@@ -153,6 +157,13 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
             "what it was started with, or start anew in another out"
         )
     return found.rounding
+
+
+def _sections(method: Method) -> dict[str, Any]:
+    """The defaults of the tables that a method has for itself."""
+    common = {field.name for field in fields(Run)}
+    own = [field for field in fields(METHODS[method]) if field.name not in common]
+    return {field.name: to_dict(field.default) for field in own if is_dataclass(field.default)}
 
 
 def _settings(run: Run) -> dict[str, Any]:

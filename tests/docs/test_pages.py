@@ -74,8 +74,9 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
         return
     cls = config_class(called)
     named = [word for word in given if word.removeprefix("--").startswith("method=")]
-    if called.has_method and not called.is_raw:
+    if called.has_method and (named or not called.is_raw):
         cls = class_of(None, [word.removeprefix("--") for word in named])
+        given = [word for word in given if word not in ("--full", "--json")]
     path, overrides = sort_words(given, switches(cls), called.alone)
     if any(word.startswith("recipe=") for word in overrides):
         return

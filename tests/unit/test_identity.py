@@ -131,3 +131,13 @@ def test_another_version_of_a_library_that_gives_the_same_samples_is_told_only(
     assert built.inputs.renderer.identity() != before, "tokenised anew"
     (told,) = require_same(then, identity(built), Path("x"))
     assert told.startswith("environment transformers: ")
+
+
+def test_a_key_of_a_methods_own_that_was_not_there_then_had_its_default() -> None:
+    now = {"config": {"method": "dpo", "dpo": to_dict(METHODS["dpo"].dpo)}}  # type: ignore[attr-defined]
+    before = json.loads(json.dumps(now))
+    del before["config"]["dpo"]["entropy"]
+    assert require_same(before, now, Path("x")) == []
+    now["config"]["dpo"]["entropy"] = True
+    with pytest.raises(ConfigError, match=r"dpo\.entropy: False then, True now"):
+        require_same(before, now, Path("x"))
