@@ -84,7 +84,8 @@ def _said(method: Offline, session: Session) -> Finding:
     if order.epoch_size < full:
         notes.append(f"a step has more samples than the data ({order.epoch_size})")
     times = round(method.cursor(last).samples / order.epoch_size, 2)
-    said = f"{last:,} steps of {full} samples, the same when run again"
+    what = "rows" if session.run.objective.are_compared else "samples"
+    said = f"{last:,} steps of {full} {what}, the same when run again"
     return passed(said, times, "times round", notes)
 
 
