@@ -38,7 +38,7 @@ from taut.models.load import (
     load_tokenizer,
 )
 from taut.models.lora import apply_lora, choose_rows
-from taut.models.noise import install_noise
+from taut.models.noise import install_noise, silence
 from taut.models.precision import (
     ChosenDtype,
     backward_context,
@@ -301,6 +301,10 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         names = " and ".join(rows)
         decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
     adapted = apply_lora(model, run.lora, run.seed, rows)
+    dropout = 0.0 if run.MAY_BE_NOISY else silence(adapted)
+    if dropout:
+        reason = f"the adapter has {dropout:g}; what is compared must not be noisy"
+        decisions.append(Decision("lora.dropout", "0", reason))
     if run.freeze:
         names_frozen = freeze(adapted, run.freeze)
         rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""

@@ -81,6 +81,8 @@ class Run:
     """A training run: of ``taut sft``, and what is common to all (taut/training.py has the others)."""
 
     METHOD: ClassVar[Method] = "sft"
+    MAY_BE_NOISY: ClassVar[bool] = True
+    """Whether dropout and other noise take part."""
 
     method: Method = "sft"
     """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""

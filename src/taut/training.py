@@ -31,6 +31,8 @@ from taut.run import Method, Objective, Run
 class Comparing(Run):
     """What runs have in common that compare log-probs or scores: noise would be a part of what is compared."""
 
+    MAY_BE_NOISY: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, value in {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import save_model
+from tests.chats import chats, save_model, sft, write_rows
 from tests.judged import keys_of, make
 from tests.left import is_same
 from torch import Tensor
@@ -177,6 +178,17 @@ def test_a_signal_leaves_nothing_half_exchanged(
         require_same(bits(job), after)
         stops.pop()
     job.interrupts = Interrupts()
+
+
+def test_an_adapter_leaves_its_dropout_behind(place: Path) -> None:
+    """Trained with dropout before, it is compared without: policy and reference begin as one."""
+    rows = write_rows(place / "chats.jsonl", chats(4))
+    noisy = {"lora.rank": 2, "lora.dropout": 0.5, "steps": 1, "check": "off"}
+    adapter = sft(place / "model", rows, place / "noisy", **noisy).out / "adapter"
+    built, _ = built_of(place, lora__adapter=str(adapter))
+    assert built.job.noise is None
+    assert train_step(built.job, 1).loss == pytest.approx(math.log(2), abs=1e-12)
+    assert ("lora.dropout", "0") in [decision[:2] for decision in built.decisions]
 
 
 def test_another_model_has_to_be_made_for_samples_as_long(place: Path) -> None:

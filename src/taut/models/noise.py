@@ -57,6 +57,26 @@ def install_noise(model: nn.Module, config: NoiseConfig, seed: int) -> Noise | N
     return noise if noise.is_on else None
 
 
+def silence(model: nn.Module) -> float:
+    """Take the dropout of every adapter out: one that is trained on may bring its own. The largest there was."""
+    largest = 0.0
+    for holder, adapter, _ in _dropouts_of(model):
+        largest = max(largest, holder[adapter].p)
+        holder[adapter] = nn.Identity()
+    return largest
+
+
+def _dropouts_of(model: nn.Module) -> list[tuple[Any, str, str]]:
+    """Adapters' dropouts that are on: what holds each, its key there, and the holder's name."""
+    return [
+        (module, adapter, name)
+        for name, module in model.named_modules()
+        if name.endswith("lora_dropout") and isinstance(module, nn.ModuleDict)
+        for adapter, dropout in module.items()
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0
+    ]
+
+
 class Noise:
     """All noise of one model: the hook on its embedding, and the key its dropouts draw from."""
 
@@ -78,12 +98,10 @@ class Noise:
         """
         if self.alpha > 0:
             self._hook = anatomy.embedding(model).register_forward_hook(self._add_to_embedding)
-        for name, module in list(model.named_modules()):
-            if name.endswith("lora_dropout") and isinstance(module, nn.ModuleDict):
-                for adapter, dropout in list(module.items()):
-                    if isinstance(dropout, nn.Dropout) and dropout.p > 0:
-                        module[adapter] = KeyedDropout(dropout.p, f"{name}.{adapter}", self)
-                        self._dropouts += 1
+        for holder, adapter, name in _dropouts_of(model):
+            p = holder[adapter].p
+            holder[adapter] = KeyedDropout(p, f"{name}.{adapter}", self)
+            self._dropouts += 1
 
     def detach(self) -> None:
         """Remove the embedding's hook. Keyed dropouts stay: without them an adapter's own would
