@@ -25,7 +25,9 @@ THEORY: dict[str, tuple[str, Callable[[float], float]]] = {
     "robust": ("ln 2", lambda _: LN2),
     "aot": ("ln 2", lambda _: LN2),
     "aot_unpaired": ("ln 2", lambda _: LN2),
+    "bco": ("2 ln 2", lambda _: 2 * LN2),
     "hinge": ("1", lambda _: 1.0),
+    "apo_zero": ("1", lambda _: 1.0),
     "apo_down": ("1", lambda _: 1.0),
     "nca": ("2 ln 2", lambda _: 2 * LN2),
     "ipo": ("1 / (2 beta)^2", lambda beta: 0.25 / beta**2),
@@ -69,7 +71,8 @@ def ask(session: Session) -> Finding:
             evidence=[f"{len(session.trees)} rows"],
             remedy="the loss is not the one it is named after, or it is divided by another count; please report this",
         )
-    return passed(f"{said} = {formula}", apart, "nats")
+    equals = "" if formula.isdigit() else f" = {formula}"
+    return passed(f"{said}{equals}, as in theory", apart, "nats")
 
 
 def _compared(session: Session, report: StepReport) -> tuple[float, str, int]:
@@ -91,7 +94,13 @@ def _compared(session: Session, report: StepReport) -> tuple[float, str, int]:
 def _theory(loss: Any) -> tuple[str, float] | None:
     """What a loss is where all log-ratios are 0; None: it was not worked out."""
     (name, *others) = loss.units
-    if name not in THEORY or others or getattr(loss, "margin", 0) or getattr(loss, "gamma", 0):
+    if (
+        name not in THEORY
+        or others
+        or loss.units[name] != "pair"
+        or getattr(loss, "margin", 0)
+        or getattr(loss, "gamma", 0)
+    ):
         return None
     weight = dict(getattr(loss, "terms", ())).get(name, 1.0)
     formula, value = THEORY[name]
