@@ -32,7 +32,7 @@ from taut.data.dataset import Dataset
 from taut.data.forecast import StepPlan, lay_out, step_plan
 from taut.data.length import Incident
 from taut.data.pack import PackPolicy
-from taut.models.load import load_skeleton
+from taut.estimate import skeleton
 from taut.models.prove import one_sample_reasons
 from taut.parallel import Ranks
 from taut.run import Decision, Inputs, Run, load_inputs
@@ -75,14 +75,14 @@ def escaped(stream: TextIO) -> Iterator[None]:
 
 
 def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
-    skeleton = load_skeleton(run.model, inputs.config, run.trust_remote_code)
-    reasons = one_sample_reasons(skeleton, inputs.longest)
+    model = skeleton(run, inputs.config)
+    reasons = one_sample_reasons(model, inputs.longest)
     one_sample = "; ".join(reasons) or None
     has_dropout = run.lora.dropout > 0 and bool(run.lora.rank or run.lora.adapter)
     has_noise = run.noise.neftune_alpha > 0 or has_dropout
     policy, obstacles = build_policy(run, one_sample, has_noise=has_noise)
     decisions = [*inputs.decisions, *choose(run, inputs, ranks.device)[2], *obstacles]
-    budget = build_budget(run, skeleton, ranks, one_sample=one_sample is not None)
+    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     method, num_steps, _ = build_method(run, inputs.train)
 
     _section(console, "configuration", *_configuration(run))

@@ -26,7 +26,7 @@ from taut.errors import ConfigError, RenderError
 from taut.preview import Marks, marks_for, show, view_of
 from taut.run import Run
 from taut.runlog import read_events
-from taut.training import DpoRun
+from taut.training import DpoRun, RewardRun
 from taut.types import Sample
 
 MARKS = Marks("⟦", "⟧", "■", "\n")
@@ -205,6 +205,17 @@ def test_what_is_said_of_an_answer_stands_beside_it(model: Path) -> None:
     text = " ".join(out.getvalue().split())
     assert "an end of turn, margin 2, preference 1" in text
     assert "an end of turn, margin 0, preference 0" in text
+
+
+def test_a_reward_model_is_shown_by_its_own_skeleton(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    pair = {"prompt": "the cat\n", "chosen": "ran", "rejected": "sat"}
+    keys = {"model": str(model), "data.train": str(write(Path("pairs.jsonl"), [pair]))}
+    out = io.StringIO()
+    show(from_mapping(RewardRun, keys | {"device": "cpu"}), Console(file=out, width=100))
+    assert "pairs.jsonl:1#2" in out.getvalue()
 
 
 def test_a_stream_that_lacks_the_marks_gets_others(
