@@ -210,8 +210,15 @@ def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -
 
 def _train(method: Any, run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Result:
     from taut import api
+    from taut.errors import ConfigError
+    from taut.run import Run
     from taut.training import METHODS
 
+    if isinstance(run, Run) and run.method != method:
+        raise ConfigError(
+            f"found a run of taut {run.method} given to taut.{method}; expected one of taut {method}; call "
+            f"taut.{run.method}"
+        )
     return api.train(_configure(METHODS[method], run, keys))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import taut
 from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.training import METHODS
@@ -37,3 +38,10 @@ def test_refused(method: Any, keys: dict[str, Any], message: str) -> None:
 def test_without_a_reference_point_one_sample_is_a_step() -> None:
     keys = {"method": "kto", "kto.loss": "apo_zero", "batch.samples_per_step": 1}
     assert not from_mapping(METHODS["kto"], PLAIN | keys).objective.is_mismatched
+
+
+@pytest.mark.parametrize(("called", "given"), [("sft", "dpo"), ("dpo", "sft"), ("orpo", "simpo")])
+def test_a_run_is_trained_by_its_own_method_only(called: str, given: Any) -> None:
+    run = from_mapping(METHODS[given], {"method": given, **PLAIN})
+    with pytest.raises(ConfigError, match=rf"^found a run of taut {given} given to taut\.{called}"):
+        getattr(taut, called)(run)
