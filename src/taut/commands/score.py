@@ -14,7 +14,6 @@ Does not train and does no maths. The command line and ``taut.score`` import it.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -350,18 +349,11 @@ def _whole(out: Path | None) -> Iterator[TextIO | None]:
     if out is None:
         yield None
         return
-    partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
+        with durable.writing(out) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-        durable.sync(out.parent)
     except OSError as error:
         raise OutputError(
             f"out={out} cannot be written: {error.strerror}; expected room and permission"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
