@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from taut import durable
 from taut.config import to_dict, user_path
 from taut.data.dataset import DataConfig
 from taut.data.top_logprobs import WithTeacher
-from taut.errors import ConfigError
+from taut.errors import ConfigError, ModelError
+from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
 from taut.parallel import Ranks
 from taut.run import Inputs, Method, Run
@@ -106,12 +108,22 @@ def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     reference, teacher = run.objective.reference, run.objective.teacher
     found: dict[str, Any] = {}
     if reference is not None and reference.model is not None:
-        found["reference"] = _hashes(reference.model, "reference.model", None, ranks)
+        config = _config_of(reference.model, "reference.model", run)
+        found["reference"] = _hashes(reference.model, "reference.model", config, ranks)
     if teacher is not None and teacher.teacher is not None:
-        found["teacher"] = _hashes(teacher.teacher, "distill.teacher", None, ranks)
+        config = _config_of(teacher.teacher, "distill.teacher", run)
+        found["teacher"] = _hashes(teacher.teacher, "distill.teacher", config, ranks)
     if isinstance(inputs.train, WithTeacher):
         found["top_logprobs"] = inputs.train.said.digest
     return found
+
+
+def _config_of(path: str, key: str, run: Run) -> PreTrainedConfig:
+    """The configuration of another model, which knows the commit of a hub name."""
+    try:
+        return load_config(path, run.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
 
 
 def environment(ranks: Ranks) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.jobs import make
 
+from taut import identity as module
 from taut.build import Built
-from taut.config import describe, to_dict
+from taut.config import describe, from_mapping, to_dict
 from taut.errors import ConfigError
 from taut.identity import FREE, ROUNDING, differences, identity_of, require_same
 from taut.training import METHODS
@@ -141,3 +143,14 @@ def test_a_key_of_a_methods_own_that_was_not_there_then_had_its_default() -> Non
     now["config"]["dpo"]["entropy"] = True
     with pytest.raises(ConfigError, match=r"dpo\.entropy: False then, True now"):
         require_same(before, now, Path("x"))
+
+
+def test_another_model_of_a_hub_is_known_by_its_commit(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"model": "m", "data.train": "t", "reference.model": "some/name"}
+    run = from_mapping(METHODS["dpo"], keys)
+    config = SimpleNamespace(_commit_hash="0af1")
+    monkeypatch.setattr(module, "load_config", lambda *_: config)
+    found = module._others(run, built.inputs, built.job.ranks)
+    assert found == {"reference": {"commit": "0af1"}}
