@@ -135,8 +135,7 @@ def assemble(
     scorer = Scorer(model)
     method, num_steps, cursor = plan
     noise = install_noise(model, run.noise, run.seed)
-    is_scored = run.objective.head is None
-    is_compared = trains and noise is None and cursor == START and is_scored
+    is_compared = trains and noise is None and cursor == START and run.objective.head is None
     alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
