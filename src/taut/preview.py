@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from io import TextIOWrapper
 from itertools import groupby
 from typing import Any, NamedTuple, TextIO
@@ -96,9 +97,11 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     marks = marks_for(console)
     _section(console, "samples", _legend(marks))
     ends = frozenset(inputs.stops.ids)
+    is_read = run.objective.head is not None
     for sample in inputs.train[:NUM_SAMPLES]:
-        view = view_of(sample, inputs.tokenizer, ends, marks)
-        console.print(Text(f"\n  {_title(sample, ends)}", "bold"))
+        view = view_of(_read(sample) if is_read else sample, inputs.tokenizer, ends, marks)
+        title = _title_of_read(sample) if is_read else _title(sample, ends)
+        console.print(Text(f"\n  {title}", "bold"))
         console.print(_indented(view))
 
 
@@ -246,10 +249,31 @@ def _legend(marks: Marks) -> Text:
 def _title(sample: Sample, ends: frozenset[int]) -> str:
     num_ends = sum(int(token) in ends for token in sample.ids_T[sample.target_at_N])
     taught = f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
-    said = "".join(f", {name} {value:g}" for name, value in sample.values.items())
     return (
-        f"{sample.id}: {sample.num_tokens:,} tokens, {sample.num_targets:,} targets, {taught}{said}"
+        f"{sample.id}: {sample.num_tokens:,} tokens, {sample.num_targets:,} targets, {taught}"
+        f"{_said(sample)}"
     )
+
+
+def _title_of_read(sample: Sample) -> str:
+    reads = _read(sample).num_targets
+    where = "the last" if sample.read_at_R is None else f"{reads} of them"
+    return (
+        f"{sample.id}: {sample.num_tokens:,} tokens, no targets; the head is read at {where}, in brackets"
+        f"{_said(sample)}"
+    )
+
+
+def _said(sample: Sample) -> str:
+    """What the data say of it."""
+    return "".join(f", {name} {value:g}" for name, value in sample.values.items())
+
+
+def _read(sample: Sample) -> Sample:
+    """The sample with the tokens at which a scalar head is read in the place of its targets."""
+    last = np.array([sample.num_tokens - 1])
+    at = last if sample.read_at_R is None else sample.read_at_R
+    return replace(sample, target_at_N=at, weight_N=np.ones(at.size), streams={})
 
 
 class _Kind(NamedTuple):

@@ -215,7 +215,9 @@ def test_a_reward_model_is_shown_by_its_own_skeleton(model: Path) -> None:
     keys = {"model": str(model), "data.train": str(write(Path("pairs.jsonl"), [pair]))}
     out = io.StringIO()
     show(from_mapping(RewardRun, keys | {"device": "cpu"}), Console(file=out, width=100))
-    assert "pairs.jsonl:1#2" in out.getvalue()
+    text = " ".join(out.getvalue().split())
+    assert "pairs.jsonl:1#2" in text
+    assert text.count("no targets; the head is read at the last, in brackets") == 2
 
 
 def test_a_stream_that_lacks_the_marks_gets_others(
