@@ -194,6 +194,17 @@ WIDTH = 60
 
 NOT_SHOWN = ("kind", "time", "step")
 
+HEADLINES = (
+    "rewards/accuracy",
+    "rewards/margin",
+    "z0",
+    "accuracy",
+    "score/margin",
+    "score/error",
+    "divergence",
+)
+"""What says beside the loss how a step went, where a method measures it: in the step's line, and the summary's."""
+
 
 def trained_text(event: Event) -> str:
     """How much of the model is trained."""
@@ -209,6 +220,7 @@ def step_text(event: Event, left: timedelta | None) -> str:
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
     parts = [
         f"loss {event['loss']:.4f}",
+        *(f"{key.split('/')[-1]} {event[key]:.3g}" for key in HEADLINES if key in event),
         f"grad {event['grad_norm']:.3g}",
         f"lr {event['learning_rate']:.2e}",
         f"{speed:,.0f} tok/s",
@@ -251,7 +263,7 @@ def sample_text(sample: Event) -> str:
 def measured(event: Event) -> list[str]:
     """The metrics of an evaluation that the summary follows."""
     has_interval = [key for key in event if f"{key}_low" in event]
-    return [key for key in ("loss", *has_interval, "stopped") if key in event]
+    return [key for key in ("loss", *HEADLINES, *has_interval, "stopped") if key in event]
 
 
 def eval_text(event: Event) -> str:
@@ -282,7 +294,7 @@ def fields_text(event: Event) -> str:
     return "  ".join(
         f"{key} {number(value)}"
         for key, value in event.items()
-        if key not in NOT_SHOWN and value is not None and not isinstance(value, list | dict)
+        if key not in NOT_SHOWN and value is not None and not isinstance(value, list | tuple | dict)
     )
 
 
@@ -301,7 +313,8 @@ def summary(steps: Sequence[Event], evals: Sequence[Event]) -> list[tuple[str, s
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"
         rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))
-    rows.append(("tokens", f"{unshared:,} ({targets:,} targets), {speed:,.0f} a second"))
+    of_them = f" ({targets:,} targets)" if targets else ""
+    rows.append(("tokens", f"{unshared:,}{of_them}, {speed:,.0f} a second"))
     if computed < unshared:
         rows.append(
             ("computed", f"{computed:,}: sharing prefixes saved {saved(computed, unshared)}")

@@ -75,6 +75,18 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
     assert "\x1b" not in "".join(lines)
 
 
+def test_what_a_method_measures_beside_the_loss_is_told_of_each_step_and_in_the_end() -> None:
+    measured = {"rewards/accuracy": 0.75, "rewards/margin": 0.1234567, "logps/chosen": -99.0}
+    found = {"kind": "eval", "time": 0, "step": 1, "loss": 0.6, "rewards/accuracy": 0.875}
+    end = {"kind": "end", "time": 0, "step": 1, "cursor": (1, 6)}
+    text = told(START, step(1, num_targets=0, **measured), found, end)
+    assert "loss 1.0000  accuracy 0.75  margin 0.123  grad 0.5" in text
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert rows["held-out rewards/accuracy"].endswith("  0.8750")
+    assert "targets" not in rows["tokens"]
+    assert "cursor" not in text
+
+
 def test_every_thins_the_lines_and_keeps_the_first_and_the_last() -> None:
     text = told({**START, "num_steps": 7}, *(step(number) for number in range(1, 8)), every=3)
     assert [line.split()[1] for line in text.splitlines() if line.startswith("step")] == [
