@@ -127,7 +127,8 @@ def _stop_check(built: Built) -> StopCheck:
     if run.objective.head is not None:
         return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
     asked = Good(rows_of(run, data))
-    return prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
+    check = prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
+    return replace(check, is_taught=run.objective.is_taught_ends)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:

@@ -63,6 +63,11 @@ class Objective(NamedTuple):
     teacher: DistillConfig | None = None
     """What is learned from; None: the data."""
 
+    @property
+    def is_taught_ends(self) -> bool:
+        """Whether good answers are learned as such, their ends with them, beside being compared or judged."""
+        return not self.loss.units.keys().isdisjoint(("cross_entropy", "divergence", "sft"))
+
 
 @configclass
 class EvalConfig:

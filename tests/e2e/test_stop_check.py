@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
 from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import StopConfig, Stops, choose
+from taut.methods.preference import DpoConfig
 from taut.models.load import load_tokenizer
+from taut.run import Run
 from taut.runlog import Event
+from taut.training import DpoRun, OrpoRun
 
 ASK: dict[str, Any] = {"dtype": "float32", "stop__prompts": 8, "stop__tokens": 12}
+DATA = DataConfig(train="rows.jsonl")
 LEARNED: dict[str, Any] = {
     "steps": 120,
     "optim__learning_rate": 3e-3,
@@ -83,6 +88,17 @@ def test_one_that_has_not_is_told_loudly_and_saved(
     assert end["stop"]["ended"] < 8
     assert len(end["stop"]["examples"]) == 3
     assert "has not learned to end" in end["stop"]["cause"]
+
+
+def test_the_cause_is_one_that_the_method_can_have() -> None:
+    compared = Stops(4, 0, 0, wanted=0.9, end_probability=0.01, examples=(), is_taught=False)
+    assert "comparing them does not teach it" in compared.cause
+    assert "train longer" not in compared.cause
+    assert "train longer" not in replace(compared, end_probability=0.9).cause
+    assert Run(model="m", data=DATA).objective.is_taught_ends
+    assert not DpoRun(model="m", data=DATA).objective.is_taught_ends
+    assert DpoRun(model="m", data=DATA, dpo=DpoConfig(sft_weight=0.5)).objective.is_taught_ends
+    assert OrpoRun(model="m", data=DATA).objective.is_taught_ends
 
 
 def test_required_and_not_there_fails_the_run_and_keeps_its_state(

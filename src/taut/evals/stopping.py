@@ -79,6 +79,8 @@ class Stops:
     """Geometric mean, over the references, of the probability of the token that ends them, where they end."""
     examples: tuple[tuple[str, str], ...]
     """(sample id, the last words) of answers that did not end."""
+    is_taught: bool = True
+    """Whether the run teaches ends: it learns good answers as such, and does not only compare."""
 
     @property
     def is_enough(self) -> bool:
@@ -87,15 +89,21 @@ class Stops:
     @property
     def cause(self) -> str:
         """What probably keeps the model from ending."""
-        if self.end_probability < LIKELY:
+        found = f"where the reference answers end, the end has a probability of {self.end_probability:.2g}"
+        if self.end_probability >= LIKELY:
+            remedy = "train longer, or allow more" if self.is_taught else "allow more"
             return (
-                f"where the reference answers end, the end has a probability of {self.end_probability:.2g} only: the "
-                "model has not learned to end; train longer or with a higher optim.learning_rate, and look at `taut "
-                "show`, which marks the end of each answer as a target"
+                f"{found}: the model knows the end of a good answer and does not arrive at one; "
+                f"{remedy} with stop.tokens"
+            )
+        if not self.is_taught:
+            return (
+                f"{found} only: the model does not end its answers, or no longer, and comparing them does not teach "
+                "it; begin with one that does (`taut eval` says, `taut sft` teaches it), or lower optim.learning_rate"
             )
         return (
-            f"where the reference answers end, the end has a probability of {self.end_probability:.2g}: the model "
-            "knows the end of a good answer and does not arrive at one; train longer, or allow more with stop.tokens"
+            f"{found} only: the model has not learned to end; train longer or with a higher optim.learning_rate, and "
+            "look at `taut show`, which marks the end of each answer as a target"
         )
 
     def __str__(self) -> str:
@@ -163,6 +171,7 @@ class StopCheck:
     seed: int
     obstacle: str = ""
     """Why it cannot be asked."""
+    is_taught: bool = True
 
     def __call__(self) -> Stops | None:
         """Draw the answers, see which end, and emit a ``check`` event. Every rank makes the same calls and learns the
@@ -181,6 +190,7 @@ class StopCheck:
             wanted=self.config.share,
             end_probability=_end_probability([one.reference for one in self.asked], self.job),
             examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
+            is_taught=self.is_taught,
         )
         self.job.emit(
             "check",
