@@ -74,6 +74,14 @@ JUDGED_NAMES: dict[Kind, tuple[str, ...]] = {
     "stepwise": ("completions", "labels"),
 }
 """The columns that each kind of data has beside those above."""
+TRAINED_BY: dict[Kind, str] = {
+    "preference": "taut dpo, orpo, simpo, cpo or reward",
+    "stepwise": "taut reward with reward.loss=process",
+    "unpaired": "taut kto",
+    "scored": "taut reward with reward.loss=regression",
+    "sft": "taut sft",
+}
+"""What trains on rows of a kind, for those that are given rows of another."""
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -213,6 +221,21 @@ def refuse_media(named: Mapping[str, Any], place: str, columns: Columns) -> None
             )
 
 
+def of_other_kind(named: Mapping[str, Any], kind: Kind) -> str:
+    """What rows with these columns are for, where that is not ``kind``; empty where nothing tells."""
+    is_row = any(all(key in named for key in wanted) for wanted in REQUIRED.values())
+    fits: dict[Kind, bool] = {
+        "preference": all(name in named for name in PAIR)
+        or (any(name in named for name in ANSWER_LISTS) and any(name in named for name in GRADES)),
+        "stepwise": "completions" in named and "labels" in named,
+        "unpaired": is_row and "label" in named,
+        "scored": is_row and "score" in named,
+        "sft": is_row,
+    }
+    found = next((name for name, does_fit in fits.items() if does_fit), kind)
+    return "" if found == kind else f"rows like these are for {TRAINED_BY[found]}; or "
+
+
 def _recognise(
     named: dict[str, Any], place: str, columns: Columns, required: Mapping[str, tuple[str, ...]]
 ) -> str:
@@ -232,8 +255,9 @@ def _recognise(
     if not fitting:
         *most, last = (" and ".join(required[name]) for name in required)
         example = ", ".join(f'{name} = "..."' for name in required["alpaca"])
+        other = of_other_kind(named, columns.kind) if required is REQUIRED else ""
         raise DataError(
-            f"{place}: the row is {shown(named)}; expected {', '.join(most)}, or {last}; "
+            f"{place}: the row is {shown(named)}; expected {', '.join(most)}, or {last}; {other}"
             f"name your columns, as in {columns.prefix}columns='{{{example}}}'"
         )
     if len(fitting) > 1:

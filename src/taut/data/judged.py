@@ -33,6 +33,7 @@ from taut.data.columns import (
     Columns,
     after_system,
     alpaca_prompt,
+    of_other_kind,
     read_named,
     read_row,
     refuse_media,
@@ -370,9 +371,10 @@ def _without(
 ) -> DataError:
     """The error of a row that has not the columns its kind asks for."""
     missing = next(name for name in names if name not in named)
+    other = of_other_kind(named, columns.kind)
     return DataError(
-        f"{place}: the row is {shown(named)}; expected {wanted} ({columns.kind} data); name your columns, as in "
-        f"{columns.prefix}columns='{{{missing} = \"...\"}}'{did_you_mean(missing, named)}"
+        f"{place}: the row is {shown(named)}; expected {wanted} ({columns.kind} data); {other}name your columns, as "
+        f"in {columns.prefix}columns='{{{missing} = \"...\"}}'{did_you_mean(missing, named)}"
     )
 
 

@@ -306,3 +306,27 @@ def test_which_columns_are_read() -> None:
     assert unread({**LABELLED, "margin": 1}, "unpaired") == ["margin"]
     assert unread({**TURNS, "margin": 1}, "unpaired") == ["margin"]
     assert unread({"text": "a", "score": 1, "label": 1}, "scored") == ["label"]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "command"),
+    [
+        ({"messages": [ASKED, FIVE]}, "preference", "taut sft"),
+        ({"messages": [ASKED, FIVE], "label": True}, "preference", "taut kto"),
+        ({"messages": [ASKED, FIVE], "score": 1}, "preference", "taut reward with reward.loss=reg"),
+        (TEXTS, "sft", "taut dpo"),
+        (TEXTS, "scored", "taut dpo"),
+        ({"prompt": "2", **STEPS}, "sft", "taut reward with reward.loss=process"),
+    ],
+)
+def test_rows_of_another_kind_are_told_what_they_are_for(
+    record: object, kind: Kind, command: str
+) -> None:
+    with pytest.raises(DataError, match=f"rows like these are for {command}"):
+        read(record, kind)
+
+
+def test_a_label_of_rows_that_nothing_trains_on_is_no_hint() -> None:
+    with pytest.raises(DataError) as caught:
+        read({"sentence": "a", "label": 1}, "sft")
+    assert "rows like these" not in str(caught.value)

@@ -5,6 +5,8 @@ A document that was cut has lost text and nothing else; an answer that was cut h
 
 from __future__ import annotations
 
+import re
+
 from taut.checks.data.records import rows
 from taut.checks.data.targets import WITHOUT
 from taut.checks.finding import Finding, failed, passed
@@ -24,16 +26,20 @@ def ask(session: Session) -> Finding:
         report.num_samples + len(dropped) if config.too_long != "split" else report.num_rows
     )
     lost = [*dropped, *([] if is_text else cut)]
+    num_lost, unit = len(lost), "samples"
+    if session.run.objective.are_compared:
+        num_lost = len({re.sub(r"#\d+$", "", one.place) for one in lost})
+        num_samples, unit = report.num_rows, "rows"
     targets_lost = sum(one.targets_lost for one in (*dropped, *cut))
     share = targets_lost / (report.num_targets + targets_lost)
-    if 2 * len(lost) > num_samples:
+    if 2 * num_lost > num_samples:
         what = "were dropped for their length" if len(dropped) >= len(cut) else "lost their end"
         return failed(
-            f"{len(lost):,} of {num_samples:,} samples {what}",
-            number=len(lost),
-            unit=f"of {num_samples:,} samples",
+            f"{num_lost:,} of {num_samples:,} {unit} {what}",
+            number=num_lost,
+            unit=f"of {num_samples:,} {unit}",
             evidence=[f"{one.place}: {one.reason}" for one in lost[:SHOWN]],
-            remedy=f"{share:.0%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
+            remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
     if not report.dropped and not report.cut:
         return passed("nothing cut, nothing dropped", 0.0, "of targets lost")
