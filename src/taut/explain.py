@@ -1,7 +1,7 @@
 """What is wrong with a configuration, in one line: pydantic's errors in taut's words.
 
-Unknown keys come first, with the nearest known one; then values of another kind; then keys that are missing. Keys and
-values are shown short and on one line, whatever is in them.
+Unknown keys come first, with the nearest known one (or the one that does what it does elsewhere); then values of
+another kind; then keys that are missing. Keys and values are shown short and on one line, whatever is in them.
 
 Imports nothing of ours. Imported by ``config.py``.
 """
@@ -34,6 +34,32 @@ EXPECTED = {
     "tuple_type": "a list",
 }
 """pydantic's error types in our words."""
+
+ELSEWHERE = {
+    "center_rewards_coefficient": "reward.centring",
+    "cpo_alpha": "sft_weight",
+    "f_divergence_type": "dpo.divergence",
+    "gradient_accumulation_steps": "batch.samples_per_step",
+    "gradient_checkpointing": "activation_checkpointing",
+    "loss_type": "loss",
+    "lr_scheduler_type": "optim.schedule",
+    "max_grad_norm": "optim.clip_grad_norm",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_train_epochs": "epochs",
+    "output_dir": "out",
+    "per_device_train_batch_size": "batch.samples_per_step",
+    "precompute_ref_log_probs": "reference.file",
+    "ref_model": "reference.model",
+    "ref_model_mixup_alpha": "reference.update_mix",
+    "ref_model_sync_steps": "reference.update_every",
+    "rpo_alpha": "sft_weight",
+    "simpo_gamma": "simpo.gamma",
+    "sync_ref_model": "reference.update_every",
+    "teacher_model_name_or_path": "distill.teacher",
+    "train_batch_size": "batch.samples_per_step",
+}
+"""Names of TRL and transformers -> the key here, or the last part of it."""
 
 
 def explain(
@@ -123,7 +149,10 @@ def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequen
 
 def _suggest(key: str, keys: Sequence[str]) -> str:
     last = key.rpartition(".")[2]
-    same = [known for known in keys if known.rpartition(".")[2] == last]
+    meant = ELSEWHERE.get(last, last)
+    same = [known for known in keys if known == meant or known.rpartition(".")[2] == meant]
+    if not same and last in ELSEWHERE:
+        return "'taut COMMAND --help' lists every key"
     close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import taut
-from taut.config import from_mapping
+from taut.config import describe, from_mapping
 from taut.errors import ConfigError
+from taut.explain import ELSEWHERE
 from taut.training import METHODS
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
@@ -45,3 +46,24 @@ def test_a_run_is_trained_by_its_own_method_only(called: str, given: Any) -> Non
     run = from_mapping(METHODS[given], {"method": given, **PLAIN})
     with pytest.raises(ConfigError, match=rf"^found a run of taut {given} given to taut\.{called}"):
         getattr(taut, called)(run)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("loss_type", "dpo.loss"),
+        ("dpo.rpo_alpha", "dpo.sft_weight"),
+        ("ref_model", "reference.model"),
+        ("per_device_train_batch_size", "batch.samples_per_step"),
+    ],
+)
+def test_a_name_of_trl_is_told_the_key_here(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'.*did you mean '{meant}'"):
+        from_mapping(METHODS["dpo"], {**PLAIN, key: 1})
+
+
+def test_every_name_from_elsewhere_means_a_key_of_some_method() -> None:
+    keys = {row.key for cls in METHODS.values() for row in describe(cls)}
+    known = keys | {key.rpartition(".")[2] for key in keys}
+    assert known >= set(ELSEWHERE.values())
+    assert known.isdisjoint(ELSEWHERE)
