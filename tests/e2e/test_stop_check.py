@@ -92,7 +92,7 @@ def test_one_that_has_not_is_told_loudly_and_saved(
 
 def test_the_cause_is_one_that_the_method_can_have() -> None:
     compared = Stops(4, 0, 0, wanted=0.9, end_probability=0.01, examples=(), is_taught=False)
-    assert "comparing them does not teach it" in compared.cause
+    assert "comparing them hardly teaches it" in compared.cause
     assert "train longer" not in compared.cause
     assert "train longer" not in replace(compared, end_probability=0.9).cause
     assert Run(model="m", data=DATA).objective.is_taught_ends

@@ -98,7 +98,7 @@ class Stops:
             )
         if not self.is_taught:
             return (
-                f"{found} only: the model does not end its answers, or no longer, and comparing them does not teach "
+                f"{found} only: the model does not end its answers, or no longer, and comparing them hardly teaches "
                 "it; begin with one that does (`taut eval` says, `taut sft` teaches it), or lower optim.learning_rate"
             )
         return (
