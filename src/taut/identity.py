@@ -218,8 +218,10 @@ def _told(key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):  # a file that the other one has not
+    if isinstance(value, Mapping):  # a file that the other one has not, or all of a model
         value = value.get("content", value)
+    if isinstance(value, Mapping):
+        return f"{len(value)} files"
     if _is_hash(value):
         return f"{value[:12]}..."
     return "none" if value is None else repr(value)

@@ -213,7 +213,8 @@ def assignments(cls: Any) -> dict[str, str]:
     plain = ("integer", "number", "true | false")
     found = {key: row.default for key, row in rows.items() if row.type in plain}
     required = [key for key, row in rows.items() if row.default == "required"]
-    return {**dict.fromkeys(required, '"x"'), **found}
+    needed = {key: '"y"' for key in ("distill.teacher",) if key in rows}
+    return {**dict.fromkeys(required, '"x"'), **needed, **found}
 
 
 def spoil_keys(draw: Random, cls: Any) -> tuple[list[str], str]:

@@ -28,8 +28,9 @@ FLAT = (
 )
 """What trains, scores and generates."""
 PADDING = ("pad_sequence", "pad_token", "pad_token_id", "padding_side")
-SAVING = ("models/save.py", "models/gguf_vocabulary.py")
-"""Here a pad token is named, in files written for others."""
+SAVING = ("models/save.py", "models/gguf_vocabulary.py", "models/heads.py")
+"""Here a pad token is named: in files written for others, and where the library's own class is asked what it makes of
+hidden states."""
 
 
 def rectangular(tree: ast.AST) -> Iterator[str]:
