@@ -36,6 +36,7 @@ from taut.models.load import (
     load_config,
     load_model,
     load_tokenizer,
+    require_language_model,
 )
 from taut.models.lora import apply_lora, choose_rows
 from taut.models.noise import install_noise, silence
@@ -250,9 +251,10 @@ def load_beside(
 def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> None:
     """Raise ModelError where another model's ids mean other tokens, or where there is none."""
     try:
-        load_config(path, run.trust_remote_code)
+        config = load_config(path, run.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
+    require_language_model(path, config, key)
     theirs = load_tokenizer(path, run.trust_remote_code).get_vocab()
     mine = inputs.tokenizer.get_vocab()
     differing = next((token for token, index in mine.items() if theirs.get(token) != index), None)

@@ -152,7 +152,10 @@ def test_what_cannot_be_gone_on_with_is_one_line(
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda it: it.update(method="ppo"), r"found method='ppo' at .*resolved\.json; expected one of sft, reward, .*; the run"),
+        (
+            lambda it: it.update(method="ppo"),
+            r"found method='ppo' at .*resolved\.json; expected one of sft, reward, .*; the run",
+        ),
         (lambda it: it.pop("method"), r"found method=None at"),
         (lambda it: it.pop("directory"), r"found no 'config' and 'directory' at"),
         (lambda it: it.update(config=3), r"found no 'config' and 'directory' at"),

@@ -27,7 +27,13 @@ from taut.losses.distill import Distill
 from taut.losses.loss import Loss
 from taut.models.anatomy import head
 from taut.models.divergence import ListedTeacher, ModelTeacher
-from taut.models.load import context_length, load_config, load_model, load_tokenizer
+from taut.models.load import (
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    require_language_model,
+)
 from taut.models.prove import one_sample_reasons
 from taut.models.score import Teacher
 from taut.types import Divergence
@@ -151,6 +157,7 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
         path, setting.tokenizer, "distill.teacher", setting.trust_remote_code
     )
     settings = load_config(path, setting.trust_remote_code)
+    require_language_model(path, settings, "distill.teacher")
     require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
     attention = select(setting.attention, setting.device, setting.dtype, settings.get_text_config())
     model = load_model(

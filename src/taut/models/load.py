@@ -160,11 +160,11 @@ def is_reward_config(config: PreTrainedConfig) -> bool:
     return str(kind).endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
-def require_language_model(path: str, config: PreTrainedConfig) -> None:
+def require_language_model(path: str, config: PreTrainedConfig, key: str = "model") -> None:
     """Refuse a reward model: its output head would be made up, or be the embedding."""
     if is_reward_config(config):
         raise ModelError(
-            f"model={path} is a reward model ({(config.architectures or [''])[0]}), which has a scalar head and no "
+            f"{key}={path} is a reward model ({(config.architectures or [''])[0]}), which has a scalar head and no "
             "output head; expected a causal language model; score with it (taut score), or name the model it was "
             "trained from"
         )
