@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,17 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     grown = type(grown).from_pretrained(teacher)
     grown.add_tokens(["<|new|>"])
     stateful = str(save_model(tmp_path / "stateful", "lfm2"))
+    judge = str(save_model(tmp_path / "judge", "llama"))
+    settings = json.loads(Path(judge, "config.json").read_text())
+    settings["architectures"] = ["LlamaForSequenceClassification"]
+    Path(judge, "config.json").write_text(json.dumps(settings))
     small = str(save_tiny("llama", tmp_path / "small", tokenizer, vocab_size=len(tokenizer) - 3))
     for path, changes, says in [
         (teacher, {"tokenizer": grown}, "the student's tokenizer has '<|new|>'"),
         (teacher, {"longest": 257}, "has a context of 256 tokens and the longest sample has 257"),
         (stateful, {}, "runs one sample at a time"),
         (small, {}, "expected a row for each id"),
+        (judge, {}, f"distill.teacher={judge} is a reward model"),
     ]:
         with pytest.raises(ModelError, match=says.replace("|", r"\|")):
             load_teacher(config(teacher=path), setting(**changes))
