@@ -119,7 +119,11 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         r"reference\.model=.*one sample at a time.*; expected",
     ),
     "dpo of a reward model": ("dpo", reward_model, r"reward.*;"),
-    "a reward model as reference": ("dpo", reward_reference, r"reference\.model=.* is a reward model.*;"),
+    "a reward model as reference": (
+        "dpo",
+        reward_reference,
+        r"reference\.model=.* is a reward model.*;",
+    ),
     "method of another command": (
         "dpo",
         method_in_a_file,
