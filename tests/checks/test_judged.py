@@ -105,6 +105,19 @@ def test_another_model_as_the_reference_is_not_asked_to_be_the_policy(
     assert answers(found)["reference.start"].says == "reference.model names another model"
 
 
+def test_pairs_that_are_too_long_are_counted_as_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    long = [{**row, "chosen": " the cat" * 60} for row in compared(9)]
+    data = place.data([*long, *compared(3, seed=1)])
+    keys = {"data__max_length": 60, "data__too_long": "drop"}
+    session = place.session(data=data, method="dpo", **keys)
+    found = answers(examine(session, only=["data.truncation"]))["data.truncation"]
+    assert found.says == "9 of 12 rows were dropped for their length"
+    assert (found.number, found.unit) == (9, "of 12 rows")
+
+
 def test_weights_that_the_paper_does_not_advise_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
