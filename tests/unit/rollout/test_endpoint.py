@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Any
@@ -134,6 +135,15 @@ def test_a_request_refused_leaves_the_others_alone() -> None:
     assert "out of vocabulary" in done[1].error
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_works_at_once() -> None:
     server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=20.0)))
     with opened(server) as engine:
