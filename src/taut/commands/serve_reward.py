@@ -4,6 +4,7 @@
                        a prompt is a text or messages, a completion the text or messages that answer it
     POST /get_reward   {"query": [...], "prompts": [...], "labels": [...]}       -> {"rewards", "scores", "extra_logs"}
                        OpenRLHF's remote reward: a query is prompt and answer with all special tokens, as generated
+    GET  /schema       the JSON schema of what each of the two takes
     GET  /health       {"status": "ok", "model", "waiting"}, or 503 with the reason
 
 A number is the scalar head's at the last token. Requests that wait are scored together (rollout/batcher.py). One that
@@ -108,6 +109,7 @@ class RemoteRequest(BaseModel):
         return [Rendered(f"query[{number}]", text) for number, text in enumerate(self.query)]
 
 
+FORMS: dict[str, type[BaseModel]] = {"/score": PlainRequest, "/get_reward": RemoteRequest}
 Asked = TypeVar("Asked", PlainRequest, RemoteRequest)
 
 
@@ -184,6 +186,9 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
         waiting = batcher.num_waiting
         return JSONResponse({"status": "ok", "model": config.model, "waiting": waiting})
 
+    async def schema(_: Request) -> Response:
+        return JSONResponse({path: form.model_json_schema() for path, form in FORMS.items()})
+
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)
         headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
@@ -195,13 +200,15 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: expected POST /score, POST /get_reward or GET /health"
+        asked = f"{request.method} {request.url.path}"
+        message = f"{asked}: expected POST /score, POST /get_reward, GET /schema or GET /health"
         return await refused(request, Refused(error.status_code, message))
 
     return Starlette(
         routes=[
             Route("/score", _answering(score), methods=["POST"]),
             Route("/get_reward", _answering(get_reward), methods=["POST"]),
+            Route("/schema", schema, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
         ],
         exception_handlers={Refused: refused, HTTPException: unknown},

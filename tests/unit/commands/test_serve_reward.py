@@ -97,6 +97,13 @@ def test_openrlhf_s_remote_reward(model: Path, client: TestClient) -> None:
     assert found["extra_logs"] == {}
 
 
+def test_what_a_request_may_be_is_said_as_a_schema(client: TestClient) -> None:
+    found = client.get("/schema").json()
+    assert set(found["/score"]["required"]) == {"prompts", "completions"}
+    assert found["/score"]["additionalProperties"] is False
+    assert found["/get_reward"]["properties"]["query"]["type"] == "array"
+
+
 def test_sixteen_at_a_time_get_what_each_gets_alone(model: Path, batcher: Batcher) -> None:
     """Through a real socket."""
     bodies = [
