@@ -81,7 +81,8 @@ def ask(session: Session) -> Finding:
     kinds = " and ".join(Counter(one.how.format for one in read))
     counts = Counter(name for one in read for name in one.how.unread)
     notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
-    return passed(f"{kinds}; {len(counts) or 'no'} columns are not read", len(read), "rows", notes)
+    left = f"{len(counts)} columns are not read" if counts else "every column is read"
+    return passed(f"{kinds}; {left}", len(read), "rows", notes)
 
 
 def _recognised(found: Sequence[Record]) -> tuple[list[Read], list[DataError]]:
