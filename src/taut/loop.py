@@ -344,20 +344,21 @@ def summarise(
     scales: dict[str, float],
 ) -> StepReport:
     """Sum what the micro-batches and ranks saw."""
-    terms, rest = wholestep.Sums(), wholestep.Sums()
+    seen = wholestep.Sums()
     for packed, scores in scored:
         sums = job.method.loss(scores, packed.to(scores.device))
         for term, total in sums.terms.items():
-            terms.add(term, total)
+            seen.add(f"term {term}", total)
         for name, (total, count) in sums.metrics.items():
-            rest.add(name, total, count)
+            seen.add(name, total, count)
         for name in SIZES:
-            rest.add(name, getattr(packed, name))
-    summed, found = terms.totals(job.ranks), rest.totals(job.ranks)
+            seen.add(name, getattr(packed, name))
+    found = seen.totals(job.ranks)
+    terms = {term: found.pop(f"term {term}").total for term in scales}
     sizes = {name: int(found.pop(name).total) for name in SIZES}
     return StepReport(
         step=step,
-        loss=sum(scale * summed[term].total for term, scale in scales.items()),
+        loss=sum(scale * terms[term] for term, scale in scales.items()),
         metrics={name: one.mean for name, one in found.items() if one.over},
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from taut.config import configclass, read_toml
 from taut.errors import ConfigError
+from taut.losses import Loss
 from taut.losses.unpaired import Unpaired
 from taut.methods.distill import DistillConfig
 from taut.methods.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
@@ -46,6 +47,11 @@ class Comparing(Run):
                 )
 
 
+def _of_pairs(loss: Loss, reference: ReferenceConfig | None = None) -> Objective:
+    """A loss on the answers of a row, compared with each other."""
+    return Objective(loss, "preference", are_compared=True, reference=reference)
+
+
 @configclass
 class DpoRun(Comparing):
     """A run of ``taut dpo``."""
@@ -60,7 +66,7 @@ class DpoRun(Comparing):
     def objective(self) -> Objective:
         loss = self.dpo.make_loss()
         needed = self.reference if STREAM in loss.needs else None
-        return Objective(loss, "preference", are_compared=True, reference=needed)
+        return _of_pairs(loss, needed)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +118,7 @@ class OrpoRun(Comparing):
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.orpo.make_loss(), "preference", are_compared=True)
+        return _of_pairs(self.orpo.make_loss())
 
 
 @configclass
@@ -126,7 +132,7 @@ class SimpoRun(Comparing):
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.simpo.make_loss(), "preference", are_compared=True)
+        return _of_pairs(self.simpo.make_loss())
 
 
 @configclass
@@ -140,7 +146,7 @@ class CpoRun(Comparing):
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.cpo.make_loss(), "preference", are_compared=True)
+        return _of_pairs(self.cpo.make_loss())
 
 
 @configclass

@@ -73,6 +73,11 @@ class Sample:
     def num_targets(self) -> int:
         return int(self.target_at_N.size)
 
+    def without_targets(self) -> Sample:
+        """The same where nothing is predicted: a scalar head is read."""
+        nothing_N = np.empty(0, dtype=np.int64)
+        return replace(self, target_at_N=nothing_N, weight_N=np.empty(0), streams={})
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tree:

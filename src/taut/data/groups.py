@@ -20,9 +20,6 @@ from taut.data.dataset import Dataset
 from taut.data.plan import prefix_groups
 from taut.types import FloatArray, IntArray, Sample, Tree
 
-NONE_T = np.empty(0, dtype=np.int64)
-NONE_N = np.empty(0)
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -75,7 +72,7 @@ class Rows:
 
     def _tree(self, samples: Sequence[Sample], number: int) -> Tree:
         if not self.has_targets:
-            samples = [replace(s, target_at_N=NONE_T, weight_N=NONE_N, streams={}) for s in samples]
+            samples = [sample.without_targets() for sample in samples]
         if not self.are_answers:
             return Tree(tuple(samples))
         return Tree(tuple(replace(s, group=number) for s in samples), is_atom=True)

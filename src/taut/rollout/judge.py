@@ -252,11 +252,8 @@ def _answer(row: AnyRow) -> AnyRow:
 def _bare(sample: Sample, number: int) -> Sample:
     """What of a sample the head needs, under a name of its own."""
     return replace(
-        sample,
+        sample.without_targets(),
         id=str(number),
-        target_at_N=NONE_T,
-        weight_N=NONE_N,
-        streams={},
         values={},
         read_values={},
         group=-1,
