@@ -212,6 +212,8 @@ class Wants(NamedTuple):
     """The scalar head's value at each read."""
     divergence: Divergence | None = None
     """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N]."""
+    temperature: float = 1.0
+    """Divides the logits: what was sampled at a temperature is scored at it."""
 
 
 class Scores(NamedTuple):
@@ -283,3 +285,5 @@ class Completion:
     text: str = ""
     """For people and verifiers: without the token or the string that ended it."""
     error: str | None = None
+    version: int = 0
+    """The step whose update the weights had that it was drawn from; 0: the start."""

@@ -70,8 +70,8 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeadSpec:
-    """logits = softcap(scale * (hidden @ W^T + bias)), softcap(x) = c * tanh(x / c); W is ``weight`` with ``rows``
-    in place.
+    """logits = softcap(scale * (hidden @ W^T + bias)) / temperature, softcap(x) = c * tanh(x / c); W is ``weight`` with
+    ``rows`` in place.
     """
 
     weight: nn.Parameter
@@ -80,6 +80,7 @@ class HeadSpec:
     softcap: float | None = None
     scale: float = 1.0
     rows: Rows | None = None
+    temperature: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The equation above, the product in the dtype of ``hidden`` (or autocast's) and the rest in at least float32,
@@ -92,7 +93,9 @@ class HeadSpec:
             logits = logits.index_copy(-1, index_R, nn.functional.linear(hidden, weight_RD, bias))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.scale == 1.0 else logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

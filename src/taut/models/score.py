@@ -3,8 +3,8 @@
 One module owns the backbone and the head. The backbone runs once over the flat tokens with the
 layout as a keyword; ``lm_head`` runs on predictors only, in chunks, and [N, V] never exists:
 
-    z = softcap(scale * (h W^T + b))        logp = log_softmax(z)[target]        entropy = -sum p
-    log p
+    z = softcap(scale * (h W^T + b)) / temperature
+    logp = log_softmax(z)[target]        entropy = -sum p log p
 
 log-softmax is taken in at least float32. Two ways through the head:
 
@@ -24,6 +24,7 @@ The Scorer is the root of sharding; nobody calls inner modules from outside.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,7 +92,7 @@ class Scorer(nn.Module):
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         if linear_N is not None:
             linear_N = linear_N.to(self.device)
-        spec = head(self.model)
+        spec = replace(head(self.model), temperature=wants.temperature)
         if lesson is not None:
             assert not wants.entropy, "entropy is not computed beside a divergence"
             scores = lesson.score(hidden_ND, packed.target_N, spec, linear_N)
@@ -206,6 +207,8 @@ class Chunks:
             z *= self.spec.scale
         if self.spec.softcap is not None:
             z = torch.tanh_(z.div_(self.spec.softcap)).mul_(self.spec.softcap)
+        if self.spec.temperature != 1.0:
+            z /= self.spec.temperature
         return z
 
     def log_probs(self, z: Tensor) -> Tensor:
@@ -216,9 +219,11 @@ class Chunks:
         """The gradient with respect to ``h W^T + b`` from the one with respect to the logits
         ``z``; in place.
         """
+        warmth = self.spec.temperature
         if self.spec.softcap is not None:
-            grad.mul_(1 - (z / self.spec.softcap) ** 2)
-        return grad.mul_(self.spec.scale) if self.spec.scale != 1.0 else grad
+            grad.mul_(1 - (z * (warmth / self.spec.softcap)) ** 2)
+        factor = self.spec.scale / warmth
+        return grad.mul_(factor) if factor != 1.0 else grad
 
 
 class Sums:

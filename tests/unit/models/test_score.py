@@ -26,7 +26,14 @@ SPECS = {
     "softcap": {"softcap": 3.0},
     "scale": {"scale": 0.6},
     "rows": {"has_rows": True},
-    "all of them": {"has_bias": True, "softcap": 3.0, "scale": 1.7, "has_rows": True},
+    "temperature": {"softcap": 3.0, "temperature": 0.7},
+    "all of them": {
+        "has_bias": True,
+        "softcap": 3.0,
+        "scale": 1.7,
+        "has_rows": True,
+        "temperature": 1.3,
+    },
 }
 
 
@@ -43,6 +50,7 @@ def make(
     softcap: float | None = None,
     scale: float = 1.0,
     has_rows: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, HeadSpec]:
     """Hidden states, targets and a head."""
     generator = torch.Generator().manual_seed(0)
@@ -55,7 +63,7 @@ def make(
     bias = nn.Parameter(draw(V)) if has_bias else None
     weight = nn.Parameter(draw(V, D), requires_grad=not has_rows)
     rows = Rows(torch.tensor([16, 3]), nn.Parameter(draw(2, D))) if has_rows else None
-    return hidden, target, HeadSpec(weight, bias, softcap, scale, rows)
+    return hidden, target, HeadSpec(weight, bias, softcap, scale, rows, temperature)
 
 
 def plain(hidden: Tensor, target: Tensor, spec: HeadSpec) -> Scores:
@@ -107,7 +115,7 @@ def test_gradcheck(kind: str) -> None:
 
     def through(h: Tensor, w: Tensor, b: Tensor) -> HeadSpec:
         if spec.rows is None:
-            return HeadSpec(w, b, spec.softcap, spec.scale)  # type: ignore[arg-type]
+            return replace(spec, weight=w, bias=b)  # type: ignore[arg-type]
         return replace(spec, bias=b, rows=Rows(spec.rows.index_R, w))  # type: ignore[arg-type]
 
     def general(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
