@@ -1,0 +1,42 @@
+"""Episodes: the sampled ids and nothing else are targets; what fails is kept apart."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.engines import FakeEngine
+
+from taut.data.prompts import PromptRow
+from taut.rollout.engine import Sampling
+from taut.rollout.play import play
+
+
+def row(name: str, ids: list[int]) -> PromptRow:
+    messages = ({"role": "user", "content": name},)
+    return PromptRow(name, name, np.array(ids), messages, ("5",), "answer", {"answer": "5"})
+
+
+def test_episodes_in_the_order_of_rows_and_samples() -> None:
+    engine = FakeEngine(lambda name, index: f"{name} says {index}")
+    found = play(engine, [row("a", [7, 8]), row("b", [9])], Sampling(n=2))
+    assert [(e.row.id, e.index, e.text) for e in found] == [
+        ("a", 0, "a says 0"),
+        ("a", 1, "a says 1"),
+        ("b", 0, "b says 0"),
+        ("b", 1, "b says 1"),
+    ]
+    assert found[0].ids_T.tolist() == [7, 8, 1, 2, 3, 4]
+    assert found[0].sampled_at_N.tolist() == [2, 3, 4, 5]
+    assert found[2].sampled_at_N.tolist() == [1, 2, 3, 4]
+    assert found[0].messages == ({"role": "assistant", "content": "a says 0"},)
+    assert {e.finish_reason for e in found} == {"stop"}
+
+
+def test_what_was_cut_or_failed_says_so() -> None:
+    reasons = {"long": "length", "bad": "error", "fine": "stop"}
+    engine = FakeEngine(lambda name, index: name, finish=lambda text: reasons[text])
+    found = play(engine, [row(name, [1]) for name in reasons], Sampling())
+    assert [(e.finish_reason, e.error) for e in found] == [
+        ("length", None),
+        ("error", "the server went away"),
+        ("stop", None),
+    ]
