@@ -11,13 +11,16 @@ never 0 and the last step still has one. The rate is a pure function of (step, t
 has no scheduler state. Weight decay (arXiv:1711.05101) leaves out norms, biases and every parameter
 of fewer than two dimensions. Clipping itself belongs to the loop, which holds the gradients' norm.
 
+A part of the model (a critic) may have a ``Pace`` of its own: its rate is the others' times a ratio, it may learn alone
+for some steps, in which the others' rate is 0, and its gradient is clipped apart.
+
 Imports torch, config and errors. The loop and run import it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -63,6 +66,17 @@ class OptimConfig:
             )
 
 
+class Pace(NamedTuple):
+    """How fast a part of the model learns."""
+
+    prefix: str
+    """What the names of its parameters begin with."""
+    ratio: float = 1.0
+    """Its learning rate, over the others'."""
+    head_start: int = 0
+    """Steps in which it alone learns."""
+
+
 def num_warmup_steps(total: int, config: OptimConfig) -> int:
     """Steps of warm-up in a run of ``total`` steps."""
     if config.warmup_steps is not None:
@@ -89,24 +103,37 @@ def learning_rate(step: int, total: int, config: OptimConfig) -> float:
     return config.learning_rate * (floor + (1.0 - floor) * shape)
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: with weight decay, and without. A tied one is listed
-    once.
+def parameter_groups(
+    model: nn.Module, config: OptimConfig, pace: Pace | None = None
+) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: with weight decay, and without; the part with a pace of its own in two
+    more. A tied one is listed once.
     """
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    listed: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (others if _is_exempt(name, parameter) else decayed).append(parameter)
-    if not decayed and not others:
+            is_apart = pace is not None and name.startswith(pace.prefix)
+            listed.setdefault((is_apart, _is_exempt(name, parameter)), []).append(parameter)
+    if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
-    groups = [(decayed, config.weight_decay), (others, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    ratio, head_start = (1.0, 0) if pace is None else (pace.ratio, pace.head_start)
+    return [
+        {
+            "params": params,
+            "weight_decay": 0.0 if is_exempt else config.weight_decay,
+            "is_apart": is_apart,
+            "ratio": ratio if is_apart else 1.0,
+            "waits": 0 if is_apart else head_start,
+        }
+        for (is_apart, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
+    ]
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, pace: Pace | None = None
+) -> torch.optim.AdamW:
     """AdamW over ``parameter_groups``, fused where the device has a fused kernel. Its state is there from the start."""
-    groups = parameter_groups(model, config)
+    groups = parameter_groups(model, config, pace)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     optimizer = torch.optim.AdamW(
         groups,
@@ -130,10 +157,21 @@ def _before_the_first_step(parameter: nn.Parameter, *, is_fused: bool) -> dict[s
     }
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The rate of the next update, in every group."""
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, rate: float, step: int | None = None
+) -> None:
+    """The rate of the next update, in every group. ``step``: whose update it is; None: one after any head start."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        is_waiting = step is not None and step <= group["waits"]
+        group["lr"] = 0.0 if is_waiting else rate * group["ratio"]
+
+
+def parts(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """The parameters whose gradients are clipped together: most of them, and then those with a pace of their own."""
+    found: dict[bool, list[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        found.setdefault(group["is_apart"], []).extend(group["params"])
+    return [found[is_apart] for is_apart in sorted(found)]
 
 
 def _is_exempt(name: str, parameter: nn.Parameter) -> bool:

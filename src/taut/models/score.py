@@ -19,12 +19,16 @@ Where the divergence from a teacher is wanted, the teacher says what it says of 
 runs, and its share of the head (models/divergence.py) takes the place of both; ``linear_N`` is then [2, N], the
 coefficients of ``logp_N`` and of ``divergence_N``.
 
+Where a scalar is wanted it is the critic's, if there is one (models/critic.py), else that of the model's own scalar
+head; one forward gives it beside the log-probabilities.
+
 The Scorer is the root of sharding; nobody calls inner modules from outside.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,7 +36,9 @@ from torch import Tensor, nn
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
-from taut.models.anatomy import HeadSpec, decoder, head
+from taut.models.anatomy import HeadSpec, head
+from taut.models.backbone import hidden_of, hidden_states
+from taut.models.critic import Critic, OwnCritic
 from taut.models.heads import scalar, scalar_head
 from taut.types import Divergence, Packed, Scores, Wants
 
@@ -63,10 +69,13 @@ class Scorer(nn.Module):
     attention.
     """
 
-    def __init__(self, model: nn.Module, teacher: Teacher | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, teacher: Teacher | None = None, critic: Critic | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.teacher = teacher
+        self.critic = critic
 
     @property
     def device(self) -> torch.device:
@@ -83,10 +92,16 @@ class Scorer(nn.Module):
         if wants.divergence is not None:
             assert self.teacher is not None, "a divergence is wanted, and there is no teacher"
             lesson = self.teacher.lesson(packed, wants.divergence)
+        scalar_R, critic = None, self.critic
+        if wants.scalar and isinstance(critic, OwnCritic):
+            scalar_R = critic(packed)
+            if not wants.logp:
+                return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
         packed, hidden_TD = self.hidden(packed)
-        scalar_R = None
-        if wants.scalar:
-            scalar_R = scalar(hidden_TD.index_select(0, packed.read_R), scalar_head(self.model))
+        if wants.scalar and scalar_R is None:
+            read_RD = hidden_TD.index_select(0, packed.read_R)
+            read = partial(scalar, spec=scalar_head(self.model)) if critic is None else critic
+            scalar_R = read(read_RD)
         if not wants.logp:
             return Scores(hidden_TD.new_empty(0), scalar_R=scalar_R)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
@@ -102,17 +117,7 @@ class Scorer(nn.Module):
 
     def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
         """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
-        last_T = None if packed.last_T is None else packed.last_T.numpy()
-        layout = Layout(packed.reach_T.numpy(), last_T, self.device)
-        packed = packed.to(self.device)
-        positions = packed.position_ids
-        hidden_TD = decoder(self.model)(
-            input_ids=packed.ids_T.unsqueeze(0),
-            position_ids=positions.unsqueeze(-2),
-            use_cache=False,
-            taut_layout=layout,
-        ).last_hidden_state.squeeze(0)
-        return packed, hidden_TD
+        return hidden_of(self.model, packed)
 
     def next_logits(
         self, ids_T: Tensor, position_ids: Tensor, layout: Layout | Decoding, read_R: Tensor
@@ -120,13 +125,9 @@ class Scorer(nn.Module):
         """Logits [R, V] of what follows each token in ``read_R``, in at least float32: an engine's
         way in.
         """
-        hidden_TD = decoder(self.model)(
-            input_ids=ids_T.to(self.device).unsqueeze(0),
-            position_ids=position_ids.to(self.device).unsqueeze(-2),
-            use_cache=False,
-            taut_layout=layout,
-        ).last_hidden_state.squeeze(0)
-        return head(self.model).logits(hidden_TD.index_select(0, read_R.to(self.device)))
+        device = self.device
+        hidden_TD = hidden_states(self.model, ids_T.to(device), position_ids.to(device), layout)
+        return head(self.model).logits(hidden_TD.index_select(0, read_R.to(device)))
 
 
 def score_hidden(

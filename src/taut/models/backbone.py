@@ -1,0 +1,35 @@
+"""Flat tokens through a model's backbone: the way the scorer, an engine and a critic of its own run theirs.
+
+May import types, attention and models.anatomy.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from taut.attention.decode import Decoding
+from taut.attention.layout import Layout
+from taut.models.anatomy import decoder
+from taut.types import Packed
+
+
+def hidden_of(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
+    """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
+    device = next(model.parameters()).device
+    last_T = None if packed.last_T is None else packed.last_T.numpy()
+    layout = Layout(packed.reach_T.numpy(), last_T, device)
+    packed = packed.to(device)
+    return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout)
+
+
+def hidden_states(
+    model: nn.Module, ids_T: Tensor, position_ids: Tensor, layout: Layout | Decoding
+) -> Tensor:
+    """The backbone's last hidden states [T, D], after the final norm, of tokens on the model's device."""
+    states: Tensor = decoder(model)(
+        input_ids=ids_T.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(-2),
+        use_cache=False,
+        taut_layout=layout,
+    ).last_hidden_state
+    return states.squeeze(0)
