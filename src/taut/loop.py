@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from taut import losses, optim, parallel, randomness, wholestep
+from taut import losses, optim, randomness, wholestep
 from taut.data.groups import Rows
 from taut.data.pack import PackPolicy
 from taut.data.plan import Budget, Cursor, assign, layouts
@@ -204,12 +204,13 @@ def train_step(job: Job, step: int) -> StepReport:
     """One optimizer step."""
     report = add_gradients(job, job.method.prepare(step), step, job.method.observed(step))
     require_finite(report.loss, "loss", report, job)
-    report = replace(report, grad_norm=parallel.clip_gradients(job.trained, job.clip_grad_norm))
+    norms = optim.clip(job.optimizer, job.clip_grad_norm)
+    report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
     require_finite(report.grad_norm, "gradient norm", report, job)
     job.interrupts.agree(job.ranks)  # before the alarms: they remember the steps they saw
     for alarm in job.alarms:
         alarm(report, job)
-    optim.set_learning_rate(job.optimizer, job.learning_rate(step))
+    optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
     job.optimizer.step()
     job.optimizer.zero_grad()
     for role in job.roles:

@@ -9,12 +9,12 @@ with t counted from 1, W warm-up steps, x = (t - W - 1) / (total - W) the part o
 done, and m = ``min_learning_rate_ratio``. The first step's rate is
 never 0 and the last step still has one. The rate is a pure function of (step, total): a resumed run
 has no scheduler state. Weight decay (arXiv:1711.05101) leaves out norms, biases and every parameter
-of fewer than two dimensions. Clipping itself belongs to the loop, which holds the gradients' norm.
+of fewer than two dimensions.
 
 A part of the model (a critic) may have a ``Pace`` of its own: its rate is the others' times a ratio, it may learn alone
-for some steps, in which the others' rate is 0, and its gradient is clipped apart.
+for some steps, in which the others' rate is 0, and its gradient is clipped apart, so that neither shrinks the other's.
 
-Imports torch, config and errors. The loop and run import it.
+Imports torch, parallel, config and errors. The loop and run import it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from taut import parallel
 from taut.config import configclass
 from taut.errors import ConfigError
 
@@ -69,8 +70,8 @@ class OptimConfig:
 class Pace(NamedTuple):
     """How fast a part of the model learns."""
 
-    prefix: str
-    """What the names of its parameters begin with."""
+    part: str
+    """Its name; those of its parameters begin with it and a dot."""
     ratio: float = 1.0
     """Its learning rate, over the others'."""
     head_start: int = 0
@@ -112,18 +113,18 @@ def parameter_groups(
     listed: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_apart = pace is not None and name.startswith(pace.prefix)
+            is_apart = pace is not None and name.startswith(f"{pace.part}.")
             listed.setdefault((is_apart, _is_exempt(name, parameter)), []).append(parameter)
     if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
-    ratio, head_start = (1.0, 0) if pace is None else (pace.ratio, pace.head_start)
+    own = pace or Pace("")
     return [
         {
             "params": params,
             "weight_decay": 0.0 if is_exempt else config.weight_decay,
-            "is_apart": is_apart,
-            "ratio": ratio if is_apart else 1.0,
-            "waits": 0 if is_apart else head_start,
+            "part": own.part if is_apart else "",
+            "ratio": own.ratio if is_apart else 1.0,
+            "waits": 0 if is_apart else own.head_start,
         }
         for (is_apart, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
     ]
@@ -166,12 +167,17 @@ def set_learning_rate(
         group["lr"] = 0.0 if is_waiting else rate * group["ratio"]
 
 
-def parts(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-    """The parameters whose gradients are clipped together: most of them, and then those with a pace of their own."""
-    found: dict[bool, list[nn.Parameter]] = {}
+def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, float]:
+    """Scale the gradient down to ``max_norm``, and that of a part with a pace of its own apart from the rest.
+
+    ``grad_norm``: of the whole, before; ``grad_norm/critic``: of that part.
+    """
+    parts: dict[str, list[nn.Parameter]] = {}
     for group in optimizer.param_groups:
-        found.setdefault(group["is_apart"], []).extend(group["params"])
-    return [found[is_apart] for is_apart in sorted(found)]
+        parts.setdefault(group["part"], []).extend(group["params"])
+    norms = {part: parallel.clip_gradients(params, max_norm) for part, params in parts.items()}
+    apart = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
+    return {"grad_norm": math.hypot(*norms.values()), **apart}
 
 
 def _is_exempt(name: str, parameter: nn.Parameter) -> bool:

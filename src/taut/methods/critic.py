@@ -6,7 +6,7 @@ in models/critic.py, the losses on its values in losses/value.py.
              adapters
     shared   a head on the policy's hidden states
 
-Whichever it is, its gradient is clipped apart from the policy's (``optim.parts``): a poor value estimate must not
+Whichever it is, its gradient is clipped apart from the policy's (``optim.clip``): a poor value estimate must not
 shrink the policy's step. The key ``freeze`` and the policy's adapters have no part in it.
 
 May import what methods may. run.py names the section, build.py makes the critic.
@@ -28,7 +28,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut import parallel
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
-from taut.models.critic import PREFIX, Critic, OwnCritic, SharedCritic, begin_at_zero
+from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, begin_at_zero
 from taut.models.heads import scalar_head
 from taut.models.load import is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
@@ -84,7 +84,7 @@ class CriticConfig:
     def pace(self, learning_rate: float) -> Pace:
         """How fast it learns. ``learning_rate``: the others' (optim.learning_rate)."""
         ratio = 1.0 if self.learning_rate is None else self.learning_rate / learning_rate
-        return Pace(PREFIX, ratio, self.warmup_steps)
+        return Pace(PART, ratio, self.warmup_steps)
 
 
 class Setting(NamedTuple):

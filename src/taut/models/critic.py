@@ -23,8 +23,8 @@ from taut.models.backbone import hidden_of
 from taut.models.heads import scalar, scalar_head
 from taut.types import Packed
 
-PREFIX = "critic."
-"""What the names of its parameters begin with in the scorer."""
+PART = "critic"
+"""Its name in the scorer."""
 
 
 class SharedCritic(nn.Module):

@@ -28,7 +28,7 @@ def ask(session: Session) -> Finding:
     rate = max(job.learning_rate(step) for step in range(1, min(job.num_steps, 10_000) + 1))
     with put_back(session) as copies:
         before = loop.add_gradients(job, session.trees, 1).loss
-        parallel.clip_gradients(job.trained, job.clip_grad_norm)
+        optim.clip(job.optimizer, job.clip_grad_norm)
         length = parallel.clip_gradients(job.trained, None)
         slopes = {
             name: local(p.grad).clone()
