@@ -4,7 +4,7 @@ A key twice in one object would lose a value, NaN and Infinity are not JSON, and
 json.JSONDecodeError where there is a position, else NotJson; both are ValueErrors. Nesting deeper than the
 interpreter's stack is NotJson too.
 
-Imports nothing of ours. Imported by ``sources.py`` and ``formats.py``.
+Imports nothing of ours. Imported by ``sources.py``, ``formats.py`` and ``tool_calls.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_json_list(text: str) -> Iterator[Any]:
             if text[at : at + 1] != ",":
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
             at = _space(text, at + 1)
-        item, at = _item(text, at)
+        item, at = read_item(text, at)
         yield item
         at, is_first = _space(text, at), False
     end = _space(text, at + 1)
@@ -51,7 +51,8 @@ def read_json_list(text: str) -> Iterator[Any]:
         raise json.JSONDecodeError("Extra data", text, end)
 
 
-def _item(text: str, at: int) -> tuple[Any, int]:
+def read_item(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins at ``at``, and where it ends."""
     try:
         return _DECODER.raw_decode(text, at)
     except RecursionError:

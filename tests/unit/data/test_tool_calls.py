@@ -1,0 +1,158 @@
+"""Calls in the template's own format: derived by rendering, proven by reading back; what cannot be read says so."""
+
+from __future__ import annotations
+
+import pytest
+from tests.tokenizers import TEMPLATES, tiny_tokenizer
+
+from taut.data.call_format import TOOLS, derive_call_format
+from taut.data.template import Template
+from taut.data.tool_calls import CallFormat, ToolCall
+from taut.errors import RenderError
+
+TURN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA31 = TURN.replace(
+    "CALL", '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+).replace(
+    "{% for c in",
+    "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}{% for c in",
+)
+MISTRAL3 = TURN.replace(
+    "CALL",
+    '{{ "[TOOL_CALLS] [" if loop.first else ", " }}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, '
+    '"id": "{{ c.id }}"}{{ "]" if loop.last }}',
+)
+MISTRAL11 = TURN.replace(
+    "CALL", "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"
+)
+DEEPSEEK = TURN.replace(
+    "CALL",
+    '{{ "<calls>" if loop.first }}<call>function<sep>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```</call>'
+    '{{ "</calls>" if loop.last else "\n" }}',
+)
+TAGS = TURN.replace(
+    "CALL",
+    "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v | tojson if v is mapping else v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+)
+PYTHONIC = TURN.replace(
+    "CALL", "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v }},{% endfor %})]"
+)
+
+WRITTEN = {
+    "qwen2.5": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "qwen3": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "llama3.1": '{"name": "add", "parameters": {"a": 1}}',
+    "mistral3": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+    "mistral11": '[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1}',
+    "deepseek": '<calls><call>function<sep>add\n```json\n{"a": 1}\n```</call></calls>',
+    "tags": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+}
+OF_NAME = {
+    **TEMPLATES,
+    "llama3.1": LLAMA31,
+    "mistral3": MISTRAL3,
+    "mistral11": MISTRAL11,
+    "deepseek": DEEPSEEK,
+    "tags": TAGS,
+}
+
+
+def format_of(name: str) -> CallFormat:
+    return derive_call_format(Template(tiny_tokenizer(), OF_NAME[name]))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_is_read_in_the_templates_format(name: str) -> None:
+    _, calls = format_of(name).read(WRITTEN[name], TOOLS, first=4)
+    assert calls == [ToolCall("call00004", "add", {"a": 1})]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_that_cannot_be_read_says_why(name: str) -> None:
+    broken = (
+        WRITTEN[name].replace("1", "{")
+        if name != "tags"
+        else WRITTEN[name].replace("</function>", "")
+    )
+    _, (call,) = format_of(name).read(broken, TOOLS)
+    assert call.error
+    assert not call.name
+
+
+@pytest.mark.parametrize("name", [*WRITTEN])
+def test_text_is_no_call(name: str) -> None:
+    for text in ("The answer is 5.", 'In JSON: {"a": 5}', "", "{not a call}"):
+        assert format_of(name).read(text, TOOLS) == (text, [])
+
+
+def test_text_beside_calls_and_several_calls() -> None:
+    one, two = WRITTEN["qwen3"], WRITTEN["qwen3"].replace("add", "sub")
+    said, calls = format_of("qwen3").read(f"First I add.\n{one}\n{two}", TOOLS)
+    assert said == "First I add."
+    assert [(call.id, call.name) for call in calls] == [("call00000", "add"), ("call00001", "sub")]
+
+
+def test_a_bad_call_does_not_hide_a_good_one() -> None:
+    bad = "<tool_call>{add}</tool_call>"
+    _, calls = format_of("qwen3").read(bad + WRITTEN["qwen3"], TOOLS)
+    assert [bool(call.error) for call in calls] == [True, False]
+    _, (cut,) = format_of("qwen3").read(WRITTEN["qwen3"].removesuffix("</tool_call>"), TOOLS)
+    assert cut.error == "expected </tool_call> after the call"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"arguments": {"a": 1}}', "the call has no name"),
+        ('{"name": "add", "arguments": [1]}', "the arguments are no JSON object"),
+        ('{"name": "add", "name": "sub", "arguments": {}}', "the key 'name' is there twice"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_call(text: str, error: str) -> None:
+    _, (call,) = format_of("qwen3").read(f"<tool_call>{text}</tool_call>", TOOLS)
+    assert call.error is not None
+    assert error in call.error
+
+
+def test_tagged_values_have_the_type_of_the_schema() -> None:
+    text = (
+        "<tool_call><function=mixed><parameter=words>\n3\n</parameter>"
+        "<parameter=number>\n3\n</parameter></function></tool_call>"
+    )
+    _, (call,) = format_of("tags").read(text, TOOLS)
+    assert call.arguments == {"words": "3", "number": 3}
+    _, (wrong,) = format_of("tags").read(
+        text.replace("3\n</parameter></f", "x\n</parameter></f"), TOOLS
+    )
+    assert wrong.error == "the argument number is not of type integer"
+
+
+def test_the_models_own_id_is_kept_where_it_is_one() -> None:
+    text = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1B2c3D4e"}]'
+    _, (call,) = format_of("mistral3").read(text, TOOLS)
+    assert call.id == "a1B2c3D4e"
+
+
+def test_a_special_token_may_stand_before_a_bare_call() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    found = derive_call_format(Template(tokenizer, LLAMA31))
+    _, (call,) = found.read(f"<|python_tag|>{WRITTEN['llama3.1']}", TOOLS)
+    assert call.name == "add"
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
+def test_a_template_without_calls_is_refused(name: str) -> None:
+    with pytest.raises(RenderError, match="writes no tool calls"):
+        derive_call_format(Template(tiny_tokenizer(name), None))
+
+
+def test_a_form_that_cannot_be_read_is_refused_with_what_it_is() -> None:
+    with pytest.raises(RenderError, match=r"find_weather\(city=Paris"):
+        derive_call_format(Template(tiny_tokenizer(), PYTHONIC))
