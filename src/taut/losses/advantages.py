@@ -1,0 +1,172 @@
+"""Advantages: how much better a sample, or a token, did than was to be expected. Pure functions, no model.
+
+Of rewards r of the samples of a roll-out and their groups (the answers to one prompt, n of them, mean m, standard
+deviation s with n - 1); A is one number a sample:
+
+    group                  (r - m) / (s + 1e-4)             GRPO, arXiv 2402.03300; 1e-4 as TRL has it
+    mean                   r - m                            Dr. GRPO, arXiv 2503.20783: without the bias to groups of
+                                                            little variance
+    rloo                   r - (mean of the others') = n / (n - 1) (r - m)
+                                                            RLOO, arXiv 2402.14740: unbiased
+    reinforce_pp           whitened over the whole roll-out REINFORCE++, arXiv 2501.03262: groups are not read
+    reinforce_pp_baseline  r - m, whitened over the whole roll-out
+                                                            its baseline form
+    maxrl                  (r - m) / m; 0 where m is 0      MaxRL, arXiv 2602.02710: for rewards of 0 and 1 unbiased for
+                                                            the likelihood of success, truncated at order n
+    pass_at_k              n / C(n, k) sum over the k-subsets I with the sample of (max of I - max of I without it)
+                                                            PKPO, arXiv 2505.15201, s^(loo-1): unbiased for the expected
+                                                            best of k, which is pass@k for rewards of 0 and 1
+
+A group of one, or one whose rewards are all alike, has advantages of exactly 0: nothing is learned of it. (reinforce_pp
+compares across groups; there it is the roll-out that must differ.)
+
+``gae`` is for a critic (arXiv 1506.02438): one path's tokens, with d_t = r_t + gamma V_(t+1) - V_t,
+
+    A_t = d_t + gamma lam A_(t+1),    return_t = A_t + V_t
+
+Rewards are float64 and whole: over all ranks, before the roll-out is cut into steps.
+
+May import errors and torch only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from taut.errors import ConfigError
+
+Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(reward_S, group_S) -> advantage_S: float64 [S], int64 [S] of any numbers."""
+EPSILON = 1e-4
+
+
+def group(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """See the module docstring, as for the others."""
+    count_S, centred_S = _centred(reward_S, group_S)
+    square_S = _per_group(centred_S**2, group_S)
+    deviation_S = (square_S / (count_S - 1).clamp(min=1)).sqrt()
+    return centred_S / (deviation_S + EPSILON)
+
+
+def mean(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """r - m"""
+    return _centred(reward_S, group_S)[1]
+
+
+def rloo(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """r - mean of the others'"""
+    count_S, centred_S = _centred(reward_S, group_S)
+    return centred_S * count_S / (count_S - 1).clamp(min=1)
+
+
+def reinforce_pp(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """Whitened over the roll-out."""
+    return whiten(reward_S)
+
+
+def reinforce_pp_baseline(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """r - m, whitened over the roll-out."""
+    return whiten(mean(reward_S, group_S))
+
+
+def maxrl(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """(r - m) / m"""
+    lowest = float(reward_S.min()) if reward_S.numel() else 0.0
+    if lowest < 0:
+        raise ConfigError(
+            f"found a reward of {lowest:g} with advantage=maxrl, which divides by a group's mean; expected rewards of "
+            "at least 0; shape them so, or name another estimator"
+        )
+    count_S, centred_S = _centred(reward_S, group_S)
+    mean_S = _per_group(reward_S, group_S) / count_S
+    return torch.where(mean_S > 0, centred_S / mean_S, 0.0)
+
+
+def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
+    """By how much a sample raises the best of k; a group smaller than k is taken as its own k. k = 1 is rloo."""
+    if k == 1:
+        return rloo(reward_S, group_S)
+    advantage_S = torch.zeros_like(reward_S)
+    num_groups, index_S = _numbered(group_S)
+    for number in range(num_groups):
+        at = (index_S == number).nonzero().squeeze(1)
+        if at.numel() > 1:
+            advantage_S[at] = _raised(reward_S[at], min(k, at.numel()))
+    return advantage_S
+
+
+def _raised(reward_G: Tensor, k: int) -> Tensor:
+    """Of one group. Sorted from below, a subset without i whose best is the j-th has C(j, k - 2) others to choose; i
+    raises it by r_i - r_j where j is below i.
+    """
+    size = reward_G.numel()
+    sorted_G, order = reward_G.sort()
+    ways_G = torch.tensor([float(math.comb(j, k - 2)) for j in range(size)], dtype=reward_G.dtype)
+    above_GG = (sorted_G[:, None] - sorted_G[None, :]).clamp(min=0)
+    raised_G = above_GG @ (ways_G / math.comb(size, k)) * size
+    return torch.empty_like(reward_G).index_copy(0, order, raised_G)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "group": group,
+    "mean": mean,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "maxrl": maxrl,
+    "pass_at_k": partial(pass_at_k, k=4),
+}
+"""name -> an estimator. Every entry is held to tests/unit/losses/test_advantages."""
+
+
+def whiten(value: Tensor) -> Tensor:
+    """(x - mean) / (standard deviation + 1e-8) of all of them; 0 where they are all alike."""
+    if value.numel() < 2 or bool((value == value[0]).all()):
+        return torch.zeros_like(value)
+    return (value - value.mean()) / (value.std() + 1e-8)
+
+
+def gae(
+    reward_N: Tensor, value_N: Tensor, bootstrap: float, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """(advantage_N, return_N) of one path. ``value_N``: V of the state in which each token was chosen. ``bootstrap``: V
+    of the state after the last; 0 where the path ended, the critic's word where it was cut.
+    """
+    rewards, values = reward_N.tolist(), value_N.tolist()
+    advantages = [0.0] * len(rewards)
+    after, following = bootstrap, 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        following = rewards[t] + gamma * after - values[t] + gamma * lam * following
+        advantages[t], after = following, values[t]
+    advantage_N = torch.tensor(advantages, dtype=torch.float64)
+    return advantage_N, advantage_N + value_N
+
+
+def _numbered(group_S: Tensor) -> tuple[int, Tensor]:
+    """How many groups there are, and the groups as 0, 1, ..."""
+    groups, index_S = torch.unique(group_S, return_inverse=True)
+    return groups.numel(), index_S
+
+
+def _per_group(value_S: Tensor, group_S: Tensor) -> Tensor:
+    """The sum of each sample's group, at the sample."""
+    num_groups, index_S = _numbered(group_S)
+    total = value_S.new_zeros(num_groups).index_add(0, index_S, value_S)
+    return total.index_select(0, index_S)
+
+
+def _centred(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
+    """n and r - m, exactly 0 in groups whose rewards are all alike, which rounding would not leave so."""
+    count_S = _per_group(torch.ones_like(reward_S), group_S)
+    centred_S = reward_S - _per_group(reward_S, group_S) / count_S
+    num_groups, index_S = _numbered(group_S)
+    extreme = reward_S.new_zeros(num_groups)
+    most = extreme.scatter_reduce(0, index_S, reward_S, "amax", include_self=False)
+    least = extreme.scatter_reduce(0, index_S, reward_S, "amin", include_self=False)
+    return count_S, centred_S.masked_fill((most == least)[index_S], 0.0)
