@@ -57,10 +57,12 @@ def penalty(logp_N: Tensor, ref_logp_N: Tensor, coef: float) -> Tensor:
     return -coef * (logp_N - ref_logp_N)
 
 
-def adapted(coef: float, *, observed: float, target: float, rate: float = 0.1) -> float:
-    """The coefficient after a roll-out whose samples diverged by ``observed`` nats each (arXiv 1909.08593, 2.2):
+def adapted(coef: float, *, observed: float, target: float, horizon: float = 10.0) -> float:
+    """The coefficient after a roll-out that diverged by ``observed`` nats (arXiv 1909.08593, 2.2):
 
-    coef * (1 + rate * e),  e = observed / target - 1, held between -0.2 and 0.2
+        coef * (1 + e / horizon),    e = observed / target - 1, held between -0.2 and 0.2
+
+    Ten roll-outs that are far off change it by a fifth.
     """
     error = min(max(observed / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + rate * error)
+    return coef * (1.0 + error / horizon)
