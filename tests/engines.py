@@ -20,6 +20,7 @@ class FakeEngine:
     say: Say
     finish: Callable[[str], FinishReason] = lambda text: "stop"
     asked: list[Prompt] = field(default_factory=list)
+    version: int = 0
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
@@ -33,10 +34,13 @@ class FakeEngine:
                 on_done(completion)
         return completions
 
+    def update(self, version: int) -> None:
+        self.version = version
+
     def _completion(self, prompt: Prompt, index: int) -> Completion:
         text = self.say(prompt.id, index)
         ids_N = np.arange(1, len(text.split()) + 2)
         zeros = np.zeros(ids_N.size)
         reason = self.finish(text)
         error = "the server went away" if reason == "error" else None
-        return Completion(prompt.id, index, ids_N, zeros, zeros, reason, text, error)
+        return Completion(prompt.id, index, ids_N, zeros, zeros, reason, text, error, self.version)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import os
 import random
 import ssl
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import anyio
@@ -38,6 +39,9 @@ BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Statuses that another attempt may change."""
 SHOWN = 300
 """Characters of a server's own message that are repeated."""
+
+Read: TypeAlias = Callable[[str, httpx2.Response], Any]
+"""What is made of a place's answer."""
 
 
 class Endpoint:
@@ -69,34 +73,35 @@ class Endpoint:
 
     def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
         """The answer to a POST of ``body``, or to a GET without one, to be."""
-        return self._portal.start_task_soon(self._ask, path, body)
+        return self._portal.start_task_soon(self._ask, path, body, self._json)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The same, waited for."""
-        future = self.start(path, body)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
+        return _awaited(self.start(path, body))
+
+    def tell(self, path: str, body: dict[str, Any]) -> None:
+        """POST what needs no answer but that it was done."""
+        _awaited(self._portal.start_task_soon(self._ask, path, body, self._nothing))
 
     def _cancel(self) -> None:
         for scope in self._under_way:
             scope.cancel()
 
-    async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any] | None, read: Read) -> Any:
         with anyio.CancelScope() as scope:
             self._under_way.add(scope)
             try:
-                return await self._persist(path, body)
+                place = f"{self.url}/{path}"
+                return read(place, await self._persist(place, body))
             finally:
                 self._under_way.discard(scope)
 
-    async def _persist(self, path: str, body: dict[str, Any] | None) -> Any:
-        place = f"{self.url}/{path}"
+    async def _persist(self, place: str, body: dict[str, Any] | None) -> httpx2.Response:
+        """The answer, once there is one that another attempt would not change."""
         for attempt in range(self.retries + 1):
             answer = await self._send(place, body)
             if isinstance(answer, httpx2.Response) and answer.status_code not in BUSY:
-                return self._read(place, answer)
+                return answer
             found, asked = self._trouble(answer)
             pause = max(asked, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
             if asked > LONGEST_WAIT or attempt == self.retries:
@@ -126,16 +131,21 @@ class Endpoint:
         found = f"HTTP {answer.status_code} ({self._message(answer)})"
         return found, _retry_after(answer.headers.get("retry-after"))
 
-    def _read(self, place: str, answer: httpx2.Response) -> Any:
+    def _json(self, place: str, answer: httpx2.Response) -> Any:
+        self._nothing(place, answer)
+        try:
+            return answer.json()
+        except ValueError:
+            raise EngineError(
+                f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set url to an "
+                "OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
+            ) from None
+
+    def _nothing(self, place: str, answer: httpx2.Response) -> None:
+        """Raise for an answer that is a refusal."""
         status = answer.status_code
         if answer.is_success:
-            try:
-                return answer.json()
-            except ValueError:
-                raise EngineError(
-                    f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set url to an "
-                    "OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
-                ) from None
+            return
         found = f"server: HTTP {status} from {place}: {self._message(answer)}"
         if status in (401, 403):
             raise EngineError(
@@ -164,6 +174,13 @@ class Endpoint:
 
     def _safe(self, text: str) -> str:
         return text.replace(self._secret, "***") if self._secret else text
+
+
+def _awaited(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    finally:
+        future.cancel()
 
 
 @cache

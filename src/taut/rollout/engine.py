@@ -1,6 +1,7 @@
 """What every engine takes and gives.
 
     engine.generate(prompts, sampling) -> completions
+    engine.update(version)                                 from now on with the weights after that step
 
 The policy a token is drawn from is, in this order (the library's): the repetition penalty (arXiv:1909.05858) over the
 ids of prompt and completion, temperature, top-k, top-p (arXiv:1904.09751), min-p (arXiv:2407.01082); then renormalised.
@@ -88,6 +89,12 @@ class Engine(Protocol):
         ``on_done`` is called with each completion as soon as it is finished, so that what is done is not lost when
         a later one fails. Raises DataError for an empty prompt, one that repeats another's id, or one that leaves no
         room in the model's context.
+        """
+
+    def update(self, version: int) -> None:
+        """From now on the weights are those after step ``version``, and completions carry it.
+
+        Every rank calls it, when nothing is being generated. Raises EngineError where the weights did not arrive.
         """
 
 

@@ -132,6 +132,7 @@ class LocalEngine:
         self.scorer, self.context, self.config = scorer, context, config
         self.stop_ids = frozenset(stop_ids)
         self.texts = Texts(tokenizer, stop_ids)
+        self.version = 0
         self._compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
 
     def generate(
@@ -153,6 +154,10 @@ class LocalEngine:
         every = [completion for some in self._ranks.gather(done) for completion in some]
         order = {prompt.id: number for number, prompt in enumerate(prompts)}
         return sorted(every, key=lambda c: (order[c.prompt_id], c.index))
+
+    def update(self, version: int) -> None:
+        """Note the step; the weights are the trainer's own."""
+        self.version = version
 
     def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
         """The ids of one completion as they are sampled, the one that ends it included."""
@@ -305,6 +310,7 @@ class LocalEngine:
             logp_one_N=np.asarray(row.logp_one),
             finish_reason=row.finish,
             text=self.texts.text(row.ids, sampling.stop),
+            version=self.version,
         )
 
 

@@ -17,7 +17,9 @@ the model's own is what it is at temperature 1. Filled is what follows from that
     unknown      the value if plain, 0 if greedy        the value if plain
     none         0 if greedy                            never
 
-Updates no weights. May import what rollout may; ``open.py`` opens it.
+``follow`` makes the server's weights those of a model in training, after each ``update`` (``sync.py``).
+
+May import what rollout may; ``open.py`` opens it.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from itertools import islice
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import configclass
 from taut.errors import ConfigError, EngineError, RequestRefused
+from taut.parallel import Ranks
 from taut.rollout.answer import (
     ABOVE_ZERO,
     Answer,
-    Card,
     LogProbs,
-    Models,
     Rendered,
     checked,
     no_ids,
@@ -47,6 +49,8 @@ from taut.rollout.answer import (
 )
 from taut.rollout.endpoint import Endpoint
 from taut.rollout.engine import OnDone, Sampling, require_usable, room, stream_seed
+from taut.rollout.served import Asked, served_card
+from taut.rollout.sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
 from taut.rollout.text import Texts
 from taut.types import Completion, FinishReason, FloatArray, Prompt
 
@@ -59,11 +63,7 @@ DOUBT = -0.1
 SAME = 0.02
 """Two log-probs of one token as close as this are the same, 16-bit rounding included."""
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""A server's log-prob further than this (nats) from taut's own in float32 is another model's, by the server's dtype.
-Measured with vLLM 0.32 on a CPU, SmolLM2-135M-Instruct: 4.7e-5 and 0.33 at most (greedy: 0.17; docs/serving.md);
-kernels differ elsewhere."""
-
+Outcome: TypeAlias = tuple[dict[tuple[str, int], Completion], EngineError | None]
 Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
 
@@ -83,6 +83,7 @@ class ServerConfig:
     """Seconds before it is sent again for the first time; they double each time."""
     concurrency: Annotated[int, Field(ge=1)] = 32
     """Requests under way at a time."""
+    sync: SyncConfig = SyncConfig()
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class ServerEngine:
     served_context: int | None
     """What the server allows, where it says so."""
     sends_stops: bool = True
+    sync: Sync | None = None
+    """Where its weights follow those in training."""
+    ranks: Ranks | None = None
+    """Who generates together, each its share."""
 
     @classmethod
     def open(
@@ -111,15 +116,9 @@ class ServerEngine:
         context: int | None,
     ) -> ServerEngine:
         """The engine at ``url`` for the model that tokenizer, stop set and context are those of."""
-        endpoint = Endpoint(
-            url,
-            key=config.key,
-            timeout=config.timeout,
-            retries=config.retries,
-            backoff=config.backoff,
-        )
+        endpoint = _endpoint(url, config, config.timeout, config.retries)
         try:
-            card = _served(endpoint, config.name)
+            card = served_card(endpoint, config.name)
             texts = Texts(tokenizer, stop_ids)
             engine = cls(endpoint, texts, config, card.id, "none", context, card.max_model_len)
             return replace(engine, kind=engine._probe())
@@ -128,7 +127,40 @@ class ServerEngine:
             raise
 
     def close(self) -> None:
+        if self.sync is not None:
+            self.sync.close()
         self.endpoint.close()
+
+    def follow(self, trained: Trained) -> ServerEngine:
+        """The same endpoint, whose weights become those of a model in training at each ``update``.
+
+        The first one is to come before anything is generated. Raises EngineError for a server that takes no weights.
+        """
+        root = self.endpoint.url.removesuffix("/v1")
+        asked = Asked(
+            self.endpoint, _endpoint(root, self.config, self.config.sync.timeout, 1), self.name
+        )
+        ids = self.texts.tokenizer(PROBE, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
+        room = None if self.context is None else self.context - 1
+        try:
+            sync = Sync(asked, trained, self.config.sync, np.asarray(ids[:room], dtype=np.int64))
+        except BaseException:
+            asked.root.close()
+            raise
+        return replace(self, sync=sync, ranks=trained.ranks)
+
+    def alone(self) -> ServerEngine:
+        """The same for a thread beside the one that trains: this process generates everything, without the others."""
+        return replace(self, ranks=None)
+
+    def update(self, version: int) -> None:
+        """Push the weights in training and prove that they arrived (``sync.proof``)."""
+        if self.sync is None:
+            raise EngineError(
+                f"server: {self.endpoint.url} keeps the weights it was started with; expected one that follows a "
+                f"training; {how_to_start(self.name)}"
+            )
+        self.sync.push(version)
 
     @property
     def context(self) -> int | None:
@@ -164,8 +196,38 @@ class ServerEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
     ) -> list[Completion]:
-        """See ``Engine``. Raises EngineError when the endpoint fails, once ``on_done`` has had all that is done."""
+        """See ``Engine``. Raises EngineError when the endpoint fails, once ``on_done`` has had all that is done.
+
+        Where the weights follow a training under several ranks, prompts are dealt out and the list is whole on all;
+        ``on_done`` hears of this rank's only.
+        """
         self._require_possible(prompts, sampling)
+        if self.sync is None:
+            done, failure = self._generate(prompts, sampling, on_done)
+        else:
+            done, failure = self._generate_together(self.sync, prompts, sampling, on_done)
+        if failure is not None:
+            raise failure
+        return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
+
+    def _generate_together(
+        self, sync: Sync, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
+    ) -> Outcome:
+        """This rank's share, then everybody's; of weights that are known before and after."""
+        ranks = self.ranks or Ranks(0, 1, torch.device("cpu"))
+        sync.hold(ranks)
+        outcomes = ranks.gather(
+            self._generate(prompts[ranks.rank :: ranks.size], sampling, on_done)
+        )
+        failure = next((failure for _, failure in outcomes if failure is not None), None)
+        if failure is None:
+            sync.require_kept(ranks)
+        return {key: one for done, _ in outcomes for key, one in done.items()}, failure
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
+    ) -> Outcome:
+        """The completions by prompt and index, and the failure that left some out."""
         jobs = iter([(prompt, index) for prompt in prompts for index in range(sampling.n)])
         under_way: dict[Future[Any], tuple[Prompt, int]] = {}
         done: dict[tuple[str, int], Completion] = {}
@@ -191,9 +253,7 @@ class ServerEngine:
         finally:
             for future in under_way:
                 future.cancel()
-        if failure is not None:
-            raise failure
-        return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
+        return done, failure
 
     def _require_possible(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Refuse what the server would do otherwise than asked, without a word."""
@@ -217,7 +277,7 @@ class ServerEngine:
     ) -> dict[str, Any]:
         """A request. Everything is set: what is not would come from the server's own defaults."""
         body = {
-            "model": self.name,
+            "model": self.name if self.sync is None else self.sync.name,
             "prompt": prompt.ids_T.tolist(),
             "max_tokens": room(prompt, sampling, self.model_context),
             "temperature": sampling.temperature,
@@ -251,7 +311,8 @@ class ServerEngine:
         logp, logp_one = self._log_probs(values, len(ids), sampling)
         text = self.texts.text(ids, sampling.stop)
         ids_N = np.asarray(ids, dtype=np.int64)
-        return Completion(prompt.id, index, ids_N, logp, logp_one, reason, text, error)
+        done = Completion(prompt.id, index, ids_N, logp, logp_one, reason, text, error)
+        return done if self.sync is None else replace(done, version=self.sync.version)
 
     def _ending(
         self, said: str | None, ids: list[int], prompt: Prompt, sampling: Sampling
@@ -322,20 +383,5 @@ class ServerEngine:
         return choice.logprobs
 
 
-def _served(endpoint: Endpoint, name: str | None) -> Card:
-    """The model to be asked."""
-    cards = parsed(Models, endpoint.ask("models")).data
-    names = ", ".join(card.id for card in cards) or "none"
-    if name is None and len(cards) == 1:
-        return cards[0]
-    for card in cards:
-        if card.id == name:
-            return card
-    if name is None:
-        raise EngineError(
-            f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
-            "set server.name"
-        )
-    raise EngineError(
-        f"server: {endpoint.url} serves {names}; expected server.name={name}; set it to a name that is served"
-    )
+def _endpoint(url: str, config: ServerConfig, timeout: float, retries: int) -> Endpoint:
+    return Endpoint(url, key=config.key, timeout=timeout, retries=retries, backoff=config.backoff)

@@ -1,0 +1,362 @@
+"""A server's weights follow those in training: pushed after an update, and proven to have arrived.
+
+    mode      what goes over                                      how vLLM takes it
+    full      every weight, adapters merged, in its dtype         files in a folder; POST /collective_rpc to taut's
+                                                                  worker extension; the prefix cache is emptied
+    adapter   the adapter alone, in peft's format                 POST /v1/load_lora_adapter under a name per version,
+                                                                  which requests then name; the last one is unloaded
+
+A push is proven twice. Checksums (full): each parameter's as the server's process has it equals that of the tensors
+sent, bit for bit. Log-probs (both): what the server says of a fixed text equals the training model's own log-probs to
+within rounding. What is not so is an EngineError that says what was found; so no completion is ever of unknown weights.
+
+Before each round of generation the server is asked which process it is and what it holds. One that was started again
+has lost what it was given: it gets the same files once more. One that is started again meanwhile ends the run.
+
+Deliberately not here: transfers between GPUs (NCCL), a server that shards a layer's input on CPU kernels, more than one
+server. May import what rollout may; ``server.py`` imports it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from taut import parallel
+from taut.config import configclass
+from taut.data.pack import pack
+from taut.errors import EngineError, TautError
+from taut.models.lora import is_adapted, save_adapter
+from taut.models.save import make_readable
+from taut.models.score import Scorer
+from taut.parallel import Ranks
+from taut.rollout import worker
+from taut.rollout.answer import TOLERANCE
+from taut.rollout.parcel import Folder, checkpoint_tensors, require_arrived, write
+from taut.rollout.served import Asked, Report
+from taut.types import FloatArray, IntArray, Sample
+
+PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
+"""The text whose log-probs server and model must agree on."""
+PROBE_TOKENS = 32
+
+T = TypeVar("T")
+Mode = Literal["full", "adapter"]
+
+
+@configclass
+class SyncConfig:
+    """How a server's weights follow those in training."""
+
+    mode: Literal["auto", "full", "adapter"] = "auto"
+    """What is pushed. full: every weight, adapters merged. adapter: only the LoRA adapter. auto: the adapter where one
+    is trained and the server can load it, else every weight."""
+    folder: str | None = None
+    """A folder with room for the weights that this process and the server both see; by default one in /dev/shm."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds a server may take to load them."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What showed that a push arrived."""
+
+    version: int
+    mode: Mode
+    num_bytes: int
+    seconds: float
+    num_equal: int
+    """Tensors of which the server showed the same checksum."""
+    unread: tuple[str, ...]
+    """Tensors of which it could show none: their proof is the log-probs alone."""
+    largest_error: float
+    """Nats between the server's log-probs of the probe and the training model's own, at most."""
+    largest_change: float
+    """Nats by which the push changed the server's log-probs of the probe, at most."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model in training, as far as its weights and log-probs go. Every rank asks it together."""
+
+    scorer: Scorer
+    ranks: Ranks
+    dtype: torch.dtype
+    """What it computes in."""
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def state(self) -> dict[str, torch.Tensor] | None:
+        """Every tensor under the model's own names; None but on the writer."""
+        return parallel.whole_state_dict(self.scorer.model, self.ranks)
+
+    def log_probs(self, ids_T: IntArray) -> FloatArray:
+        """Of every id but the first."""
+        at_N = np.arange(1, ids_T.size)
+        packed = pack([Sample("probe", ids_T, at_N, np.ones(at_N.size))])
+        was_training = self.scorer.training
+        self.scorer.eval()
+        try:
+            with torch.no_grad(), self.compute():
+                logp_N = self.scorer(packed.to(self.scorer.device)).logp_N
+        finally:
+            self.scorer.train(was_training)
+        found: FloatArray = logp_N.double().cpu().numpy()
+        return found
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What the server was given last. The writer's alone."""
+
+    version: int
+    name: str
+    """What requests name for it."""
+    folder: Path
+    dtype: str
+    said_N: FloatArray
+    """What the server said of the probe afterwards."""
+    starts: list[str]
+    checksums: list[list[Report]]
+
+
+class Sync:
+    """Pushes to one server, and remembers what was pushed. Every rank has one and calls it together with the others;
+    the writer's alone talks to the server. ``close`` removes the files.
+    """
+
+    def __init__(
+        self, asked: Asked, trained: Trained, config: SyncConfig, probe_T: IntArray
+    ) -> None:
+        """Raises EngineError for a server that takes no weights, and says how to start one that does."""
+        self.asked, self.trained, self.config, self.probe_T = asked, trained, config, probe_T
+        self.name = asked.base
+        """What requests are to name."""
+        self.proof: Proof | None = None
+        """Of the last push."""
+        self.restarts = 0
+        """How often the server had lost what it was given, and got it again."""
+        self.mode: Mode = _together(trained.ranks, self._choose)
+        self._folder = Folder(config.folder) if trained.ranks.is_writer else None
+        self._count = 0
+        self._sent: _Sent | None = None
+
+    def close(self) -> None:
+        self.asked.root.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    @property
+    def version(self) -> int:
+        """The step after which the server's weights are; 0 before the first push."""
+        return 0 if self.proof is None else self.proof.version
+
+    def push(self, version: int) -> Proof:
+        """Make the server's weights those in training, and prove it. Raises EngineError where they did not arrive."""
+        state, expected_N = self.trained.state(), self.trained.log_probs(self.probe_T)
+        self._count += 1
+        try:
+            proof, self.name = _together(
+                self.trained.ranks, lambda: self._push(version, state or {}, expected_N)
+            )
+        except EngineError as error:
+            raise EngineError(f"weights after step {version}: {error}") from None
+        self.proof = proof
+        return proof
+
+    def hold(self, ranks: Ranks) -> None:
+        """Before ``ranks`` generate: the server must have what was pushed. Started again, it gets it once more."""
+        self.restarts += _together(ranks, self._hold)
+
+    def require_kept(self, ranks: Ranks) -> None:
+        """After that: it must be the same process with the same weights still."""
+        _together(ranks, self._require_kept)
+
+    def _choose(self) -> Mode:
+        asked, wanted, model = self.asked, self.config.mode, self.trained.scorer.model
+        obstacle = adapter_obstacle(model)
+        if wanted == "adapter" and obstacle is not None:
+            raise EngineError(
+                f"server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set server.sync.mode=full"
+            )
+        if wanted != "full" and obstacle is None and asked.takes_adapters():
+            return "adapter"
+        if wanted != "adapter" and asked.takes_weights():
+            return "full"
+        needs = "adapters" if wanted == "adapter" else "weights"
+        raise EngineError(
+            f"server: {asked.openai.url} takes no {needs} while it runs; expected vLLM with taut's worker extension, "
+            f"or for a LoRA adapter with runtime loading; {how_to_start(asked.base)}"
+        )
+
+    def _push(
+        self, version: int, state: Mapping[str, Tensor], expected_N: FloatArray
+    ) -> tuple[Proof, str]:
+        assert self._folder is not None
+        began = time.monotonic()
+        last, asked = self._sent, self.asked
+        before_N = asked.log_probs(asked.base, self.probe_T) if last is None else last.said_N
+        folder = self._folder.new(f"{version}-{self._count}")
+        if self.mode == "full":
+            sent, num_bytes, arrived = self._push_full(version, state, folder)
+        else:
+            sent, num_bytes, arrived = self._push_adapter(version, state, folder), 0, (0, [])
+            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        said_N = asked.log_probs(sent.name, self.probe_T)
+        self._require_same(said_N, expected_N, before_N, sent.dtype)
+        self._sent = replace(sent, said_N=said_N)
+        self._folder.keep_only(folder)
+        proof = Proof(
+            version=version,
+            mode=self.mode,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - began,
+            num_equal=arrived[0],
+            unread=tuple(arrived[1]),
+            largest_error=float(np.abs(said_N - expected_N).max()),
+            largest_change=float(np.abs(said_N - before_N).max()),
+        )
+        return proof, sent.name
+
+    def _push_full(
+        self, version: int, state: Mapping[str, Tensor], folder: Path
+    ) -> tuple[_Sent, int, tuple[int, list[str]]]:
+        held = self.asked.held()
+        dtype = getattr(torch, held[0].dtype)
+        tensors = checkpoint_tensors(self.trained.scorer.model, state)
+        num_bytes = write(tensors, dtype, folder)
+        checksums = self._load(version, folder)
+        arrived = require_arrived(tensors, dtype, checksums)
+        starts = [one.start for one in held]
+        sent = _Sent(
+            version, self.asked.base, folder, held[0].dtype, np.empty(0), starts, checksums
+        )
+        return sent, num_bytes, arrived
+
+    def _load(self, version: int, folder: Path) -> list[list[Report]]:
+        """Have the server load files and forget what it computed with the old; the checksums of what it then has."""
+        self.asked.load(folder, version)
+        self.asked.empty_prefix_cache()
+        return self.asked.checksums(folder)
+
+    def _push_adapter(self, version: int, state: Mapping[str, Tensor], folder: Path) -> _Sent:
+        """Under a name and a path of its own, so that nothing kept of another version is taken for it."""
+        save_adapter(self.trained.scorer.model, folder, dict(state))
+        make_readable(folder)
+        name = f"{self.asked.base}-taut-{folder.name}"
+        self.asked.load_adapter(name, folder)
+        if self._sent is not None and self.asked.serves(self._sent.name):
+            self.asked.unload_adapter(self._sent.name)
+        return _Sent(version, name, folder, "unknown", np.empty(0), [], [])
+
+    def _require_same(
+        self, said_N: FloatArray, wanted_N: FloatArray, before_N: FloatArray | None, dtype: str
+    ) -> None:
+        """The server's log-probs of the probe must be those of the model in training."""
+        trained = str(self.trained.dtype).removeprefix("torch.")
+        limit = max(_tolerance(dtype), _tolerance(trained))
+        far = np.abs(said_N - wanted_N)
+        at = int(far.argmax())
+        if far[at] <= limit:
+            return
+        kept = before_N is not None and np.abs(said_N - before_N).max() == 0
+        what = "as before the push: it keeps the old weights" if kept else "of another model"
+        raise EngineError(
+            f"server: log-prob {said_N[at]:.4f} for id {self.probe_T[at + 1]} of the probe, {what}; expected "
+            f"{wanted_N[at]:.4f} by the model in training (to within {limit:g}); serve the model that is trained, and "
+            "let nobody else push to it"
+        )
+
+    def _hold(self) -> int:
+        sent = self._sent
+        if sent is None or self._has(sent):
+            return 0
+        if self.mode == "adapter":
+            self.asked.load_adapter(sent.name, sent.folder)
+        else:
+            starts = [one.start for one in self.asked.held()]
+            checksums = self._load(sent.version, sent.folder)
+            if checksums != sent.checksums:
+                raise EngineError(
+                    "server: started again, it shows other checksums for the same weights; expected the same model in "
+                    f"the same dtype ({sent.dtype}); start it as before"
+                )
+            self._sent = replace(sent, starts=starts)
+        said_N = self.asked.log_probs(sent.name, self.probe_T)
+        self._require_same(said_N, sent.said_N, None, sent.dtype)
+        return 1
+
+    def _require_kept(self) -> None:
+        if self._sent is not None and not self._has(self._sent):
+            raise EngineError(
+                "server: it was started again while it answered, and lost the weights it was given; its answers may be "
+                "of others and are not used; run the same command again with resume=true"
+            )
+
+    def _has(self, sent: _Sent) -> bool:
+        """Whether the server has it still; False after a restart."""
+        if self.mode == "adapter":
+            return self.asked.serves(sent.name)
+        held = self.asked.held()
+        if [one.start for one in held] != sent.starts:
+            return False
+        for one in held:
+            if one.version != sent.version:
+                raise EngineError(
+                    f"server: it holds weights of version {one.version}; expected those of {sent.version}, which were "
+                    "pushed to it; let nobody else push to it"
+                )
+        return True
+
+
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What ``work`` gives on the writer, or raises there, on every rank."""
+    outcome: T | TautError | None = None
+    if ranks.is_writer:
+        try:
+            outcome = work()
+        except TautError as error:
+            outcome = error
+    said = ranks.gather(outcome)[0]
+    if isinstance(said, TautError):
+        raise said
+    result: T = said
+    return result
+
+
+def how_to_start(name: str) -> str:
+    """The command line of a server that takes weights."""
+    place = Path(worker.__file__).parent
+    return (
+        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={place} vllm serve DIR --served-model-name {name} "
+        "--worker-extension-cls taut_worker.TautWorker --logprobs-mode processed_logprobs; for adapters alone "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve DIR --enable-lora --max-lora-rank RANK (docs/weights.md)"
+    )
+
+
+def adapter_obstacle(model: nn.Module) -> str | None:
+    """Why what is trained cannot go to vLLM as an adapter; None where it can."""
+    if not is_adapted(model):
+        return "the model itself is trained"
+    (settings,) = model.peft_config.values()  # type: ignore[operator]
+    for name, what in (
+        ("use_dora", "DoRA"),
+        ("modules_to_save", "modules trained whole beside it (lora.modules_to_save)"),
+        ("trainable_token_indices", "rows of the embedding trained beside it (lora.train_rows)"),
+    ):
+        if getattr(settings, name, None):
+            return f"vLLM loads no adapter with {what}"
+    return None
+
+
+def _tolerance(dtype: str) -> float:
+    narrow = TOLERANCE["bfloat16"]
+    return TOLERANCE["float32"] if dtype in ("float32", "float64") else narrow

@@ -1,0 +1,155 @@
+"""What taut adds to vLLM's worker: load weights from a folder, and say by checksums which ones it has.
+
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=(this folder) vllm serve DIR --worker-extension-cls taut_worker.TautWorker
+
+vLLM mixes the class into its worker, and POST /collective_rpc calls its methods. The file runs in vLLM's environment:
+it imports the standard library and torch, and inside functions safetensors. The folder on the PYTHONPATH holds nothing
+else, so that no package of taut's environment takes the place of one of vLLM's.
+
+The checksum of a tensor is the sum of a 64-bit mix of each element's bits, modulo 2**64. It is exact, does not depend
+on order or shape, and adds up: that of a fused matrix (q, k and v in one) is the sum of its parts', that of a sharded
+one the sum of its shards', and zeros that fill a vocabulary up add nothing. Where two weights are exchanged it stays
+the same; what the model says of a probe does not.
+
+Some kernels keep a weight in a layout of their own and leave nothing to read (vLLM on a CPU). Then some of its columns
+are read through that kernel: it is given rows of zeros with a single 1, which give back columns without rounding.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+START = uuid.uuid4().hex
+"""Tells this process from the one that a restart puts in its place."""
+NUM_COLUMNS = 16
+"""Columns of a weight that are read through its kernel."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = {"cpu": 2**15, "cuda": 2**22}
+_ONE, _TWO = -7046029254386353131, -4658895280553007687
+
+
+class TautWorker:
+    """Mixed into vLLM's worker, whose ``model_runner`` and ``reload_weights`` it uses."""
+
+    taut_version = -1
+    """Of the weights that were loaded last; -1: those the server started with."""
+
+    def taut_held(self) -> dict[str, Any]:
+        """Which process this is, and what it has."""
+        dtype = str(_worker(self).model_runner.model_config.dtype).removeprefix("torch.")
+        return {"start": START, "version": self.taut_version, "dtype": dtype}
+
+    def taut_load(self, folder: str, version: int) -> dict[str, Any]:
+        """Put the weights of a folder's files, named as in the checkpoint, in the place of those the model has."""
+        files = sorted(Path(folder).glob("*.safetensors"))
+        try:
+            for file in files:
+                file.open("rb").close()
+        except OSError as error:
+            return {"error": f"cannot read {file}: {error.strerror}"}
+        if not files:
+            return {"error": f"sees no file in {folder}"}
+        _worker(self).reload_weights(weights_iterator=_tensors(files))
+        self.taut_version = version
+        return {}
+
+    def taut_checksums(self, folder: str) -> list[dict[str, Any]]:
+        """Of every parameter: its name, the folder's tensors it is made of, and the checksum of what can be read."""
+        model = _worker(self).model_runner.get_model()
+        dtype = _worker(self).model_runner.model_config.dtype
+        parts = _parts(model, _names(folder))
+        found = []
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                read, at = _read(model, name, parameter, dtype)
+                own = name.replace(".base_layer.", ".")
+                total = None if read is None else f"{checksum(read.to(dtype)):016x}"
+                made_of = parts.get(own, [])
+                found.append({"name": own, "parts": made_of, "columns": at, "checksum": total})
+        return found
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum over elements of a mix of their bits, modulo 2**64."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in torch.split(bits, _CHUNK.get(tensor.device.type, 2**20)):
+        mixed = chunk.to(torch.int64, copy=True)
+        mixed.mul_(_ONE)
+        mixed.bitwise_xor_(mixed >> 32)
+        mixed.mul_(_TWO)
+        mixed.bitwise_xor_(mixed >> 29)
+        total += mixed.sum()
+    return int(total) % 2**64
+
+
+def columns(width: int) -> list[int]:
+    """Which columns of a weight are read through its kernel."""
+    count = min(NUM_COLUMNS, width)
+    return [at * width // count for at in range(count)]
+
+
+def _worker(extension: object) -> Any:
+    """The worker this class is mixed into, whose type is not to be had here."""
+    return extension
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(str(file), "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, weights.get_tensor(name)
+
+
+def _names(folder: str) -> list[str]:
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(file), "pt") as weights:
+            names += weights.keys()
+    return names
+
+
+def _parts(model: Any, names: list[str]) -> dict[str, list[str]]:
+    """The checkpoint's tensors that each of the model's parameters is made of, by vLLM's own tables."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    fused = {
+        part: whole
+        for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
+        for part in parts
+        if part != whole
+    }
+    own = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        mapped = name if mapper is None else (mapper.map_name(name) or name)
+        if mapped not in own:
+            mapped = ".".join(fused.get(word, word) for word in mapped.split("."))
+        if mapped in own:
+            found.setdefault(mapped, []).append(name)
+    return found
+
+
+def _read(
+    model: Any, name: str, parameter: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, list[int] | None]:
+    """A parameter's elements, or those columns of it that its layer's kernel gives back, and which."""
+    if parameter.numel():
+        return parameter, None
+    layer = model.get_submodule(name.rpartition(".")[0])
+    width = getattr(layer, "input_size_per_partition", None)
+    if width is None or width != getattr(layer, "input_size", None):
+        return None, None
+    at = columns(width)
+    rows = torch.zeros(len(at), width, dtype=dtype)
+    rows[range(len(at)), at] = 1
+    return layer.quant_method.apply(layer, rows, None), at
