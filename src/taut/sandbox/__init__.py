@@ -1,0 +1,64 @@
+"""A sandbox for Python programs that a model wrote. Nothing it wrote is ever executed outside of one.
+
+    with_one = shared()                                    # proven to hold before it is given out
+    with_one.run(program, [Trial(stdin="1 2")], Limits())  # -> [Ran(stdout, stderr, outcome, seconds, value)]
+    run_python("print(1 + 1)").stdout                      # the Python tool
+
+A program has no network and no socket, sees no file but Python's own library and a scratch folder of limited size, none
+of our environment and no other process, and has bounds on processor time, time, memory, processes, files and output.
+When ``run`` returns, every process it started is dead; they die with us, too. What the program does wrong is its
+``outcome``; SandboxError is raised for what we do wrong. Python only.
+
+``mechanism`` says how programs are held and refuses where they cannot be; ``docs/sandbox.md`` has the limits' reasons.
+
+Imports errors and config. Rewards and tools import it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from taut.sandbox.box import Mechanism, MechanismName, Sandbox
+from taut.sandbox.limits import Limits, Outcome, Ran, Trial
+from taut.sandbox.mechanism import choose, open_sandbox
+
+__all__ = [
+    "Limits",
+    "Mechanism",
+    "MechanismName",
+    "Outcome",
+    "Ran",
+    "Sandbox",
+    "Trial",
+    "choose",
+    "close_shared",
+    "open_sandbox",
+    "run_python",
+    "shared",
+]
+
+_SHARED: dict[tuple[MechanismName | None, tuple[str, ...]], Sandbox] = {}
+_LOCK = threading.Lock()
+
+
+def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) -> Sandbox:
+    """The sandbox of this process, opened when it is first asked for."""
+    with _LOCK:
+        if (wanted, packages) not in _SHARED:
+            _SHARED[wanted, packages] = open_sandbox(wanted, packages)
+        return _SHARED[wanted, packages]
+
+
+def close_shared() -> None:
+    """Close what ``shared`` opened; the next who asks opens it again."""
+    with _LOCK:
+        opened = list(_SHARED.values())
+        _SHARED.clear()
+    for sandbox in opened:
+        sandbox.close()
+
+
+def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+    """Run a program in the shared sandbox: the executor of the Python tool."""
+    (ran,) = shared().run(code, [Trial(stdin=stdin)], limits)
+    return ran

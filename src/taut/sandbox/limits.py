@@ -1,0 +1,73 @@
+"""What a program may use, and what is said of it afterwards.
+
+Imports config only. Anyone may import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from taut.config import configclass, fields_of
+
+_Positive = Annotated[int, Field(gt=0)]
+_Seconds = Annotated[float, Field(gt=0)]
+
+Outcome = Literal["ok", "error", "time", "cpu", "memory", "output", "crash", "not_run"]
+"""ok: it ended by itself, in order (a call or a check: its end was reached). error: an exception, another exit code
+than 0, or an exit before the check. time, cpu, memory, output: what ran out. crash: a signal ended it. not_run: the
+whole program's time was up, or a test before it failed where that is enough."""
+
+
+@configclass
+class Limits:
+    """What a program may use. Memory is held for each process: all of them together may use ``processes`` times it."""
+
+    cpu_seconds: _Positive = 5
+    """Processor time of a test, for each process."""
+    wall_seconds: _Seconds = 10.0
+    """Time of a test."""
+    total_seconds: _Seconds = 30.0
+    """Time of a program's tests together; those that are left then are not run."""
+    memory_mb: _Positive = 1024
+    """Address space of a process."""
+    processes: _Positive = 16
+    """Processes and threads at a time."""
+    open_files: _Positive = 64
+    """Open files of a process."""
+    scratch_mb: _Positive = 64
+    """Size of the scratch folder, and of a file in it."""
+    scratch_files: _Positive = 1000
+    """Files and folders in the scratch folder."""
+    output_kb: _Positive = 256
+    """What a test may print, standard output and error together."""
+
+    def as_mapping(self) -> dict[str, Any]:
+        """For the jail, which knows no classes of ours."""
+        return {name: getattr(self, name) for name in fields_of(type(self))}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run of a program: as a script that reads ``stdin``, or imported for a call or for a check."""
+
+    stdin: str = ""
+    call: str = ""
+    """The function to call, of the program or of its class ``Solution``."""
+    arguments: str = "[]"
+    """The call's arguments: a JSON list."""
+    check: str = ""
+    """Code that is run in the program's names: asserts."""
+
+
+class Ran(NamedTuple):
+    """What became of one run."""
+
+    stdout: str
+    stderr: str
+    outcome: Outcome
+    seconds: float
+    value: str | None = None
+    """What the call gave, as JSON."""
