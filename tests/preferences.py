@@ -16,12 +16,15 @@ from torch import Tensor
 from taut import losses, wholestep
 from taut.data.pack import ALONE, PackPolicy, pack
 from taut.losses import Loss
+from taut.losses.policy import PolicyGradient
 from taut.losses.reward import Process, ScalarLoss
 from taut.parallel import Ranks
 from taut.types import Packed, Sample, Scores
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 Score = Callable[[Packed], Scores]
+ROLLED_OUT = ("old_logp_N", "engine_logp_N")
+"""What was said of an answer's tokens when it was sampled."""
 
 
 def answer(name: str, prompt: list[int], reply: list[int], group: int, **values: float) -> Sample:
@@ -29,10 +32,12 @@ def answer(name: str, prompt: list[int], reply: list[int], group: int, **values:
     random = np.random.default_rng([group, len(reply)])
     at_N = np.arange(len(prompt), len(prompt) + len(reply))
     every = {"preference": 0.0, "margin": 0.0, "label": 0.0, "score": 0.0} | values
-    reference = {"ref_logp_N": random.uniform(-6.0, -1.0, at_N.size)}
+    streams = {"ref_logp_N": random.uniform(-6.0, -1.0, at_N.size)}
     weight_N = random.uniform(0.5, 1.5, at_N.size)
+    streams |= {name: random.uniform(-4.0, -2.0, at_N.size) for name in ROLLED_OUT}
+    streams["advantage_N"] = random.normal(size=at_N.size)
     ids_T = np.array(prompt + reply)
-    return Sample(name, ids_T, at_N, weight_N, streams=reference, values=every, group=group)
+    return Sample(name, ids_T, at_N, weight_N, streams=streams, values=every, group=group)
 
 
 def answers(vocab_size: int = 97, seed: int = 0) -> list[Sample]:
@@ -67,6 +72,8 @@ def answers_for(loss: Loss) -> list[Sample]:
         return [with_steps(sample, seed) for seed, sample in enumerate(samples)]
     if isinstance(loss, ScalarLoss):
         return [without_targets(sample) for sample in samples]
+    if isinstance(loss, PolicyGradient) and loss.critic:
+        return [with_returns(sample, seed) for seed, sample in enumerate(samples)]
     return samples
 
 
@@ -76,7 +83,7 @@ def without_targets(sample: Sample) -> Sample:
         sample,
         target_at_N=nothing.astype(np.int64),
         weight_N=nothing,
-        streams={"ref_logp_N": nothing},
+        streams=dict.fromkeys(sample.streams, nothing),
     )
 
 
@@ -85,6 +92,13 @@ def with_steps(sample: Sample, seed: int) -> Sample:
     at_R = np.unique(sample.target_at_N[[0, sample.num_targets // 2, -1]])
     label_R = np.random.default_rng(seed).choice([0.0, 0.3, 1.0], at_R.size)
     return replace(without_targets(sample), read_at_R=at_R, read_values={"label": label_R})
+
+
+def with_returns(sample: Sample, seed: int) -> Sample:
+    """Reads at the state in which each target was chosen, with what it came to and what a critic had said."""
+    random = np.random.default_rng(seed)
+    values = {name: random.normal(size=sample.num_targets) for name in ("return", "value")}
+    return replace(sample, read_at_R=sample.target_at_N - 1, read_values=values)
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:

@@ -30,8 +30,11 @@ NO_BACKWARD_ON_CPU = {"flex"}
 WITHOUT_SOFTCAP_AND_SINKS = {"varlen"}
 
 LINEAR = [
-    name for name, loss in LOSSES.items() if type(loss).linear_weights is not Loss.linear_weights
+    name
+    for name, loss in LOSSES.items()
+    if type(loss).linear_weights is not Loss.linear_weights and not loss.needs
 ]
+"""Those that read streams as well are in test_losses.py."""
 
 Layouts = Callable[[Sequence[Sample]], list[Packed]]
 

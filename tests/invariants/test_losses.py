@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.models import CARRIED, tiny_config, tiny_model
 from tests.preferences import (
+    ROLLED_OUT,
     answers_for,
     groups_of,
     packs,
@@ -29,7 +30,10 @@ from taut.attention.select import PREFIX
 from taut.data.pack import PackPolicy
 from taut.losses import LOSSES, Loss
 from taut.losses.margins import VARIANTS
+from taut.losses.policy import PolicyGradient
 from taut.losses.preference import Preference
+from taut.losses.surrogates import SURROGATES
+from taut.models.critic import SharedCritic
 from taut.models.precision import compute_context
 from taut.models.score import Scorer
 from taut.types import Packed, Sample, Scores
@@ -49,9 +53,25 @@ LAYOUTS: dict[str, Layout] = {
 """None cuts a group: that is an atom."""
 
 
+CONSTANT_IN_PART = {
+    "dpo_aot_unpaired",
+    "policy_gspo_token",
+    "policy_gspo_token_fresh",
+    "policy_cispo",
+    "policy_cispo_fresh",
+    "policy_kl",
+}
+"""Their gradient is not the derivative of their value, on purpose: it is in tests/oracle, AOT's below."""
+
+
 def scorer_for(loss: Loss, name: str = "llama") -> Scorer:
     if not loss.wants.scalar:
         return Scorer(tiny_model(name, attention=REFERENCE))
+    if loss.wants.logp:
+        model = tiny_model(name, attention=REFERENCE)
+        critic = SharedCritic(model)
+        torch.nn.init.normal_(critic.score.weight, generator=torch.Generator().manual_seed(0))
+        return Scorer(model, critic=critic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(
@@ -90,6 +110,26 @@ def require_equal(
         assert float((found[1][name] - grad).norm()) <= LIMIT * scale, name
 
 
+@pytest.mark.parametrize("name", ["policy_clip_fresh", "policy_gspo_fresh"])
+def test_a_gradient_formed_in_the_forward_is_the_gradient(name: str) -> None:
+    """Of a temperature, too."""
+    loss = replace(LOSSES[name], temperature=0.7)  # type: ignore[call-arg]
+    samples = answers_for(loss)
+    scorer = scorer_for(loss)
+    _, expected = measure(scorer, loss, alone(samples))
+    scorer.zero_grad()
+    (packed,) = LAYOUTS["shared"](groups_of(samples))
+    linear = loss.linear_weights(packed)
+    assert linear is not None
+    with compute_context(torch.float64, torch.device("cpu")):
+        scores = scorer(packed, scales(loss, [packed])["policy"] * linear["policy"], loss.wants)
+        scores.linear_sum.backward()
+    for parameter_name, parameter in scorer.named_parameters():
+        if parameter_name in expected:
+            gap = (parameter.grad - expected[parameter_name]).norm()
+            assert float(gap) <= LIMIT * float(expected[parameter_name].norm()), parameter_name
+
+
 def alone(samples: Sequence[Sample]) -> list[Packed]:
     return [packs([group]) for group in groups_of(samples)]
 
@@ -126,19 +166,65 @@ def leaf(loss: Loss, scores: Scores) -> tuple[Tensor, Callable[[Tensor], Scores]
     return value.detach().requires_grad_(), lambda x: scores._replace(**{field: x})
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "dpo_aot_unpaired"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in CONSTANT_IN_PART])
 def test_the_gradient_is_the_derivative(name: str) -> None:
-    """By finite differences, statistics held: they are constants. AOT's value and gradient follow below."""
+    """By finite differences, statistics held: they are constants; so is the old policy, where it is the policy."""
     loss = LOSSES[name]
     given = packs(groups_of(answers_for(loss)), SHARE_ALL)
     scores = random_scores(given)
     (packed,) = ready(loss, [given], random_scores)
+    if isinstance(loss, PolicyGradient):
+        loss, packed = with_old(loss, packed, scores)
     x, put = leaf(loss, scores)
 
     def terms(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(loss(put(x), packed).terms.values())
 
     assert torch.autograd.gradcheck(terms, (x,), eps=1e-6, atol=1e-7)
+
+
+def with_old(loss: PolicyGradient, packed: Packed, scores: Scores) -> tuple[PolicyGradient, Packed]:
+    """The same where the old policy is a stream, if it was the policy itself."""
+    if not loss.is_fresh:
+        return loss, packed
+    streams = {**packed.streams, "old_logp_N": scores.logp_N.detach().clone()}
+    return replace(loss, is_fresh=False), replace(packed, streams=streams)
+
+
+def gradient(loss: Loss, packed: Packed, scores: Scores) -> dict[str, Tensor]:
+    x = scores.logp_N.detach().requires_grad_()
+    terms = loss(scores._replace(logp_N=x), packed).terms
+    return {
+        name: torch.autograd.grad(total, x, retain_graph=True)[0]
+        for name, total in terms.items()
+        if total.requires_grad
+    }
+
+
+FRESH = [n for n, loss in LOSSES.items() if isinstance(loss, PolicyGradient) and loss.is_fresh]
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_the_first_update_of_a_roll_out_is_reinforce(name: str) -> None:
+    """Ratios are 1: the same gradient where the old policy is a stream and where it is the policy, and, of a sample's
+    one advantage, that of -A log pi; known before the forward where that is said.
+    """
+    loss = LOSSES[name]
+    assert isinstance(loss, PolicyGradient)
+    packed = packs(groups_of(answers_for(loss)), SHARE_ALL)
+    of_S = torch.randn(packed.num_samples, generator=torch.Generator().manual_seed(0)).double()
+    for advantage_N in (packed.streams["advantage_N"], of_S[packed.row_N]):
+        given = replace(packed, streams={**packed.streams, "advantage_N": advantage_N})
+        scores = random_scores(given)
+        found = gradient(loss, given, scores)
+        torch.testing.assert_close(found, gradient(*with_old(loss, given, scores), scores))
+        linear = loss.linear_weights(given)
+        if linear is not None:
+            torch.testing.assert_close(linear, found, rtol=1e-12, atol=1e-15)
+    plain = replace(loss, surrogate="reinforce")
+    torch.testing.assert_close(found, gradient(plain, given, scores), rtol=1e-12, atol=1e-15)
+    is_alone = loss.correction.kind == "none" and loss.units.keys() == {"policy"}
+    assert (linear is not None) == is_alone
 
 
 @pytest.mark.parametrize("variant", ["aot", "aot_unpaired"])
@@ -217,7 +303,8 @@ def extreme_scores(extreme: float, row: int | None, dtype: torch.dtype, packed: 
     here_N = torch.ones_like(packed.row_N).bool() if row is None else packed.row_N == row
     here_R = torch.ones_like(packed.row_R).bool() if row is None else packed.row_R == row
     if extreme > 0:
-        packed.streams["ref_logp_N"][here_N] = -extreme
+        for name in ("ref_logp_N", *ROLLED_OUT):
+            packed.streams[name][here_N] = -extreme
     return Scores(
         torch.where(here_N, min(extreme, 0.0), usual.logp_N).to(dtype),
         entropy_N=usual.entropy_N,
@@ -276,6 +363,12 @@ def test_a_micro_batch_without_pairs_gives_nothing(name: str) -> None:
     (grad,) = torch.autograd.grad(total, x)
     assert total.item() == 0
     assert not grad.any()
+
+
+def test_all_surrogates_are_listed() -> None:
+    made = [loss for loss in LOSSES.values() if isinstance(loss, PolicyGradient)]
+    assert {loss.surrogate for loss in made if not loss.is_fresh} == SURROGATES.keys()
+    assert {loss.surrogate for loss in made if loss.is_fresh} | {"reinforce"} == SURROGATES.keys()
 
 
 def test_all_variants_are_listed() -> None:

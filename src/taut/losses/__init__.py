@@ -5,13 +5,17 @@ What a loss is: losses/loss.py. May import types, errors and torch only.
 
 from __future__ import annotations
 
+from taut.losses.correction import Correction
 from taut.losses.loss import Loss, Unit, count
 from taut.losses.margins import VARIANTS
+from taut.losses.policy import Kl, PolicyGradient
 from taut.losses.preference import Preference
 from taut.losses.reference_free import Orpo, cpo, simpo
 from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.losses.sft import CrossEntropy
+from taut.losses.surrogates import SURROGATES, Bounds
 from taut.losses.unpaired import Unpaired
+from taut.losses.value import Critic
 
 __all__ = ["LOSSES", "Loss", "Unit", "count"]
 
@@ -43,5 +47,25 @@ LOSSES: dict[str, Loss] = {
     "bradley_terry": BradleyTerry(margin=1.0, centring=0.01),
     "regression": Regression(),
     "process": Process(),
+    **{
+        f"policy_{name}": PolicyGradient(name, Bounds(0.3, 0.4), "sequence", is_fresh=False)
+        for name in SURROGATES
+    },
+    **{
+        f"policy_{name}_fresh": PolicyGradient(name)
+        for name in ("clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo")
+    },
+    "policy_dual": PolicyGradient(bounds=Bounds(0.2, 0.28, 3.0), is_fresh=False),
+    "policy_constant": PolicyGradient(average="constant", constant_length=64),
+    "policy_kl": PolicyGradient(kl=Kl(0.1), is_fresh=False),
+    "policy_kl_k3": PolicyGradient(kl=Kl(0.1, "k3", "k1")),
+    "policy_entropy": PolicyGradient(entropy_coef=0.01, temperature=0.7),
+    "policy_truncated": PolicyGradient(
+        has_engine_logp=True, correction=Correction("truncated", floor=0.5), is_fresh=False
+    ),
+    "policy_masked": PolicyGradient(
+        has_engine_logp=True, correction=Correction("masked", "sequence", cap=1e3)
+    ),
+    "policy_critic": PolicyGradient(critic=Critic(clip=0.2), is_fresh=False),
 }
 """name -> an instance. Every entry is held to tests/invariants."""

@@ -116,7 +116,7 @@ class PolicyConfig:
     """Of kl_in=loss: the estimator whose gradient is taken. k2, which has the gradient of the divergence, where not
     given; k3 is GRPO's and TRL's, biased where policy and reference are far apart. (k1 has a mean gradient of 0.)"""
     kl_target: Positive | None = None
-    """Of kl_in=reward: kl_coef changes with each roll-out so that a token diverges by so many nats (arXiv 1909.08593)."""
+    """Of kl_in=reward: change kl_coef after each roll-out so that a token diverges by so many nats (1909.08593)."""
     entropy_coef: NotNegative = 0.0
     """What a nat of entropy per token is worth."""
     entropy: bool = False
