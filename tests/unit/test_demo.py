@@ -20,7 +20,7 @@ from taut.demo.reading import Document, Question
 from taut.errors import ConfigError, DataError, ModelError, OutputError
 from taut.evals.answers import judge
 from taut.evals.report import Answer
-from taut.rewards import load_rewards
+from taut.rewards import open_panel
 from taut.run import Run
 from taut.types import Completion, FinishReason
 
@@ -43,7 +43,7 @@ def answer(text: str, reference: str, has_ended: bool = True) -> Answer:
     row = PromptRow(place, place, ids_T, "", (reference,), "answer", {"question": "Who?"})
     reason: FinishReason = "stop" if has_ended else "length"
     completion = Completion(row.id, 0, ids_T, None, None, reason, f" {text}\n")
-    (judged,) = judge([row], [completion], load_rewards([asking.RIGHT, asking.HOLDING]))
+    (judged,) = judge([row], [completion], open_panel([asking.RIGHT, asking.HOLDING]))
     return judged
 
 

@@ -36,7 +36,7 @@ from taut.errors import CheckFailed, ConfigError, OutputError
 from taut.evals.answers import EvalSampling, judge, require_scorable
 from taut.evals.report import STOPPED, Answer, Report, build_report
 from taut.evals.table import show_report
-from taut.rewards import REWARDS, Reward, load_rewards
+from taut.rewards import Panel, RewardSpec, open_panel
 from taut.rollout.open import ModelUse, open_renderer
 from taut.types import Completion
 
@@ -50,9 +50,9 @@ class Evaluate(ModelUse):
 
     data: str | Source
     """Questions with their right answers: a file or data set of rows as ``taut generate`` and training take them."""
-    rewards: str | list[str] = "exact_match"
-    """What judges an answer: exact_match, contains, numeric, or FILE.py:function, a function (text, references, row)
-    that returns a number, or None where it does not apply."""
+    rewards: str | list[str | RewardSpec] = "exact_match"
+    """What judges an answer: names of docs/rewards.md, or FILE.py:function, a function (text, references, row) that
+    returns a number, or None where it does not apply; or tables of them, with options."""
     reference: str | None = None
     """The column with the right answer, or a list of them; by default answers, answer, ..., or the last assistant
     message."""
@@ -108,25 +108,24 @@ def run(config: Evaluate) -> int:
 
 def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
     """Generate, judge and write. ``console``: as for ``generate.generate``."""
-    rewards = load_rewards(config.rewards, [STOPPED])
-    with _directory(config) as directory:
-        rows = _load_rows(config, rewards)
-        require_scorable(rows, rewards, config.max_errors)
+    with open_panel(config.rewards, reserved=[STOPPED]) as panel, _directory(config) as directory:
+        rows = _load_rows(config, panel)
+        require_scorable(rows, panel, config.max_errors)
         afterwards = generate.FINISH if config.out else LOST
         generated = generate.generate(_generation(config, directory), console, afterwards)
-        answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), rewards)
-        report = build_report(answers, [reward.name for reward in rewards])
+        answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), panel)
+        report = build_report(answers, panel.names)
         _write(directory, config, report, answers)
     return Evaluated(report, tuple(answers), generated)
 
 
-def _load_rows(config: Evaluate, rewards: Sequence[Reward]) -> list[PromptRow]:
+def _load_rows(config: Evaluate, panel: Panel) -> list[PromptRow]:
     return load_prompts(
         config.data,
         open_renderer(config).renderer,
         Columns(config.format, config.columns, config.ignore_keys, prefix=""),
         reference=config.reference,
-        needs_reference=any(reward.verifier in REWARDS.values() for reward in rewards),
+        needs_reference=any(part.verifier.needs_reference for part in panel.parts),
         limit=config.limit,
     )
 

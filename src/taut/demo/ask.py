@@ -19,7 +19,7 @@ from taut.demo.reading import Document, Question, prompt
 from taut.evals import report
 from taut.evals.answers import EvalSampling, answer
 from taut.evals.report import Answer, Metric
-from taut.rewards import load_rewards
+from taut.rewards import open_panel
 from taut.rollout.open import ModelUse, open_engine
 
 MAX_NEW_TOKENS = 16
@@ -71,13 +71,14 @@ def num_of(metric: Metric) -> int:
 
 def ask(model_dir: Path, documents: Sequence[Document], progress: Callable[[], None]) -> Report:
     """The model's greedy answer to every question; ``progress`` is called after each."""
-    with open_engine(ModelUse(model=str(model_dir), dtype="float32")) as opened:
+    use = ModelUse(model=str(model_dir), dtype="float32")
+    with open_engine(use) as opened, open_panel([RIGHT, HOLDING]) as panel:
         rows = rows_of(documents, opened.renderer)
         answers = answer(
             opened.engine,
             rows,
             EvalSampling(max_new_tokens=MAX_NEW_TOKENS),
-            load_rewards([RIGHT, HOLDING]),
+            panel,
             lambda completion: progress(),
         )
     return Report(tuple(answers))

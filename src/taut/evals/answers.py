@@ -15,7 +15,7 @@ from taut.config import configclass
 from taut.data.prompts import PromptRow
 from taut.errors import DataError
 from taut.evals.report import Answer
-from taut.rewards import REWARDS, Reward
+from taut.rewards import Answered, Panel
 from taut.rollout.engine import Engine, OnDone, Sampling
 from taut.types import Completion, Prompt
 
@@ -32,11 +32,11 @@ def answer(
     engine: Engine,
     rows: Sequence[PromptRow],
     sampling: Sampling,
-    rewards: Sequence[Reward],
+    panel: Panel | None,
     on_done: OnDone | None = None,
 ) -> list[Answer]:
-    """The judged answers to every row, in the order of rows and samples."""
-    return judge(rows, engine.generate(prompts_of(rows), sampling, on_done), rewards)
+    """The judged answers to every row, in the order of rows and samples; without a panel nobody judges them."""
+    return judge(rows, engine.generate(prompts_of(rows), sampling, on_done), panel)
 
 
 def prompts_of(rows: Sequence[PromptRow]) -> list[Prompt]:
@@ -45,41 +45,49 @@ def prompts_of(rows: Sequence[PromptRow]) -> list[Prompt]:
 
 
 def judge(
-    rows: Sequence[PromptRow], completions: Sequence[Completion], rewards: Sequence[Reward]
+    rows: Sequence[PromptRow], completions: Sequence[Completion], panel: Panel | None
 ) -> list[Answer]:
     """What the rewards say of completions of ``rows``."""
     by_id = {row.id: row for row in rows}
-    return [
-        _judge_one(by_id[completion.prompt_id], completion, rewards) for completion in completions
-    ]
+    judged = [it for it in completions if panel is not None and it.finish_reason != "error"]
+    shown = [answered(by_id[it.prompt_id], it) for it in judged]
+    verdicts = panel.grade(shown) if panel is not None else []
+    scores = {id(it): verdict.parts for it, verdict in zip(judged, verdicts, strict=True)}
+    return [Answer(by_id[it.prompt_id], it, scores.get(id(it), {})) for it in completions]
 
 
-def _judge_one(row: PromptRow, completion: Completion, rewards: Sequence[Reward]) -> Answer:
-    if completion.finish_reason == "error":
-        return Answer(row, completion, {})
-    scores = {
-        reward.name: reward.score(completion.text, row.references, row.columns)
-        for reward in rewards
-    }
-    return Answer(row, completion, scores)
+def answered(row: PromptRow, completion: Completion) -> Answered:
+    """A completion as verifiers are shown it."""
+    return Answered(
+        text=completion.text,
+        references=row.references,
+        row=row.columns,
+        num_tokens=int(completion.ids_N.size),
+        finish_reason=completion.finish_reason,
+        prompt=row.prompt,
+    )
 
 
-def require_scorable(
-    rows: Sequence[PromptRow], rewards: Sequence[Reward], max_errors: float
-) -> None:
+def require_scorable(rows: Sequence[PromptRow], panel: Panel, max_errors: float) -> None:
     """Raise DataError, before anything is generated, where too many references are none for taut's own rewards."""
-    for reward in rewards:
-        if REWARDS.get(reward.name) is not reward.verifier:
-            continue
-        scored = [
-            (row, reward.score(row.references[0], row.references, row.columns))
-            for row in rows
-            if row.references
+    labels = [part.label for part in panel.parts if part.verifier.needs_reference]
+    asked = [row for row in rows if row.references]
+    verdicts = panel.grade([as_answer(row, row.references[0]) for row in asked], labels)
+    for label in labels:
+        scores = [verdict.parts[label] for verdict in verdicts]
+        errors = [
+            (row, score.error)
+            for row, score in zip(asked, scores, strict=True)
+            if score.error is not None
         ]
-        errors = [(row, score.error) for row, score in scored if score.error is not None]
-        if len(errors) > max_errors * len(scored):
+        if len(errors) > max_errors * len(asked):
             row, reason = errors[0]
             raise DataError(
-                f"{row.place}: {reward.name}: {reason}; so {len(errors)} of {len(scored)} references; "
+                f"{row.place}: {label}: {reason}; so {len(errors)} of {len(asked)} references; "
                 f"expected at most {max_errors:.0%}"
             )
+
+
+def as_answer(row: PromptRow, text: str) -> Answered:
+    """A text as if it were an answer to a row."""
+    return Answered(text=text, references=row.references, row=row.columns, prompt=row.prompt)

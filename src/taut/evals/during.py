@@ -33,7 +33,7 @@ from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.loop import Job
 from taut.memory import require_room
-from taut.rewards import REWARDS, Reward, files_of, load_rewards
+from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rollout.engine import Engine, require_usable
 from taut.rollout.local import LocalConfig, LocalEngine
 
@@ -50,8 +50,9 @@ class AnswersConfig:
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations by generation; 0: only at the end."""
-    rewards: str | list[str] = field(default_factory=list)
-    """What judges the answers: exact_match, contains, numeric, FILE.py:function. Empty: nothing is generated."""
+    rewards: str | list[str | RewardSpec] = field(default_factory=list)
+    """What judges the answers: names of docs/rewards.md, FILE.py:function, or tables of them. Empty: nothing is
+    generated."""
     data: str | list[str | Source] | None = None
     """Prompts with their references, as data.eval; by default data.eval."""
     reference: str | None = None
@@ -117,7 +118,7 @@ class Answering:
 
     config: AnswersConfig
     rows: Sequence[PromptRow]
-    rewards: Sequence[Reward]
+    panel: Panel
     engine: Engine
     job: Job
 
@@ -126,8 +127,8 @@ class Answering:
         job, names = self.job, self.names
         devices = [job.ranks.device] if job.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # a reward may draw
-            rewards = self.rewards if job.ranks.is_writer else []
-            ask = partial(answer, self.engine, self.rows, self.config.sampling, rewards)
+            panel = self.panel if job.ranks.is_writer else None
+            ask = partial(answer, self.engine, self.rows, self.config.sampling, panel)
             answers = require_room(ask, f"answers after step {step}", ROOMIER)
         mine = build_report(answers, names) if job.ranks.is_writer else None
         report: Report | None = job.ranks.gather(mine)[0]
@@ -148,7 +149,7 @@ class Answering:
 
     @property
     def names(self) -> list[str]:
-        return [reward.name for reward in self.rewards]
+        return self.panel.names
 
     def as_evaluation(self) -> Evaluation:
         """What is due when."""
@@ -180,13 +181,13 @@ def build_answering(
     """
     if not config.rewards:
         return None
-    rewards = load_rewards(config.rewards, RESERVED)
-    needs_reference = any(reward.name in REWARDS for reward in rewards)
+    panel = open_panel(config.rewards, reserved=RESERVED)
+    needs_reference = any(part.verifier.needs_reference for part in panel.parts)
     rows = _load_rows(config, data, renderer, needs_reference, kind)
-    require_scorable(rows, rewards, config.max_errors)
+    require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable(prompts_of(rows), engine.context)
-    return Answering(config, rows, rewards, engine, job)
+    return Answering(config, rows, panel, engine, job)
 
 
 def held_out(rows: Rows, every: int, job: Job) -> Evaluation:

@@ -3,20 +3,29 @@
 Both are normalised (``normal.py``). Words are what spaces separate: "fox" is not in "foxhound", and a reference inside
 a sentence of a script without spaces is not found.
 
-May import ``rewards.normal`` only.
+May import config, ``rewards.normal`` and the verifiers' base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import ClassVar
 
+from taut.config import configclass
+from taut.rewards.answered import Answered
 from taut.rewards.normal import normalise
+from taut.rewards.verifier import Question, Verifier
 
 
-def contains(text: str, references: Sequence[str], row: Mapping[str, Any]) -> float | None:
-    """None where there is no reference."""
-    if not references:
-        return None
-    words = f" {normalise(text)} "
-    return float(any(f" {normalise(reference)} " in words for reference in references))
+@configclass
+class Contains(Verifier):
+    """A reference stands in the answer."""
+
+    asks: ClassVar[Question] = "right"
+    needs_reference: ClassVar[bool] = True
+
+    def __call__(self, answered: Answered) -> float | None:
+        """None where there is no reference."""
+        if not answered.references:
+            return None
+        words = f" {normalise(answered.text)} "
+        return float(any(f" {normalise(it)} " in words for it in answered.references))

@@ -1,18 +1,27 @@
 """1 where the whole answer equals one of the references, both normalised (``normal.py``); else 0.
 
-May import ``rewards.normal`` only.
+May import config, ``rewards.normal`` and the verifiers' base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import ClassVar
 
+from taut.config import configclass
+from taut.rewards.answered import Answered
 from taut.rewards.normal import normalise
+from taut.rewards.verifier import Question, Verifier
 
 
-def exact_match(text: str, references: Sequence[str], row: Mapping[str, Any]) -> float | None:
-    """None where there is no reference."""
-    if not references:
-        return None
-    return float(normalise(text) in {normalise(reference) for reference in references})
+@configclass
+class ExactMatch(Verifier):
+    """The answer is a reference."""
+
+    asks: ClassVar[Question] = "right"
+    needs_reference: ClassVar[bool] = True
+
+    def __call__(self, answered: Answered) -> float | None:
+        """None where there is no reference."""
+        if not answered.references:
+            return None
+        return float(normalise(answered.text) in map(normalise, answered.references))

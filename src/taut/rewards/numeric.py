@@ -9,17 +9,19 @@ A number is 42, -7, 1,234,567 (a comma separates thousands, never decimals), 3.1
 directly after a word or a digit is no minus (3-5). 50% equals 50 and 0.5; 0.5% does not equal 50%. Equal means: within
 one part in a million.
 
-Imports errors only.
+May import config, errors and the verifiers' base.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
+from taut.config import configclass
 from taut.errors import DataError
+from taut.rewards.answered import Answered
+from taut.rewards.verifier import Question, Verifier
 
 TOLERANCE = 1e-6
 """Relative."""
@@ -48,20 +50,29 @@ class Number(NamedTuple):
     is_percent: bool
 
 
-def numeric(text: str, references: Sequence[str], row: Mapping[str, Any]) -> float | None:
-    """None where there is no reference."""
-    if not references:
-        return None
-    wanted = [read_number(reference) for reference in references]
-    if None in wanted:
-        missing = references[wanted.index(None)]
-        raise DataError(
-            f"found the reference {missing[:60]!r} without a number; expected one; correct the row, or use exact_match"
-        )
+@configclass
+class Numeric(Verifier):
+    """The answer ends in a reference's number."""
+
+    asks: ClassVar[Question] = "right"
+    needs_reference: ClassVar[bool] = True
+
+    def __call__(self, answered: Answered) -> float | None:
+        """None where there is no reference."""
+        if not answered.references:
+            return None
+        wanted = [_reference(text) for text in answered.references]
+        found = read_number(answered.text)
+        return float(found is not None and any(_are_equal(found, number) for number in wanted))
+
+
+def _reference(text: str) -> Number:
     found = read_number(text)
-    return float(
-        found is not None and any(_are_equal(found, number) for number in wanted if number)
-    )
+    if found is None:
+        raise DataError(
+            f"found the reference {text[:60]!r} without a number; expected one; correct the row, or use exact_match"
+        )
+    return found
 
 
 def read_number(text: str) -> Number | None:

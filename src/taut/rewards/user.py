@@ -2,43 +2,121 @@
 
     def function(text: str, references: list[str], row: dict) -> float | None
 
-``text`` is a completion without what ended it, ``references`` the row's right answers (empty where it has none),
-``row`` the row as it stands in the data. It returns a number, or None where it does not apply; what it raises is an
-error. The file is run as Python when it is loaded; files beside it can be imported only if they are on Python's path.
+It is called by the names of its parameters and takes those it wants: ``text``, a completion without what ended it;
+``references``, the row's right answers (empty where it has none); ``row``, the row as it stands in the data;
+``num_tokens``, ``finish_reason``, ``prompt``, ``messages`` (``answered.py``); and the options of its configuration. It
+returns a number, or None where it does not apply; what it raises is an error.
 
-Imports errors only.
+The file is read once, when a panel opens, and run as Python in worker processes, never in the one that trains; files
+beside it can be imported only if they are on Python's path. ``random`` (and ``numpy.random``, where the file imports
+numpy) are seeded by the answer, so a function that draws from them gives the same answer the same number.
+
+Imports errors and the verifiers' base.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
+import random
 import sys
-from collections.abc import Callable
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 from taut.errors import ConfigError
+from taut.rewards.answered import FIELDS, Answered
+from taut.rewards.verifier import Place, Question, Verifier
 
 
-def load_function(spec: str) -> Callable[..., Any]:
-    """The function that ``FILE.py:function`` names."""
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
+@dataclass(frozen=True)
+class Own(Verifier):
+    """A function of the user's."""
+
+    runs: ClassVar[Place] = "process"
+    asks: ClassVar[Question] = "worth"
+
+    spec: str
+    """``FILE.py:function``."""
+    code: str
+    """What the file said when it was read."""
+    options: Mapping[str, Any]
+    """Handed to the function by name."""
+
+    def prepare(self) -> None:
+        """Run the file, and find the function."""
+        self._call  # noqa: B018 (it is made when it is first asked for)
+
+    def __call__(self, answered: Answered) -> Any:
+        """Whatever it returns; what it raises is told the line it came from."""
+        seed = zlib.crc32(answered.text.encode("utf-8", "surrogatepass"))
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        return self._call(answered)
+
+    @cached_property
+    def _call(self) -> Callable[[Answered], Any]:
+        function = _function(self.spec, self.code)
+        names = _parameters(self.spec, function, self.options)
+
+        def call(answered: Answered) -> Any:
+            values = {name: getattr(answered, name) for name in names}
+            if "references" in values:
+                values["references"] = list(answered.references)
+            return function(**values, **self.options)
+
+        return call
+
+    def line_of(self, error: BaseException) -> str:
+        """`` (own.py:12)``, the last line of the file that an exception came through."""
+        path = _path(self.spec)
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
+        return f" ({path.name}:{lines[-1]})" if lines else ""
+
+
+def own(spec: str, options: Mapping[str, Any]) -> Own:
+    """The verifier that ``FILE.py:function`` names; its file is read, not run."""
+    path = _path(spec)
     if not path.is_file():
         raise ConfigError(
-            f"found the reward {spec!r}, and there is no file {file}; expected FILE.py:function; check the path"
+            f"found the reward {spec!r}, and there is no file {spec.rpartition(':')[0]}; expected FILE.py:function; "
+            "check the path"
         )
-    made = importlib.util.spec_from_file_location(f"taut_reward_{path.stem}", path)
-    if made is None or made.loader is None:
+    if path.suffix != ".py":
         raise ConfigError(f"found the reward {spec!r}; expected a file that ends in .py; rename it")
-    module = importlib.util.module_from_spec(made)
-    sys.modules[made.name] = module  # dataclasses look their module up by name
     try:
-        made.loader.exec_module(module)
+        code = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the reward file {path} cannot be read: {error}; expected Python in UTF-8; correct it"
+        ) from error
+    return Own(spec, code, options)
+
+
+def _path(spec: str) -> Path:
+    return Path(spec.rpartition(":")[0]).expanduser()
+
+
+def _function(spec: str, code: str) -> Callable[..., Any]:
+    path, name = _path(spec), spec.rpartition(":")[2]
+    module = ModuleType(f"taut_reward_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up by name
+    try:
+        exec(compile(code, str(path), "exec"), vars(module))
     except Exception as error:  # the user's code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"the reward file {file} cannot be run: {reason}; expected Python that can; correct it"
+            f"the reward file {path} cannot be run: {reason}; expected Python that can; correct it"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -46,6 +124,31 @@ def load_function(spec: str) -> Callable[..., Any]:
             key for key, item in vars(module).items() if callable(item) and key[0].isalpha()
         ]
         raise ConfigError(
-            f"found no function {name!r} in {file}; expected one of {', '.join(functions) or 'none'}; name it"
+            f"found no function {name!r} in {path}; expected one of {', '.join(functions) or 'none'}; name it"
         )
     return function  # type: ignore[no-any-return]  # callable() proves no signature
+
+
+def _parameters(
+    spec: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Which of FIELDS it takes. ConfigError for what nobody could give it, and for options it does not take."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(it.kind is it.VAR_KEYWORD for it in parameters)
+    named = [it for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)]
+    names = {it.name for it in named}
+    wanted = [it.name for it in parameters if it.kind is it.POSITIONAL_ONLY]
+    wanted += [it.name for it in named if it.default is it.empty]
+    unknown = [name for name in wanted if name not in names or name not in {*FIELDS, *options}]
+    if unknown:
+        raise ConfigError(
+            f"the reward {spec} takes {unknown[0]!r}; expected parameters by the names {', '.join(FIELDS)}, and its "
+            "options; rename it, or give it a default"
+        )
+    strange = [name for name in options if name not in names and not takes_all]
+    if strange or (shadowed := [name for name in options if name in FIELDS]):
+        name = strange[0] if strange else shadowed[0]
+        raise ConfigError(
+            f"the reward {spec} is given the option {name!r}; expected names of its own parameters; take it out"
+        )
+    return FIELDS if takes_all else tuple(name for name in FIELDS if name in names)

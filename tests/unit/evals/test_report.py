@@ -19,7 +19,8 @@ from taut.errors import ConfigError, DataError
 from taut.evals.answers import EvalSampling, answer, require_scorable
 from taut.evals.report import Answer, Report, build_report, pass_ks, spaced
 from taut.evals.statistics import bootstrap_interval, pass_at_k, wilson_interval
-from taut.rewards import Reward, load_rewards
+from taut.rewards import Answered, Panel, PanelConfig, Verifier, open_panel
+from taut.rewards.registry import Part
 from taut.rollout.engine import Sampling
 from taut.types import FinishReason
 
@@ -33,9 +34,7 @@ def rows(count: int, reference: str = "fox") -> list[PromptRow]:
     ]
 
 
-def answers(
-    said: Sequence[Sequence[str]], rewards: Sequence[Reward], reference: str = "fox"
-) -> list[Answer]:
+def answers(said: Sequence[Sequence[str]], panel: Panel, reference: str = "fox") -> list[Answer]:
     """``said``: for each row, its completions."""
     table = {row.id: texts for row, texts in zip(rows(len(said), reference), said, strict=True)}
     ends: dict[str, FinishReason] = {"cut": "length", "lost": "error"}
@@ -43,11 +42,11 @@ def answers(
         lambda name, index: table[name][index], lambda text: ends.get(text.split()[-1], "stop")
     )
     sampling = Sampling(n=len(said[0]))
-    return answer(engine, rows(len(said), reference), sampling, rewards)
+    return answer(engine, rows(len(said), reference), sampling, panel)
 
 
 def report(said: Sequence[Sequence[str]], *names: str, reference: str = "fox") -> Report:
-    return build_report(answers(said, load_rewards(names), reference), names)
+    return build_report(answers(said, open_panel(names), reference), names)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +119,17 @@ def test_which_k_are_reported() -> None:
     assert [pass_ks(n) for n in (0, 1, 2, 3, 6, 8)] == [[], [], [2], [2, 3], [2, 4, 6], [2, 4, 8]]
 
 
-def length(text: str, references: Sequence[str], row: object) -> float | None:
-    if "bad" in text:
-        raise RuntimeError("no luck")
-    return None if "skip" in text else len(text.split()) / 2
+class Length(Verifier):
+    def __call__(self, answered: Answered) -> float | None:
+        if "bad" in answered.text:
+            raise RuntimeError("no luck")
+        return None if "skip" in answered.text else len(answered.text.split()) / 2
 
 
 def test_errors_and_what_does_not_apply_are_counted_and_never_0() -> None:
     said = [["one two three"], ["skip"], ["bad"], ["one"]]
-    (metric,) = build_report(answers(said, [Reward("length", length)]), ["length"]).metrics
+    panel = Panel([Part("length", Length(), 1.0, 1.0)], PanelConfig(), {})
+    (metric,) = build_report(answers(said, panel), ["length"]).metrics
     assert metric.mean == 1.0
     assert (metric.num_scored, metric.num_not_applicable) == (2, 1)
     assert metric.errors == ("q.jsonl:3: RuntimeError: no luck",)
@@ -153,7 +154,7 @@ def test_what_the_engine_could_not_finish_is_scored_by_nobody() -> None:
 
 
 def test_samples_are_evenly_spaced_first_completions() -> None:
-    made = answers([["a", "b"]] * 7, load_rewards(["exact_match"]))
+    made = answers([["a", "b"]] * 7, open_panel(["exact_match"]))
     assert [a.row.id for a in spaced(made, 3)] == ["q.jsonl:1", "q.jsonl:4", "q.jsonl:7"]
     assert {a.completion.index for a in spaced(made, 30)} == {0}
     assert len(spaced(made, 30)) == 7
@@ -168,8 +169,8 @@ def test_answers_are_greedy_unless_a_temperature_is_set() -> None:
 
 
 def test_references_no_reward_can_use_are_refused_before_anything_is_generated() -> None:
-    rewards = load_rewards(["exact_match", "numeric"])
-    require_scorable(rows(3, "4"), rewards, 0.0)
-    require_scorable(rows(3), rewards, 1.0)
+    panel = open_panel(["exact_match", "numeric"])
+    require_scorable(rows(3, "4"), panel, 0.0)
+    require_scorable(rows(3), panel, 1.0)
     with pytest.raises(DataError, match=r"q\.jsonl:1: numeric: .*'fox' without a number.* 3 of 3"):
-        require_scorable(rows(3), rewards, 0.5)
+        require_scorable(rows(3), panel, 0.5)

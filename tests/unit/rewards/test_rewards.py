@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taut.errors import ConfigError, DataError
-from taut.rewards import REWARDS, Reward, Score, files_of, load_rewards
-from taut.rewards.contains import contains
-from taut.rewards.exact_match import exact_match
+from taut.errors import DataError
+from taut.rewards import REWARDS, Answered, open_panel
+from taut.rewards.contains import Contains
+from taut.rewards.exact_match import ExactMatch
 from taut.rewards.normal import normalise
-from taut.rewards.numeric import numeric, read_number
+from taut.rewards.numeric import Numeric, read_number
+from taut.rewards.verifier import Score, Verifier
+from taut.rewards.worker import judged
+
+RIGHT = ("exact_match", "contains", "numeric")
+
+
+def value_of(verifier: Verifier, text: str, references: list[str]) -> float | None:
+    return verifier(Answered(text=text, references=tuple(references)))
+
 
 WORDS = st.text(alphabet="abcxyz0189 .,!?'-", max_size=30)
 
@@ -60,7 +66,7 @@ def test_normalise_is_a_projection(text: str) -> None:
 def test_exact_match_is_of_the_whole_answer_with_any_reference(
     said: str, references: list[str], value: float | None
 ) -> None:
-    assert exact_match(said, references, {}) == value
+    assert value_of(ExactMatch(), said, references) == value
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_exact_match_is_of_the_whole_answer_with_any_reference(
 def test_contains_looks_for_whole_words_side_by_side(
     said: str, references: list[str], value: float | None
 ) -> None:
-    assert contains(said, references, {}) == value
+    assert value_of(Contains(), said, references) == value
 
 
 @pytest.mark.parametrize(
@@ -147,136 +153,54 @@ def test_the_number_a_text_ends_in(text: str, value: float | None) -> None:
     ],
 )
 def test_numeric(said: str, reference: str, value: float) -> None:
-    assert numeric(said, [reference], {}) == value
-    assert numeric(said, ["123456789", reference], {}) == value
+    assert value_of(Numeric(), said, [reference]) == value
+    assert value_of(Numeric(), said, ["123456789", reference]) == value
 
 
 def test_numeric_without_a_number_to_compare_with_is_an_error_and_without_a_reference_none() -> (
     None
 ):
-    assert numeric("5", [], {}) is None
+    assert value_of(Numeric(), "5", []) is None
     with pytest.raises(DataError, match="the reference 'five' without a number"):
-        numeric("5", ["5", "five"], {})
+        value_of(Numeric(), "5", ["5", "five"])
 
 
 @given(st.integers(-(10**12), 10**12), WORDS)
 def test_an_integer_is_found_however_it_is_written(number: int, before: str) -> None:
     for form in (f"{number}", f"{number:,}", f"{number}.0", f"{number}."):
-        assert numeric(f"{before} = {form}", [str(number)], {}) == 1.0
+        assert value_of(Numeric(), f"{before} = {form}", [str(number)]) == 1.0
 
 
 @given(st.floats(1e-20, 1e20), st.booleans())
 def test_a_float_is_found_however_it_is_written(number: float, is_negative: bool) -> None:
     number = -number if is_negative else number
     for form in (f"{number!r}", f"{number:.12e}", f"{number:e}".replace("e", " x 10^")):
-        assert numeric(f"so {form}.", [repr(number)], {}) == 1.0
+        assert value_of(Numeric(), f"so {form}.", [repr(number)]) == 1.0
 
 
 @given(st.fractions(max_denominator=1000))
 def test_a_fraction_is_its_quotient(number: Fraction) -> None:
     written = f"{number.numerator}/{number.denominator}"
-    assert numeric(written, [repr(float(number))], {}) == 1.0
+    assert value_of(Numeric(), written, [repr(float(number))]) == 1.0
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", RIGHT)
 @given(text=WORDS, number=st.integers(0, 999))
 def test_a_reference_is_right_by_its_own_measure_and_values_are_0_or_1(
     name: str, text: str, number: int
 ) -> None:
-    reference = f"{text} is {number}"
-    (reward,) = load_rewards([name])
-    assert reward.score(reference, [reference], {}) == Score(1.0)
-    assert reward.score(text, [reference], {}).value in (0.0, 1.0)
-    assert reward.score(text, [], {}) == Score()
+    reference, verifier = f"{text} is {number}", REWARDS[name]()
+    assert value_of(verifier, reference, [reference]) == 1.0
+    assert value_of(verifier, text, [reference]) in (0.0, 1.0)
+    assert value_of(verifier, text, []) is None
 
 
-def written(place: Path, code: str) -> Path:
-    path = place / "own.py"
-    path.write_text(code)
-    return path
-
-
-OWN = """
-from __future__ import annotations
-from dataclasses import dataclass
-
-@dataclass
-class Scale:
-    by: float
-
-def brevity(text, references, row):
-    return Scale(row.get("by", 1.0)).by / (1 + len(text))
-
-def broken(text, references, row):
-    raise KeyError("nothing\\nhere")
-
-def nothing(text, references, row):
-    return None
-
-def word(text, references, row):
-    return text or float("nan")
-"""
-
-
-def own(place: Path, name: str) -> Reward:
-    (reward,) = load_rewards([f"{written(place, OWN)}:{name}"])
-    return reward
-
-
-def test_a_function_of_the_users(tmp_path: Path) -> None:
-    assert own(tmp_path, "brevity").name == "brevity"
-    assert own(tmp_path, "brevity").score("abc", [], {"by": 2}) == Score(0.5)
-    assert own(tmp_path, "nothing").score("abc", ["x"], {}) == Score()
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("broken", "a", "KeyError: 'nothing\\nhere'"),
-        ("word", "a", "word returned 'a'; expected a finite number or None"),
-        ("word", "", "word returned nan; expected a finite number or None"),
-    ],
-)
-def test_what_a_function_raises_or_mistakes_is_an_error_never_0(
-    name: str, text: str, reason: str, tmp_path: Path
-) -> None:
-    assert own(tmp_path, name).score(text, [], {}) == Score(error=reason)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("exactmatch", "expected one of exact_match, contains, numeric, or FILE.py:function"),
-        ("missing.py:f", "there is no file missing.py"),
-        ("{own}:absent", "found no function 'absent' in .*brevity"),
-        ("{own}:", "found no function ''"),
-    ],
-)
-def test_a_reward_that_is_not_there(spec: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_rewards([spec.format(own=written(tmp_path, OWN))])
-
-
-def test_a_file_that_cannot_be_run(tmp_path: Path) -> None:
-    path = written(tmp_path, "import absent_package")
-    with pytest.raises(ConfigError, match=r"cannot be run: ModuleNotFoundError: .*absent_package"):
-        load_rewards([f"{path}:f"])
-
-
-@pytest.mark.parametrize("reserved", [(), ("loss",)])
-def test_names_of_metrics_are_unique(reserved: tuple[str, ...], tmp_path: Path) -> None:
-    path = written(tmp_path, "def loss(text, references, row):\n    return 1")
-    twice: list[Any] = [f"{path}:loss"] * (1 if reserved else 2)
-    with pytest.raises(ConfigError, match="there is another metric 'loss'"):
-        load_rewards(twice, reserved)
-
-
-def test_values_of_a_reward_are_floats() -> None:
-    assert Reward("yes", lambda *_: True).score("", [], {}) == Score(1.0)
-    assert math.isfinite(REWARDS["exact_match"]("a", ["a"], {}) or 0)
-
-
-def test_one_name_need_not_be_a_list() -> None:
-    assert load_rewards("exact_match") == load_rewards(["exact_match"])
-    assert files_of("own.py:f") == files_of(["exact_match", "own.py:f"]) == [Path("own.py")]
-    assert files_of("exact_match") == []
+def test_what_a_verifier_raises_is_an_error_of_one_answer() -> None:
+    answers = [Answered(text="5", references=(reference,)) for reference in ("5", "five", "6")]
+    scores = [judged("n", Numeric(), answered) for answered in answers]
+    assert [score.value for score in scores] == [1.0, None, 0.0]
+    assert str(scores[1].error).startswith("DataError: found the reference 'five' without a number")
+    with open_panel(list(RIGHT)) as panel:
+        (verdict,) = panel.grade(answers[:1])
+    assert verdict.parts == dict.fromkeys(RIGHT, Score(1.0))
+    assert verdict.total == 3.0

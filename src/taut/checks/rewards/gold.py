@@ -1,36 +1,55 @@
 """The right answers of the run's own questions, judged as the model's answers will be.
 
 A right answer is each reference of a row and, where the row ends with an assistant's message, that message; the best of
-them counts. taut's own rewards give 1. What a function of the user's gives at best is not known, so it is also shown
-the answers of other rows, and none at all: it has to tell them apart, and not by preferring the wrong ones.
+them counts. taut's own rewards that say what is right give 1, and give no answer less. What a function of the user's, a
+model or a judge gives at best is not known, so it is also shown the answers of other rows, and none at all: it has to
+tell them apart, and not by preferring the wrong ones. Where rewards are added up (training), the total has to.
+Rewards of form are asked only whether they can be computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from taut.build import engine_of
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session, owned_by
 from taut.data.prompts import PromptRow
+from taut.evals.answers import as_answer
 from taut.evals.during import Answering, build_answering
-from taut.rewards import REWARDS, Reward, Score
+from taut.rewards import Panel, Score, Verdict
+from taut.rewards.verifier import Question
 
 MOST = 16
-"""Rows looked at: a function may take its time, and is called some four times a row."""
+"""Rows looked at: a reward may take its time, and is asked some four times a row."""
+TOTAL = "the total"
+
+
+class Shown(NamedTuple):
+    """What is shown of a row, and what the rewards said of each."""
+
+    row: PromptRow
+    right: list[Verdict]
+    others: list[Verdict]
+    """Answers to another row."""
+    empty: Verdict
 
 
 class Judged(NamedTuple):
     """What a reward says of right answers, of wrong ones, and where it fails."""
 
+    name: str
+    asks: Question
     right: list[tuple[PromptRow, float]]
-    wrong: list[float]
+    others: list[float]
+    empty: list[float]
     errors: list[str]
 
     @property
     def mean(self) -> float:
-        return sum(value for _, value in self.right) / len(self.right)
+        return _mean([value for _, value in self.right])
 
 
 def ask(session: Session) -> Finding:
@@ -40,19 +59,38 @@ def ask(session: Session) -> Finding:
     if not session.ranks.is_writer:
         return skipped("the first rank judges for all")
     answering = session.once(_answering)
-    rows = [row for row in answering.rows[:MOST] if row.references]
+    max_errors = session.run.eval.answers.max_errors
+    return preflight(answering.panel, answering.rows, max_errors, "eval.answers")
+
+
+def preflight(panel: Panel, rows: Sequence[PromptRow], max_errors: float, key: str) -> Finding:
+    """What the panel says of the rows' right answers and of wrong ones.
+
+    ``key``: the table of the configuration that has ``rewards``; "" is the run itself, where the total is what counts.
+    """
+    rows = [row for row in rows[:MOST] if row.references]
     if not rows:
         return skipped("no row has a reference answer")
-    notes, means = [], []
-    for reward in answering.rewards:
-        judged = _judge(reward, rows)
-        trouble = _trouble(reward, judged, len(rows), session.run.eval.answers.max_errors)
+    shown = _show(panel, rows)
+    each = [
+        _judge(part.label, part.verifier.asks, shown, lambda it, name=part.label: it.parts[name])  # type: ignore[misc]
+        for part in panel.parts
+    ]
+    if not key and any(judged.asks != "form" for judged in each):
+        each = [it._replace(asks="form") if it.asks == "worth" else it for it in each]
+        each.append(_judge(TOTAL, "worth", shown, lambda it: Score(it.total)))
+    setting = f"{key}.rewards" if key else "rewards"
+    for judged in each:
+        trouble = _trouble(judged, len(rows), max_errors, setting)
         if trouble is not None:
             return trouble
-        means.append(judged.mean)
-        notes.append(f"{reward.name}: {judged.mean:.3g} on average of {len(rows)} right answers")
-    names = ", ".join(reward.name for reward in answering.rewards)
-    return passed(f"right answers are known as right by {names}", min(means), "on average", notes)
+    telling = [judged for judged in each if judged.asks != "form"]
+    if not telling:
+        return skipped("no reward says what is right")
+    notes = [f"{it.name}: {it.mean:.3g} on average of {len(rows)} right answers" for it in telling]
+    names = ", ".join(judged.name for judged in telling)
+    lowest = min(judged.mean for judged in telling)
+    return passed(f"right answers are known as right by {names}", lowest, "on average", notes)
 
 
 @owned_by("rewards.gold")
@@ -64,23 +102,44 @@ def _answering(session: Session) -> Answering:
     return found
 
 
-def _judge(reward: Reward, rows: Sequence[PromptRow]) -> Judged:
-    right, wrong, errors = [], [], []
+def _show(panel: Panel, rows: Sequence[PromptRow]) -> list[Shown]:
+    """All of it is graded at once, side by side."""
+    texts = []
     for number, row in enumerate(rows):
-        scores = [reward.score(text, row.references, row.columns) for text in _right(row)]
-        errors += [f"{row.place}: {score.error}" for score in scores[:1] if score.error]
+        right, others = _right(row), _right(rows[(number + 1) % len(rows)])
+        texts.append((right, [] if set(others) & set(right) else others))
+    asked = [
+        [as_answer(row, text) for text in (*right, *others, "")]
+        for row, (right, others) in zip(rows, texts, strict=True)
+    ]
+    said = iter(panel.grade(list(chain.from_iterable(asked))))
+    return [
+        Shown(row, [next(said) for _ in right], [next(said) for _ in others], next(said))
+        for row, (right, others) in zip(rows, texts, strict=True)
+    ]
+
+
+def _judge(
+    name: str, asks: Question, shown: Sequence[Shown], score: Callable[[Verdict], Score]
+) -> Judged:
+    right, others, empty, errors = [], [], [], []
+    for it in shown:
+        scores = [score(verdict) for verdict in it.right]
+        errors += [f"{it.row.place}: {found.error}" for found in scores[:1] if found.error]
         if values := _values(scores):
-            right.append((row, max(values)))
-        other = rows[(number + 1) % len(rows)]
-        if not set(_right(other)) & set(_right(row)):
-            scores = [reward.score(text, row.references, row.columns) for text in _right(other)]
-            wrong += [max(values)] if (values := _values(scores)) else []
-        wrong += _values([reward.score("", row.references, row.columns)])
-    return Judged(right, wrong, errors)
+            right.append((it.row, max(values)))
+        if values := _values([score(verdict) for verdict in it.others]):
+            others.append(max(values))
+        empty += _values([score(it.empty)])
+    return Judged(name, asks, right, others, empty, errors)
 
 
 def _values(scores: Iterable[Score]) -> list[float]:
     return [score.value for score in scores if score.value is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _right(row: PromptRow) -> list[str]:
@@ -92,37 +151,51 @@ def _right(row: PromptRow) -> list[str]:
     return list(dict.fromkeys([*row.references, *whole]))
 
 
-def _trouble(reward: Reward, judged: Judged, num_rows: int, max_errors: float) -> Finding | None:
+def _trouble(judged: Judged, num_rows: int, max_errors: float, setting: str) -> Finding | None:
     """What is wrong with a reward, if anything is."""
-    name, right, wrong = reward.name, judged.right, judged.wrong
+    name, right = judged.name, judged.right
     if len(judged.errors) > max_errors * num_rows:
         return failed(
             f"{name} fails on {len(judged.errors)} of {num_rows} right answers",
             number=len(judged.errors),
             unit=f"of {num_rows} are errors",
             evidence=judged.errors[:3],
-            remedy=f"mend {name}, or leave it out of eval.answers.rewards",
+            remedy=f"mend {name}, or leave it out of {setting}",
         )
+    if judged.asks == "form":
+        return None
     if not right:
         return failed(
             f"{name} applies to none of {num_rows} rows",
             number=0,
             unit=f"of {num_rows} rows",
-            remedy=f"leave {name} out of eval.answers.rewards, or ask it of other rows (eval.answers.data)",
+            remedy=f"leave {name} out of {setting}, or ask it of other rows",
         )
-    best = 1.0 if reward.verifier is REWARDS.get(name) else max([v for _, v in right] + wrong)
-    low = [(row, value) for row, value in right if value < best]
-    is_blind = best <= 0 and len({*wrong, *(value for _, value in right)}) == 1
-    prefers_wrong = bool(wrong) and judged.mean < sum(wrong) / len(wrong)
-    is_own_and_low = reward.verifier is REWARDS.get(name) and 2 * len(low) > len(right)
-    if not (is_blind or prefers_wrong or is_own_and_low):
+    said = _mistake(judged)
+    if said is None:
         return None
-    row, value = (low or right)[0]
-    said = "the same as any other answer" if is_blind else "less than other rows' answers"
+    best = max(value for _, value in right) if judged.asks == "worth" else 1.0
+    row = next((row for row, value in right if value < best), right[0][0])
     return failed(
         f"{name} gives right answers {judged.mean:.3g} on average, {said}",
         number=judged.mean,
         unit="on average",
-        evidence=[f"{row.place}: {text!r:.60} is given {value:g}" for text in _right(row)[:2]],
-        remedy=f"mend {name}, or name the column with whole answers (eval.answers.reference)",
+        evidence=[f"{row.place}: right is {text!r:.60}" for text in _right(row)[:2]],
+        remedy=f"mend {name}, or name the column with whole answers ({setting.removesuffix('rewards')}reference)",
     )
+
+
+def _mistake(judged: Judged) -> str | None:
+    """What shows that a reward does not know a right answer."""
+    values = [value for _, value in judged.right]
+    wrong = judged.others + judged.empty
+    if wrong and len({*wrong, *values}) == 1:
+        is_blind = values[0] <= 0 or judged.name == TOTAL
+        return "the same as any other answer" if is_blind else None
+    if wrong and judged.mean < _mean(wrong):
+        return "less than other rows' answers"
+    if judged.empty and judged.mean <= _mean(judged.empty):
+        return "no more than no answer at all"
+    if judged.asks == "right" and 2 * sum(value < 1 for value in values) > len(values):
+        return "where it is 1 by its own measure"
+    return None

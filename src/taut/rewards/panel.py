@@ -1,0 +1,215 @@
+"""The panel: every reward of a configuration asked about every answer, and what they say added up.
+
+    total = sum of weight * value over the rewards that gave a number
+            None where one of them gave an error, or none applied
+
+Verifiers run side by side and off the caller's thread: worker processes for what computes (``workers.py``), one thread
+for what asks servers (``remote.py``); only what is quick and cannot hang runs in the caller's. A batch of answers comes
+back whole and in its order; an error is of one answer and one reward, and counting and bounding errors is the caller's
+(``tally``). The same answers get the same verdicts, whatever the number of workers, if the rewards are functions of the
+answer. ``grade`` may be called from any thread, by one at a time.
+
+May import config, errors and its lanes. Methods, evals, checks and commands import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.rewards.answered import Answered
+from taut.rewards.registry import Part, RewardSpec, read_parts
+from taut.rewards.remote import Remotes
+from taut.rewards.verifier import Score, Verifier
+from taut.rewards.worker import judged
+from taut.rewards.workers import Workers
+
+Rater: TypeAlias = Callable[[Sequence[Answered]], list[Score]]
+"""A model in this process: the score of each answer."""
+OpenRater: TypeAlias = Callable[[Verifier], Rater]
+
+
+@configclass
+class PanelConfig:
+    """How rewards are run; none of it changes what they say."""
+
+    workers: Annotated[int, Field(ge=1)] = 4
+    """Processes for rewards that compute: math, json_schema, FILE.py:function and their like."""
+    concurrency: Annotated[int, Field(ge=1)] = 16
+    """Answers that servers are asked about at a time."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rewards said of one answer."""
+
+    parts: Mapping[str, Score]
+    """By label."""
+    total: float | None
+    """None: one of them is an error, or none applies."""
+
+    @property
+    def error(self) -> str | None:
+        """The first of its errors."""
+        return next((score.error for score in self.parts.values() if score.error), None)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one reward said of many answers."""
+
+    num_scored: int
+    num_not_applicable: int
+    errors: tuple[str, ...]
+    """The reason of each."""
+    mean: float | None
+    """Of those with a number."""
+
+    @property
+    def error_share(self) -> float:
+        total = self.num_scored + self.num_not_applicable + len(self.errors)
+        return len(self.errors) / total if total else 0.0
+
+
+class Panel:
+    """Rewards that are ready. ``close`` ends their processes; a panel that is forgotten ends them too."""
+
+    def __init__(
+        self, parts: Sequence[Part], config: PanelConfig, raters: Mapping[str, Rater]
+    ) -> None:
+        self.parts = tuple(parts)
+        self._raters = raters
+        computed = [part for part in parts if part.verifier.runs == "process"]
+        self._numbers = {part.label: number for number, part in enumerate(computed)}
+        self._workers = Workers(computed, config.workers) if computed else None
+        self._remotes = Remotes(config.concurrency)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the metrics, in the order of the configuration."""
+        return [part.label for part in self.parts]
+
+    def grade(
+        self, answers: Sequence[Answered], labels: Collection[str] | None = None
+    ) -> list[Verdict]:
+        """The verdict on each answer, in their order; ``labels``: of these rewards only."""
+        parts = [part for part in self.parts if labels is None or part.label in labels]
+        with ExitStack() as stack:
+            futures: list[dict[str, Future[Score]]] = []
+            for answered in answers:
+                futures.append({})
+                for part in parts:
+                    future = self._start(part, answered)
+                    if future is not None:
+                        stack.callback(future.cancel)
+                        futures[-1][part.label] = future
+            done = {
+                part.label: self._at_once(part, answers)
+                for part in parts
+                if part.verifier.runs in ("here", "model")
+            }
+            return [
+                _verdict(
+                    parts,
+                    {label: scores[index] for label, scores in done.items()}
+                    | {label: future.result() for label, future in pending.items()},
+                )
+                for index, pending in enumerate(futures)
+            ]
+
+    def close(self) -> None:
+        """End what runs for it."""
+        if self._workers is not None:
+            self._workers.close()
+        self._remotes.close()
+
+    def __enter__(self) -> Panel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def require_loadable(self) -> None:
+        """Raise ConfigError for a verifier that cannot do its work here."""
+        for part in self.parts:
+            if part.verifier.runs in ("here", "remote"):
+                part.verifier.prepare()
+        if self._workers is not None:
+            self._workers.require_loadable()
+
+    def _start(self, part: Part, answered: Answered) -> Future[Score] | None:
+        if part.verifier.runs == "process":
+            assert self._workers is not None
+            return self._workers.start(self._numbers[part.label], answered)
+        return self._remotes.start(part, answered) if part.verifier.runs == "remote" else None
+
+    def _at_once(self, part: Part, answers: Sequence[Answered]) -> list[Score]:
+        if part.verifier.runs == "model":
+            return self._raters[part.label](answers)
+        return [judged(part.label, part.verifier, answered) for answered in answers]
+
+
+def _verdict(parts: Sequence[Part], found: Mapping[str, Score]) -> Verdict:
+    scores = {part.label: found[part.label] for part in parts}
+    counted = [
+        part.weight * value for part in parts if (value := scores[part.label].value) is not None
+    ]
+    has_error = any(score.error is not None for score in scores.values())
+    return Verdict(scores, None if has_error or not counted else sum(counted))
+
+
+def open_panel(
+    rewards: str | Sequence[str | RewardSpec],
+    config: PanelConfig | None = None,
+    *,
+    reserved: Sequence[str] = (),
+    open_rater: OpenRater | None = None,
+) -> Panel:
+    """The rewards that a configuration names, found to be loadable.
+
+    ``reserved``: names of other metrics, which no reward may bear. ``open_rater``: how a reward model is loaded in this
+    process, from whoever may; without it ``reward_model`` is refused.
+    """
+    parts = read_parts(rewards, reserved)
+    raters = {}
+    for part in parts:
+        if part.verifier.runs != "model":
+            continue
+        if open_rater is None:
+            raise ConfigError(
+                f"found the reward {part.label!r}, a model in this process, where none can be; expected a server of "
+                "it; use reward_server"
+            )
+        raters[part.label] = open_rater(part.verifier)
+    panel = Panel(parts, PanelConfig() if config is None else config, raters)
+    try:
+        panel.require_loadable()
+    except ConfigError:
+        panel.close()
+        raise
+    return panel
+
+
+def tally(verdicts: Sequence[Verdict]) -> dict[str, Tally]:
+    """What each reward said of all answers, by label."""
+    found = {}
+    for label in verdicts[0].parts if verdicts else ():
+        scores = [verdict.parts[label] for verdict in verdicts]
+        values = [score.value for score in scores if score.value is not None]
+        errors = tuple(score.error for score in scores if score.error is not None)
+        mean = sum(values) / len(values) if values else None
+        found[label] = Tally(len(values), len(scores) - len(values) - len(errors), errors, mean)
+    return found

@@ -1,0 +1,102 @@
+"""All rewards by name, and how a configuration names them. A new verifier is a file and a line in ``REWARDS``.
+
+    rewards = "math"
+    rewards = ["exact_match", "own.py:function"]
+    rewards = ["math", {name = "length", weight = 0.1, options = {target = 200}}]
+
+May import config, errors and the verifiers. The panel and those who list rewards import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from taut.config import configclass, restore
+from taut.errors import ConfigError
+from taut.rewards.contains import Contains
+from taut.rewards.exact_match import ExactMatch
+from taut.rewards.numeric import Numeric
+from taut.rewards.user import own
+from taut.rewards.verifier import Verifier
+
+REWARDS: dict[str, type[Verifier]] = {
+    "exact_match": ExactMatch,
+    "contains": Contains,
+    "numeric": Numeric,
+}
+"""name -> verifier, a configclass of its options. Every entry is held to the properties in tests/unit/rewards."""
+
+
+@configclass
+class RewardSpec:
+    """One reward of several."""
+
+    name: str
+    """A name of the table, or FILE.py:function."""
+    weight: float = 1.0
+    """What its number is multiplied with in the total; 0: it is shown and does not count."""
+    label: str | None = None
+    """The name of its metric; by default its own name, or the function's."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds it may take for an answer; by default what suits the reward. Not asked of what cannot hang."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Its own settings; of a function of yours: arguments by name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A verifier, the name of its metric, and what it counts."""
+
+    label: str
+    verifier: Verifier
+    weight: float
+    timeout: float
+    """Seconds."""
+
+
+def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:
+    """One name or several, as a configuration has them."""
+    each = [rewards] if isinstance(rewards, str) else rewards
+    return [RewardSpec(name=it) if isinstance(it, str) else it for it in each]
+
+
+def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
+    """The files of the user's among them."""
+    own = [spec.name for spec in listed(rewards) if ":" in spec.name]
+    return [Path(name.rpartition(":")[0]).expanduser() for name in own]
+
+
+def read_parts(
+    rewards: str | Sequence[str | RewardSpec], reserved: Sequence[str] = ()
+) -> list[Part]:
+    """What a configuration names. ``reserved``: names of other metrics, which no reward may bear."""
+    parts: list[Part] = []
+    for spec in listed(rewards):
+        label = spec.label or spec.name.rpartition(":")[2]
+        if label in reserved or label in [part.label for part in parts]:
+            raise ConfigError(
+                f"found the reward {spec.name!r}, and there is another metric {label!r}; expected each name once; "
+                "leave it out, or give it a label of its own"
+            )
+        verifier = _verifier(spec.name, spec.options)
+        timeout = verifier.seconds if spec.timeout is None else spec.timeout
+        parts.append(Part(label, verifier, spec.weight, timeout))
+    return parts
+
+
+def _verifier(name: str, options: Mapping[str, Any]) -> Verifier:
+    if ":" in name:
+        return own(name, options)
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "correct it"
+        raise ConfigError(
+            f"found the reward {name!r}; expected one of {', '.join(REWARDS)}, or FILE.py:function; {hint}"
+        )
+    return restore(REWARDS[name], options, f"in the options of the reward {name}")

@@ -1,0 +1,70 @@
+"""What a verifier is: an answer in, a number out, or None: it does not apply.
+
+    verifier(answered) -> float | None
+
+A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is what it
+returns that is no finite number. Errors never become 0, and neither does what does not apply.
+
+Imports ``rewards.answered`` only. Every verifier imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from taut.rewards.answered import Answered
+
+if TYPE_CHECKING:
+    from taut.rewards.remote import Client
+
+Place: TypeAlias = Literal["here", "process", "remote", "model"]
+"""Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where
+it takes too long, at a server, or as a model beside the one that trains."""
+Question: TypeAlias = Literal["right", "worth", "form"]
+"""What it asks of an answer: whether it is right (then right answers get 1), what it is worth (on a scale of its own),
+or what form it has (which says nothing of right and wrong)."""
+
+
+class Score(NamedTuple):
+    """What a reward said of one answer: a value, an error, or neither: it does not apply."""
+
+    value: float | None = None
+    error: str | None = None
+
+
+class Verifier:
+    """The base of all verifiers."""
+
+    runs: ClassVar[Place] = "here"
+    asks: ClassVar[Question] = "form"
+    needs_reference: ClassVar[bool] = False
+    """Whether it does not apply to rows without a right answer."""
+    seconds: ClassVar[float] = 10.0
+    """How long it may take for an answer where nobody says otherwise; not asked of what runs here."""
+
+    def prepare(self) -> None:
+        """Called once where it will run, before the first answer. ConfigError: it cannot."""
+
+    def __call__(self, answered: Answered) -> float | None:
+        """Its word on one answer."""
+        raise NotImplementedError
+
+    async def ask(self, client: Client, answered: Answered) -> float | None:
+        """The same, of a verifier that runs at a server."""
+        raise NotImplementedError
+
+
+def scored(name: str, value: Any) -> Score:
+    """What a verifier returned, as a score. True is 1 and False 0."""
+    if value is None:
+        return Score()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        return Score(error=f"{name} returned {value!r:.60}; expected a finite number or None")
+    return Score(value=float(value))
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

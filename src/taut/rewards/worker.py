@@ -1,0 +1,73 @@
+"""The worker process: verifiers in, answers in, scores out, until its pipe is closed.
+
+    python -c "from taut.rewards.worker import main; main(FD)"
+
+It is started afresh (no fork, so no lock of the parent's is copied) and does not run the parent's main script again, as
+multiprocessing's start methods do: a training script without ``if __name__ == "__main__"`` is not started twice. It
+ends with its parent. It imports neither torch nor transformers. ``workers.py`` is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from taut.errors import TautError
+from taut.rewards.answered import Answered
+from taut.rewards.user import Own
+from taut.rewards.verifier import Score, Verifier, reason, scored
+
+PARENT_LOOKED_AT = 1.0
+"""Seconds."""
+
+
+def main(descriptor: int) -> None:
+    """Serve what comes through the pipe. The first message is the path of imports and the verifiers by label."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    os.set_inheritable(descriptor, False)
+    pipe = Connection(descriptor)
+    path, verifiers = pipe.recv()
+    sys.path[:] = path
+    trouble = _prepare([verifier for _, verifier in verifiers])
+    pipe.send(trouble)
+    while trouble is None:
+        try:
+            number, answered = pipe.recv()
+        except EOFError:
+            return
+        label, verifier = verifiers[number]
+        score = judged(label, verifier, answered)
+        sys.stdout.flush()
+        pipe.send(score)
+
+
+def judged(label: str, verifier: Verifier, answered: Answered) -> Score:
+    """A verifier's word on one answer; what it raises is kept as the error it is."""
+    try:
+        return scored(label, verifier(answered))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it may raise anything; it is counted)
+        place = verifier.line_of(error) if isinstance(verifier, Own) else ""
+        return Score(error=reason(error) + place)
+
+
+def _prepare(verifiers: Sequence[Verifier]) -> str | None:
+    """What keeps one of them from being used."""
+    try:
+        for verifier in verifiers:
+            verifier.prepare()
+    except TautError as error:
+        return str(error)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (told in the parent, which raises)
+        return f"{reason(error)}; expected rewards that can be loaded; correct them"
+    return None
+
+
+def _end_with(parent: int) -> None:
+    """A worker that hangs would outlive a parent that was killed."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOKED_AT)
+    os._exit(1)

@@ -1,0 +1,168 @@
+"""Worker processes: verifiers that may hang, crash or draw on anything run here, never beside the training.
+
+Each answer has a time limit from the moment its worker begins; a worker that does not keep it is killed with whatever
+it started, that answer is an error, and the next one gets a new worker. So it is with a worker that dies. Workers are
+sessions of their own: Ctrl-C in a terminal does not reach them, and they print nothing of it. The time limit needs no
+signal and holds in any thread.
+
+Imports errors, ``worker.py`` and the standard library. The panel imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import LifoQueue
+
+from taut.errors import ConfigError
+from taut.rewards.answered import Answered
+from taut.rewards.registry import Part
+from taut.rewards.verifier import Score
+
+START_SECONDS = 120.0
+"""How long a worker may take to load its verifiers."""
+COMMAND = "from taut.rewards.worker import main; main({})"
+SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Of a worker's environment: sets have one order everywhere, and workers do not take the trainer's cores from it."""
+
+
+class Workers:
+    """As many as ``count`` processes with the verifiers of ``parts``; started when they are needed."""
+
+    def __init__(self, parts: Sequence[Part], count: int) -> None:
+        self._parts = parts
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="taut-rewards")
+        self._idle: LifoQueue[_Worker] = LifoQueue()
+        workers = [_Worker(parts) for _ in range(count)]
+        for worker in workers:
+            self._idle.put(worker)
+        self._workers = workers
+        self._at_exit = weakref.finalize(self, _let_go, workers)
+
+    def require_loadable(self) -> None:
+        """Raise ConfigError, now, for a verifier that cannot be loaded."""
+        worker = self._idle.get()
+        try:
+            worker.start()
+        finally:
+            self._idle.put(worker)
+
+    def start(self, number: int, answered: Answered) -> Future[Score]:
+        """The word of ``parts[number]`` on an answer, to be."""
+        return self._threads.submit(self._ask, number, answered)
+
+    def close(self) -> None:
+        """End all processes, in the middle of an answer where there is one."""
+        for worker in self._workers:
+            worker.stop()
+        self._threads.shutdown(cancel_futures=True)
+        self._at_exit()
+
+    def _ask(self, number: int, answered: Answered) -> Score:
+        worker = self._idle.get()
+        try:
+            return worker.ask(number, answered, self._parts[number])
+        finally:
+            self._idle.put(worker)
+
+
+def _let_go(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+        worker.clear()
+
+
+class _Worker:
+    """One process at a time. One thread at a time uses it; ``stop`` may be called from any."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._verifiers = [(part.label, part.verifier) for part in parts]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._is_stopped = False
+
+    def start(self) -> Connection:
+        """The pipe to a process that is ready."""
+        if self._pipe is not None and self._process is not None and self._process.poll() is None:
+            return self._pipe
+        self.clear()
+        if self._is_stopped:
+            raise ConfigError("the rewards are closed; expected no answer after that")
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND.format(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **SETTINGS},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        labels = ", ".join(label for label, _ in self._verifiers)
+        remedy = f"expected the rewards {labels} to be loaded; correct them"
+        try:
+            self._pipe.send((sys.path, self._verifiers))
+            is_there = self._pipe.poll(START_SECONDS)
+            trouble = (
+                self._pipe.recv() if is_there else f"nothing within {START_SECONDS:g} s; {remedy}"
+            )
+        except (EOFError, OSError):
+            trouble = f"a worker {self._ended()} while it was started; {remedy}"
+        if trouble is not None:
+            self.clear()
+            raise ConfigError(trouble)
+        return self._pipe
+
+    def ask(self, number: int, answered: Answered, part: Part) -> Score:
+        """The verifier's word, or what kept it from giving one."""
+        try:
+            pipe = self.start()
+        except ConfigError as error:
+            return Score(error=str(error))
+        try:
+            pipe.send((number, answered))
+            if pipe.poll(part.timeout):
+                score: Score = pipe.recv()
+                return score
+        except (EOFError, OSError):
+            return Score(error=f"{part.label} ended its process, which {self._ended()}")
+        self.clear()
+        return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
+
+    def stop(self) -> None:
+        """End the process, and let no other be started."""
+        self._is_stopped = True
+        process = self._process
+        if process is not None:
+            _kill(process)
+
+    def clear(self) -> None:
+        """End the process with what it started, and forget it."""
+        if self._process is not None:
+            _kill(self._process)
+            self._process.wait()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process, self._pipe = None, None
+
+    def _ended(self) -> str:
+        """How a process ended that has closed its pipe."""
+        assert self._process is not None
+        _kill(self._process)  # what it started; its own end is under way, and keeps its code
+        code = self._process.wait()
+        self.clear()
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Its whole session; a process that has been waited for is not there, and its number may be another's."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,284 @@
+"""The panel: many rewards of many answers; functions of the user's in worker processes, and all they may do wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taut.errors import ConfigError
+from taut.rewards import (
+    Answered,
+    Panel,
+    PanelConfig,
+    RewardSpec,
+    Score,
+    Verdict,
+    files_of,
+    open_panel,
+    tally,
+)
+
+OWN = """
+import os, random, subprocess, sys, time
+from dataclasses import dataclass
+
+@dataclass
+class Scale:
+    by: float
+
+def brevity(text, by=1.0):
+    return Scale(by).by / (1 + len(text))
+
+def judged(text, references, row):
+    if text == "hang":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", row["mark"]])
+        while True:
+            pass
+    if text == "die":
+        os._exit(3)
+    if text == "kill":
+        os.kill(os.getpid(), 9)
+    if text == "exit":
+        sys.exit("enough")
+    if text == "raise":
+        raise KeyError("nothing\\nhere")
+    found = {"nan": float("nan"), "inf": -float("inf"), "word": "1.0", "list": [1], "true": True, "none": None}
+    return found.get(text, len(references))
+
+def everything(text, references, row, num_tokens, finish_reason, prompt, messages):
+    assert isinstance(references, list)
+    return len(text) + len(references) + row["n"] + num_tokens + len(prompt) + len(messages)
+
+def drawn():
+    return random.random()
+
+def where():
+    return float("torch" in sys.modules) + 2 * (os.getsid(0) == os.getpid())
+
+def positional(said, /):
+    return 1.0
+
+def stranger(text, tokenizer):
+    return 1.0
+
+def whatever(**known):
+    return float(len(known))
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def panel(own: Path) -> Iterator[Panel]:
+    """One for most tests: two processes, and half a second for ``judged``."""
+    rewards: list[str | RewardSpec] = [
+        RewardSpec(name=f"{own}:judged", timeout=0.5),
+        RewardSpec(name=f"{own}:brevity", weight=10.0, options={"by": 2}),
+        f"{own}:everything",
+        f"{own}:drawn",
+        f"{own}:where",
+        f"{own}:whatever",
+        RewardSpec(name="exact_match", label="same", weight=0.5),
+    ]
+    with open_panel(rewards, PanelConfig(workers=2)) as opened:
+        yield opened
+
+
+def said(panel: Panel, label: str, *texts: str, mark: str = "") -> list[Score]:
+    answers = [Answered(text=text, references=("a", "b"), row={"mark": mark}) for text in texts]
+    return [verdict.parts[label] for verdict in panel.grade(answers, [label])]
+
+
+def test_a_function_is_given_what_it_asks_for_and_its_options(panel: Panel) -> None:
+    answered = Answered(
+        text="abc",
+        references=("x", "y"),
+        row={"n": 100},
+        num_tokens=1000,
+        prompt=({"role": "user", "content": "?"},),
+        messages=({"role": "assistant", "content": "abc"},) * 2,
+    )
+    (verdict,) = panel.grade([answered], ["everything", "brevity", "whatever"])
+    assert verdict.parts["everything"] == Score(1108.0)
+    assert verdict.parts["brevity"] == Score(0.5)
+    assert verdict.parts["whatever"] == Score(7.0)
+
+
+def test_what_goes_wrong_is_an_error_of_that_answer_and_the_others_are_in_their_order(
+    panel: Panel,
+) -> None:
+    texts = ["a", "hang", "b", "die", "c", "kill", "exit", "raise", "nan", "inf", "word", "list"]
+    texts += ["true", "none", "d"]
+    begun = time.monotonic()
+    scores = dict(zip(texts, said(panel, "judged", *texts), strict=True))
+    assert time.monotonic() - begun < 10
+    assert [scores[it] for it in "abcd"] == [Score(2.0)] * 4
+    assert (scores["true"], scores["none"]) == (Score(1.0), Score())
+    errors = {text: score.error for text, score in scores.items() if score.error}
+    assert errors == {
+        "hang": "judged took longer than 0.5 s and was killed",
+        "die": "judged ended its process, which exited with 3",
+        "kill": "judged ended its process, which was ended by SIGKILL",
+        "exit": "SystemExit: enough (own.py:22)",
+        "raise": "KeyError: 'nothing\\nhere' (own.py:24)",
+        "nan": "judged returned nan; expected a finite number or None",
+        "inf": "judged returned -inf; expected a finite number or None",
+        "word": "judged returned '1.0'; expected a finite number or None",
+        "list": "judged returned [1]; expected a finite number or None",
+    }
+    assert all(score.value is None for score in scores.values() if score.error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_killed_function_started_is_killed_with_it(panel: Panel) -> None:
+    mark = f"taut-{os.getpid()}-{time.monotonic_ns()}"
+    (score,) = said(panel, "judged", "hang", mark=mark)
+    assert score.error is not None
+
+    def is_there() -> bool:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if mark in path.read_text():
+                    return True
+            except OSError:
+                continue
+        return False
+
+    deadline = time.monotonic() + 5
+    while is_there() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_there()
+
+
+def test_time_limits_hold_in_any_thread(panel: Panel) -> None:
+    found: list[Score] = []
+    thread = threading.Thread(target=lambda: found.extend(said(panel, "judged", "hang", "a")))
+    thread.start()
+    thread.join(10)
+    assert [bool(score.error) for score in found] == [True, False]
+
+
+def test_workers_load_no_torch_and_hear_no_ctrl_c(panel: Panel) -> None:
+    assert said(panel, "where", "a") == [Score(2.0)]
+
+
+def test_the_same_answers_have_the_same_verdicts(panel: Panel, own: Path) -> None:
+    texts = [str(number) for number in range(20)]
+    first = said(panel, "drawn", *texts)
+    assert len(set(first)) == 20
+    assert said(panel, "drawn", *reversed(texts)) == first[::-1]
+    with open_panel(f"{own}:drawn", PanelConfig(workers=1)) as alone:
+        assert said(alone, "drawn", *texts) == first
+
+
+def test_the_total_is_the_weighted_sum_of_what_gave_a_number(panel: Panel) -> None:
+    labels = ["brevity", "same", "judged"]
+    answers = [
+        Answered(text="a", references=("a",)),
+        Answered(text="none"),
+        Answered(text="raise", references=("a",)),
+    ]
+    totals = [verdict.total for verdict in panel.grade(answers, labels)]
+    assert totals == [10 * 1.0 + 0.5 * 1 + 1, 10 * 2 / 5, None]
+    assert [verdict.total for verdict in panel.grade(answers[1:2], ["same"])] == [None]
+    errors = [verdict.error for verdict in panel.grade(answers, labels)]
+    assert errors[:2] == [None, None]
+    assert str(errors[2]).startswith("KeyError")
+
+
+def test_a_tally_counts_what_each_reward_said() -> None:
+    scores = [Score(1.0), Score(0.0), Score(), Score(error="late")]
+    verdicts = [Verdict({"a": score, "b": Score()}, score.value) for score in scores]
+    found = tally(verdicts)
+    assert (found["a"].num_scored, found["a"].num_not_applicable) == (2, 1)
+    assert (found["a"].mean, found["a"].errors, found["a"].error_share) == (0.5, ("late",), 0.25)
+    assert (found["b"].mean, found["b"].error_share) == (None, 0.0)
+    assert tally([]) == {}
+
+
+def test_no_answers_are_no_verdicts_and_a_closed_panel_judges_none(own: Path) -> None:
+    panel = open_panel(f"{own}:where", PanelConfig(workers=1))
+    assert panel.grade([]) == []
+    panel.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        panel.grade([Answered(text="a")])
+
+
+def test_the_file_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("import os\ndef f(text):\n    return 1.0 if text else os._exit(1)\n")
+    with open_panel(f"{path}:f", PanelConfig(workers=1)) as panel:
+        path.write_text("def f(text):\n    return 2.0\n")
+        scores = [
+            verdict.parts["f"] for verdict in panel.grade([Answered(text=""), Answered(text="a")])
+        ]
+    assert scores[0].error is not None
+    assert scores[1] == Score(1.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("exactmatch", "expected one of exact_match, contains, numeric.*did you mean exact_match"),
+        ("missing.py:f", "there is no file missing.py"),
+        ("{own}:absent", "found no function 'absent' in .*brevity"),
+        ("{own}:", "found no function ''"),
+        (
+            "{own}:stranger",
+            "takes 'tokenizer'; expected parameters by the names text, references, row",
+        ),
+        ("{own}:positional", "takes 'said'; expected parameters"),
+        ("{broken}:f", r"cannot be run: ModuleNotFoundError: .*absent_package"),
+        ("{words}:f", "expected a file that ends in .py"),
+    ],
+)
+def test_a_reward_that_cannot_be_had(spec: str, message: str, own: Path, tmp_path: Path) -> None:
+    broken, words = tmp_path / "broken.py", tmp_path / "own.txt"
+    broken.write_text("import absent_package")
+    words.write_text("f")
+    with pytest.raises(ConfigError, match=message):
+        open_panel(spec.format(own=own, broken=broken, words=words), PanelConfig(workers=1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (RewardSpec(name="{own}:brevity", options={"bye": 1}), "is given the option 'bye'"),
+        (RewardSpec(name="{own}:brevity", options={"text": 1}), "is given the option 'text'"),
+        (
+            RewardSpec(name="numeric", options={"by": 1}),
+            "'by' in the options of the reward numeric",
+        ),
+    ],
+)
+def test_options_are_those_the_reward_has(spec: RewardSpec, message: str, own: Path) -> None:
+    spec = RewardSpec(name=spec.name.format(own=own), options=spec.options)
+    with pytest.raises(ConfigError, match=message):
+        open_panel([spec], PanelConfig(workers=1))
+
+
+def test_names_of_metrics_are_unique(own: Path) -> None:
+    twice = [RewardSpec(name="numeric"), RewardSpec(name="exact_match", label="numeric")]
+    with pytest.raises(ConfigError, match="there is another metric 'numeric'"):
+        open_panel(twice)
+    with pytest.raises(ConfigError, match="there is another metric 'drawn'"):
+        open_panel(f"{own}:drawn", reserved=["drawn"])
+
+
+def test_one_name_need_not_be_a_list() -> None:
+    specs: list[str | RewardSpec] = ["exact_match", RewardSpec(name="own.py:f")]
+    assert files_of("own.py:f") == files_of(specs) == [Path("own.py")]
+    assert files_of("exact_match") == []
+    with open_panel("exact_match") as one, open_panel(["exact_match"]) as listed:
+        assert one.names == listed.names == ["exact_match"]
