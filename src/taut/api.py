@@ -7,6 +7,7 @@ mistake found before training leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,17 @@ from taut.checks.examine import before_training
 from taut.config import user_path
 from taut.data.dataset import input_paths
 from taut.data.groups import Good
+from taut.data.prompt_set import PromptSet
 from taut.deliver import save_best
 from taut.errors import ConfigError
 from taut.evals.best import Best, require_same_measure
-from taut.evals.during import Evaluations, build_answering, held_out, require_best
+from taut.evals.during import (
+    AnswersConfig,
+    Evaluations,
+    build_answering,
+    held_out,
+    require_best,
+)
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.lifecycle import Asked, execute
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
@@ -80,10 +88,11 @@ def train(run: Run) -> Result:
         start = look(run, out, inputs, ranks)
         if start.finished is None:
             built = build(run, inputs, start.plan, ranks)
-            evaluations, stop_check = _evaluations(built, out), _stop_check(built)
-            asked = Asked(before_training(built), evaluations, stop_check)
-            keep_reference(built)
-            ended = execute(built, start, lock, asked)
+            with closing(built.job.method):
+                evaluations, stop_check = _evaluations(built, out), _stop_check(built)
+                asked = Asked(before_training(built), evaluations, stop_check)
+                keep_reference(built)
+                ended = execute(built, start, lock, asked)
             result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
         else:
             result = _as_finished(out, start.finished)
@@ -126,22 +135,36 @@ def _stop_check(built: Built) -> StopCheck:
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.objective.head is not None:
         return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
-    asked = Good(rows_of(run, data))
+    asked = data.prompts() if isinstance(data, PromptSet) else Good(rows_of(run, data))
     check = prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
     return replace(check, is_taught=run.objective.is_taught_ends)
+
+
+def _answers(run: Run) -> AnswersConfig:
+    """How held-out answers are judged: of a run that generates as in training, where nothing else is said."""
+    answers, online = run.eval.answers, run.objective.online
+    if online is None or answers.rewards or not run.data.eval:
+        return answers
+    sampling = replace(answers.sampling, max_new_tokens=online.rollout.max_new_tokens)
+    return replace(
+        answers,
+        rewards=online.rewards,
+        reference=answers.reference or online.rollout.reference,
+        sampling=sampling,
+    )
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
     run, inputs, job = built.run, built.inputs, built.job
     found = []
-    if inputs.eval is not None:
+    if inputs.eval is not None and run.objective.online is None:
         found.append(held_out(rows_of(run, inputs.eval), run.eval.every, job))
     if run.objective.head is not None and run.eval.answers.rewards:
         raise ConfigError(
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
-    answers, make_engine = run.eval.answers, engine_of(built)
+    answers, make_engine = _answers(run), engine_of(built)
     kind = run.objective.kind
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
     found += [] if answering is None else [answering.as_evaluation()]

@@ -19,25 +19,17 @@ from transformers import PreTrainedModel
 from taut import parallel
 from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.attention.select import Chosen, select
+from taut.beside import Loaded, build_roles, give_critic, give_teacher, pace_of
 from taut.data.dataset import Dataset
 from taut.data.pack import PackPolicy
 from taut.data.plan import START, Budget, CostModel, Cursor, Order
+from taut.data.prompt_set import PromptSet
 from taut.errors import ModelError
-from taut.loop import Job, Role
+from taut.loop import Job
 from taut.memory import build_fit
-from taut.methods.distill import Setting, load_teacher, require_context
 from taut.methods.offline import Offline
-from taut.methods.reference import Other, Start
 from taut.models import anatomy
-from taut.models.load import (
-    checkpoint_dtype,
-    context_length,
-    freeze,
-    load_config,
-    load_model,
-    load_tokenizer,
-    require_language_model,
-)
+from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows
 from taut.models.noise import install_noise, silence
 from taut.models.precision import (
@@ -52,6 +44,10 @@ from taut.models.reward import load_reward_model
 from taut.models.score import Scorer
 from taut.models.tokens import add_tokens
 from taut.models.untrained import require_trained, untrained_rows
+from taut.online import crew
+from taut.online.guard import Guard
+from taut.online.method import Crew, Online
+from taut.online.recipe import Recipe
 from taut.optim import build_optimizer, learning_rate
 from taut.parallel import Ranks
 from taut.rollout.local import LocalEngine
@@ -59,17 +55,6 @@ from taut.run import Decision, Inputs, Run, rows_of
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
-
-
-class Loaded(NamedTuple):
-    """A model as it is on disk, with the attention and the dtype that will be in force."""
-
-    model: PreTrainedModel
-    dtype: ChosenDtype
-    attention: Chosen
-    one_sample: str | None
-    """Why this model has to run one sample at a time; None: it packs."""
-    decisions: list[Decision]
 
 
 class Adapted(NamedTuple):
@@ -137,7 +122,9 @@ def assemble(
     method, num_steps, cursor = plan
     noise = install_noise(model, run.noise, run.seed)
     is_compared = trains and noise is None and cursor == START and run.objective.head is None
-    alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
+    alone = {}
+    if is_compared and isinstance(method, Offline):
+        alone = _alone(method, model, dtype, ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -155,8 +142,10 @@ def assemble(
         run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
     )
     decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
-    parallel.shard(scorer, anatomy.layers(model), ranks)
-    optimizer = build_optimizer(scorer, run.optim)
+    decisions.extend(give_critic(run, inputs, loaded, scorer, ranks))
+    beside = [] if scorer.critic is None else scorer.critic.shards
+    parallel.shard(scorer, [*beside, *anatomy.layers(model)], ranks)
+    optimizer = build_optimizer(scorer, run.optim, pace_of(run))
     roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     job = Job(
@@ -176,93 +165,32 @@ def assemble(
         clip_grad_norm=run.optim.clip_grad_norm,
         alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
     )
-    return Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
+    built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
+    if isinstance(method, Online):
+        job.alarms = [*job.alarms, method.guard]
+        method.join(_crew(built, method.prompts))
+    return built
 
 
-def build_roles(
-    run: Run, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
-) -> tuple[list[Role], list[Decision]]:
-    """The models beside the one that trains, and why these."""
-    config = run.objective.reference
-    if config is None:
-        return [], []
-    if config.model is not None:
-        require_same_tokenizer(run, inputs, config.model, "reference.model")
-        other = Scorer(load_beside(run, config.model, inputs, loaded, ranks))
-        parallel.shard(other, anatomy.layers(other.model), ranks)
-        return [Other(other)], [Decision("reference", config.model, "named by reference.model")]
-    start = Start(scorer, [p for p in scorer.parameters() if p.requires_grad], config)
-    if config.update_every:
-        scorer.reference = start  # so that a checkpoint holds it
-        value = f"the policy, every {config.update_every} steps"
-        reason = f"moves {config.update_mix:g} of the way (reference.update_every, update_mix)"
-        return [start], [Decision("reference", value, reason)]
-    if run.lora.rank and not run.lora.adapter:
-        value, reason = "the base model", "the policy without what LoRA adds: its adapters' start"
-    elif run.lora.is_on:
-        value, reason = "lora.adapter as it is", "the policy at the start, adapter included"
-    else:
-        value, reason = "a frozen copy", "the policy at the start"
-    return [start], [Decision("reference", value, reason)]
-
-
-def give_teacher(
-    run: Run, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
-) -> list[Decision]:
-    """Give the scorer what it learns from, where there is a teacher, and say why this."""
-    config = run.objective.teacher
-    if config is None:
-        return []
-    setting = Setting(
-        tokenizer=inputs.tokenizer,
-        num_rows=anatomy.head(scorer.model).weight.shape[0],
-        longest=inputs.longest,
-        dtype=loaded.dtype.dtype,
-        device=ranks.device,
-        attention=run.attention,
-        trust_remote_code=run.trust_remote_code,
+def _crew(built: Built, prompts: PromptSet) -> Crew:
+    """What a method that generates works with."""
+    run, inputs, job = built.run, built.inputs, built.job
+    recipe = run.objective.online
+    assert recipe is not None
+    setting = crew.Setting(
+        prompts=prompts.asked,
+        make_local=engine_of(built),
+        renderer=inputs.renderer,
+        stops=inputs.stops,
+        context=context_length(inputs.config),
+        scorer=built.scorer,
+        compute=job.compute,
+        dtype=built.loaded.dtype.dtype,
+        seed=run.seed,
+        ranks=job.ranks,
     )
-    scorer.teacher, reasons = load_teacher(config, setting)
-    return [Decision(*reason) for reason in reasons]
-
-
-def load_beside(
-    run: Run, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks
-) -> PreTrainedModel:
-    """Another model, with the attention and dtype of the one that trains, for the same micro-batches."""
-    context = context_length(load_config(path, run.trust_remote_code))
-    require_context(f"reference.model={path}", context, inputs.longest)
-    model = load_model(
-        path,
-        dtype=loaded.dtype.dtype,
-        device=ranks.device,
-        attention=loaded.attention.implementation,
-        trust_remote_code=run.trust_remote_code,
-    )
-    alone = "; ".join(one_sample_reasons(model, inputs.longest))
-    if alone and not loaded.one_sample:
-        raise ModelError(
-            f"reference.model={path} runs one sample at a time ({alone}), and model={run.model} does not; expected a "
-            "reference that packs as it does; name another"
-        )
-    return model
-
-
-def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> None:
-    """Raise ModelError where another model's ids mean other tokens, or where there is none."""
-    try:
-        config = load_config(path, run.trust_remote_code)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
-    require_language_model(path, config, key)
-    theirs = load_tokenizer(path, run.trust_remote_code).get_vocab()
-    mine = inputs.tokenizer.get_vocab()
-    differing = next((token for token, index in mine.items() if theirs.get(token) != index), None)
-    if differing is not None:
-        raise ModelError(
-            f"{key}={path}: its tokenizer has {theirs.get(differing)} for {differing!r} and that of model={run.model} "
-            f"has {mine[differing]}; expected the same tokenizer; name a model of the same family"
-        )
+    roles = job.roles if recipe.is_reference_asked_first else ()
+    return Crew(job, roles, partial(crew.open_roller, recipe, setting))
 
 
 def engine_of(built: Built) -> Callable[..., LocalEngine]:
@@ -331,7 +259,7 @@ def choose(
 class Plan(NamedTuple):
     """Which samples each step has, and how many steps there are."""
 
-    method: Offline
+    method: Offline | Online
     num_steps: int
     cursor: Cursor
     """How far the run has come."""
@@ -340,6 +268,8 @@ class Plan(NamedTuple):
 def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
     """The method with its order of samples, and the number of steps. ``cursor``: how far a resumed run has come."""
     objective, rows = run.objective, rows_of(run, train)
+    if objective.online is not None:
+        return _online(run, objective.online, train, cursor)
     groups = rows.prefix_groups(run.batch.group_min_tokens) if run.batch.group_prefixes else None
     order = Order(rows.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
     epochs = None if run.steps is not None else (1.0 if run.epochs is None else run.epochs)
@@ -348,6 +278,19 @@ def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
     assert num_steps is not None
     spliced = int(train.lengths.max()) if objective.is_mismatched else None
     method = Offline(rows, order, epochs, objective.loss, spliced)
+    return Plan(method, num_steps, cursor)
+
+
+def _online(run: Run, recipe: Recipe, prompts: Dataset, cursor: Cursor) -> Plan:
+    """The same of a run that generates: a step of its order is a roll-out. Prompts go round and round."""
+    assert isinstance(prompts, PromptSet)
+    updates, rows = recipe.rollout.updates, rows_of(run, prompts)
+    groups = rows.prefix_groups(run.batch.group_min_tokens) if run.batch.group_prefixes else None
+    size = run.batch.samples_per_step * recipe.rollout.minibatches
+    order = Order(prompts.weights, run.seed, size, run.batch.shuffle, groups)
+    num_steps = run.steps or order.num_steps(run.epochs or 1.0) * updates
+    guard = Guard(recipe.guard)
+    method = Online(recipe.rollout, prompts, order, recipe.make_credit(), guard, run.seed)
     return Plan(method, num_steps, cursor)
 
 

@@ -51,54 +51,39 @@ class Command(NamedTuple):
     """It takes a run of any method, by the key ``method``."""
 
 
+def _training(about: str, config: str) -> Command:
+    return Command("[RUN.toml] [key=value ...]", about, "taut.api:train", config)
+
+
 COMMANDS = {
-    "sft": Command(
-        "[RUN.toml] [key=value ...]",
-        "fine-tune a model on your data",
-        "taut.api:train",
-        "taut.run:Run",
+    "sft": _training("fine-tune a model on your data", "taut.run:Run"),
+    "reward": _training(
+        "train a reward model on comparisons, scores or steps", "taut.training:RewardRun"
     ),
-    "reward": Command(
-        "[RUN.toml] [key=value ...]",
-        "train a reward model on comparisons, scores or steps",
-        "taut.api:train",
-        "taut.training:RewardRun",
+    "dpo": _training("train on preferences, against a reference", "taut.training:DpoRun"),
+    "kto": _training("train on answers marked good or bad", "taut.training:KtoRun"),
+    "orpo": _training(
+        "train on preferences and good answers, without a reference", "taut.training:OrpoRun"
     ),
-    "dpo": Command(
-        "[RUN.toml] [key=value ...]",
-        "train on preferences, against a reference",
-        "taut.api:train",
-        "taut.training:DpoRun",
+    "simpo": _training(
+        "train on preferences by mean log-probs, without a reference", "taut.training:SimpoRun"
     ),
-    "kto": Command(
-        "[RUN.toml] [key=value ...]",
-        "train on answers marked good or bad",
-        "taut.api:train",
-        "taut.training:KtoRun",
+    "cpo": _training(
+        "train on preferences and good answers, contrastively", "taut.training:CpoRun"
     ),
-    "orpo": Command(
-        "[RUN.toml] [key=value ...]",
-        "train on preferences and good answers, without a reference",
-        "taut.api:train",
-        "taut.training:OrpoRun",
+    "distill": _training("train on what a teacher says of your data", "taut.training:DistillRun"),
+    "grpo": _training(
+        "train on the model's own answers, judged and compared in groups", "taut.training:GrpoRun"
     ),
-    "simpo": Command(
-        "[RUN.toml] [key=value ...]",
-        "train on preferences by mean log-probs, without a reference",
-        "taut.api:train",
-        "taut.training:SimpoRun",
+    "ppo": _training("train on the model's own answers, with a critic", "taut.training:PpoRun"),
+    "online-dpo": _training(
+        "train on preferences between the model's own answers", "taut.training:OnlineDpoRun"
     ),
-    "cpo": Command(
-        "[RUN.toml] [key=value ...]",
-        "train on preferences and good answers, contrastively",
-        "taut.api:train",
-        "taut.training:CpoRun",
+    "best-of-n": _training(
+        "fine-tune on the best of the model's own answers", "taut.training:BestOfNRun"
     ),
-    "distill": Command(
-        "[RUN.toml] [key=value ...]",
-        "train on what a teacher says of your data",
-        "taut.api:train",
-        "taut.training:DistillRun",
+    "gkd": _training(
+        "train on what a teacher says of the model's own answers", "taut.training:GkdRun"
     ),
     "teach": Command(
         "MODEL data.train=FILE out=FILE",

@@ -23,6 +23,7 @@ from taut.checkpoint import Checkpoints
 from taut.contract import Origin, answer_best, seal, seal_best
 from taut.data.dataset import read_rows
 from taut.data.preferences import best_row
+from taut.data.prompt_set import PromptSet
 from taut.errors import CheckFailed, OutputError, TautError
 from taut.golden import Question, choose_questions
 from taut.loop import Job
@@ -38,6 +39,9 @@ def choose_goldens(built: Built) -> list[Question]:
     if not is_asked or not built.job.ranks.is_writer:
         return []
     split: Literal["eval", "train"] = "eval" if run.data.eval else "train"
+    data = built.inputs.train if built.inputs.eval is None else built.inputs.eval
+    if isinstance(data, PromptSet):
+        return choose_questions(data.questions(), built.inputs.renderer, run.contract.prompts)
     rows = map(best_row, read_rows(run.data, split, kind=run.objective.kind))
     return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
 

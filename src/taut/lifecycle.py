@@ -37,6 +37,7 @@ from taut.evals.stopping import StopCheck, Stops
 from taut.identity import TOLERANCE
 from taut.interrupts import Interrupt, Interrupts
 from taut.loop import Job, train, use_budget
+from taut.online.method import Online
 from taut.outdir import (
     BEST,
     CHECKPOINTS,
@@ -116,6 +117,8 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
     memories: dict[str, Memory] = {
         type(alarm).__name__: alarm for alarm in job.alarms if isinstance(alarm, Untouched | Spikes)
     }
+    if isinstance(job.method, Online):
+        memories["online"] = job.method
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,

@@ -56,9 +56,15 @@ class Method(Protocol):
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step: with the seed, all that a resumed run needs of them."""
 
+    def close(self) -> None:
+        """End what it holds beside the model."""
+
 
 class Role(Protocol):
-    """A model beside the one that trains: a reference, a teacher."""
+    """A model beside the one that trains: a reference."""
+
+    gives: str
+    """The stream it fills in, where samples do not bring it."""
 
     def active(self) -> AbstractContextManager[Any]:
         """Entered while streams are made: once a step, on every rank."""
@@ -287,7 +293,8 @@ def made_ready(
 def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the streams of every role, and whether each counts."""
     planned = padded(microbatches_of(trees, job), trees, job)
-    for role in job.roles:
+    given = planned[0][0].streams
+    for role in (role for role in job.roles if role.gives not in given):
         with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
             streams = [_streams(job, role, packed, trees, where) for packed, _ in planned]
         planned = [

@@ -19,6 +19,7 @@ from taut.data.dataset import DataConfig, Dataset, Split, build_renderer, load_d
 from taut.data.groups import Rows
 from taut.data.plan import BatchConfig
 from taut.data.preferences import Kind
+from taut.data.prompt_set import Asking, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
@@ -39,11 +40,26 @@ from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
 from taut.models.reward import NewHead
 from taut.models.tokens import TokensConfig, add_tokens_to_tokenizer
+from taut.online.recipe import Recipe
 from taut.optim import OptimConfig
 from taut.parallel import Ranks
 from taut.runlog import LogConfig
 
-Method: TypeAlias = Literal["sft", "reward", "dpo", "kto", "orpo", "simpo", "cpo", "distill"]
+Method: TypeAlias = Literal[
+    "sft",
+    "reward",
+    "dpo",
+    "kto",
+    "orpo",
+    "simpo",
+    "cpo",
+    "distill",
+    "grpo",
+    "ppo",
+    "online_dpo",
+    "best_of_n",
+    "gkd",
+]
 
 
 class Objective(NamedTuple):
@@ -62,6 +78,8 @@ class Objective(NamedTuple):
     """What the policy is measured against; None: nothing."""
     teacher: DistillConfig | None = None
     """What is learned from; None: the data."""
+    online: Recipe | None = None
+    """How what is learned is generated and judged; None: the data have it."""
 
     @property
     def is_taught_ends(self) -> bool:
@@ -146,6 +164,25 @@ class Run:
         return Objective()
 
 
+@configclass
+class Comparing(Run):
+    """What runs have in common that compare log-probs or scores: noise would be a part of what is compared."""
+
+    MAY_BE_NOISY: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in {
+            "lora.dropout": self.lora.dropout,
+            "noise.neftune_alpha": self.noise.neftune_alpha,
+        }.items():
+            if value:
+                raise ConfigError(
+                    f"{key}={value:g} in a run of taut {self.METHOD}: what is compared must not be noisy; "
+                    f"expected {key}=0; take the key out"
+                )
+
+
 class Decision(NamedTuple):
     """Something settled for the user, and why."""
 
@@ -168,6 +205,8 @@ class Inputs:
     stops: StopSet
     """What ends an answer. Derived here, so that a template without an end is refused before training."""
     decisions: list[Decision]
+    grows: int = 0
+    """Tokens that a sample may have beyond its prompt, where it is generated."""
 
     def token(self, index: int) -> str:
         """How the tokenizer writes an id."""
@@ -175,8 +214,11 @@ class Inputs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample, held-out ones included."""
-        return max(int(data.lengths.max()) for data in (self.train, self.eval) if data is not None)
+        """Tokens of the longest sample there can be, held-out ones included."""
+        each = [int(data.lengths.max()) for data in (self.train, self.eval) if data is not None]
+        most = max(each) + self.grows
+        context = context_length(self.config) if self.grows else None
+        return most if context is None else min(most, context)
 
 
 class Language(NamedTuple):
@@ -236,7 +278,7 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     for data in (train, held_out):
         _require_rows(data, language)
     _require_margins(run, train)
-    if run.objective.head is None:
+    if run.objective.head is None and run.objective.online is None:
         inputs.decisions.extend(_taught_ends(train, stops))
     return inputs
 
@@ -244,6 +286,10 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
 def load_split(run: Run, split: Split, renderer: Renderer, language: Language) -> Dataset:
     """The samples of a split, with what a teacher's file says of them where there is one."""
     longest, kind = longest_sample(run, language.config), run.objective.kind
+    online = run.objective.online
+    if online is not None:
+        asking = Asking(longest, online.rollout.reference)
+        return load_prompt_set(run.data, split, renderer, asking)
     data = load_dataset(run.data, split, renderer, longest, kind=kind)
     teacher = run.objective.teacher
     return data if teacher is None else with_lists(teacher, data, split, num_rows(language))
@@ -269,8 +315,18 @@ def inputs_of(
         reason = "the chat template asks for the day; the one on which the run began"
         decisions.append(Decision("day", str(renderer.template.day), reason))
     renderer = renderer.stopping_at(stops.ids)
+    online = run.objective.online
     return Inputs(
-        config, tokenizer, renderer, train, held_out, max_length, new_ids, stops, decisions
+        config=config,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        train=train,
+        eval=held_out,
+        max_length=max_length,
+        new_ids=new_ids,
+        stops=stops,
+        decisions=decisions,
+        grows=0 if online is None else online.rollout.grows,
     )
 
 

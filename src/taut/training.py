@@ -5,6 +5,8 @@
     taut orpo       OrpoRun           taut simpo      SimpoRun          taut cpo     CpoRun
     taut distill    DistillRun
 
+Those that learn from what the model generates are in online_runs.py.
+
 A new method is a configclass and a loss (taut/methods, taut/losses), a class here, and a line in ``METHODS``.
 
 May import run, methods and losses. api, commands and the command line import it.
@@ -25,26 +27,8 @@ from taut.methods.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig,
 from taut.methods.reference import STREAM, ReferenceConfig
 from taut.methods.reward import RewardConfig
 from taut.models.reward import NewHead
-from taut.run import Method, Objective, Run
-
-
-@configclass
-class Comparing(Run):
-    """What runs have in common that compare log-probs or scores: noise would be a part of what is compared."""
-
-    MAY_BE_NOISY: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key, value in {
-            "lora.dropout": self.lora.dropout,
-            "noise.neftune_alpha": self.noise.neftune_alpha,
-        }.items():
-            if value:
-                raise ConfigError(
-                    f"{key}={value:g} in a run of taut {self.METHOD}: what is compared must not be noisy; "
-                    f"expected {key}=0; take the key out"
-                )
+from taut.online_runs import BestOfNRun, GkdRun, GrpoRun, OnlineDpoRun, PpoRun
+from taut.run import Comparing, Method, Objective, Run
 
 
 def _of_pairs(loss: Loss, reference: ReferenceConfig | None = None) -> Objective:
@@ -196,6 +180,11 @@ METHODS: dict[Method, type[Run]] = {
     "simpo": SimpoRun,
     "cpo": CpoRun,
     "distill": DistillRun,
+    "grpo": GrpoRun,
+    "ppo": PpoRun,
+    "online_dpo": OnlineDpoRun,
+    "best_of_n": BestOfNRun,
+    "gkd": GkdRun,
 }
 
 

@@ -27,7 +27,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.attention.select import Observation, observe
-from taut.build import Adapted, Built, Loaded, adapt, assemble, build_method, load
+from taut.beside import Loaded
+from taut.build import Adapted, Built, adapt, assemble, build_method, load
 from taut.checks.samples import LOGPS, SCORES, Words, by_sample, ending, shortest, whole
 from taut.data.dataset import Dataset, read_rows
 from taut.data.formats import Row

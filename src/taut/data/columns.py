@@ -72,6 +72,7 @@ JUDGED_NAMES: dict[Kind, tuple[str, ...]] = {
     "unpaired": ("label", *PAIR),
     "scored": ("score",),
     "stepwise": ("completions", "labels"),
+    "prompt": (),
 }
 """The columns that each kind of data has beside those above."""
 TRAINED_BY: dict[Kind, str] = {
@@ -80,6 +81,7 @@ TRAINED_BY: dict[Kind, str] = {
     "unpaired": "taut kto",
     "scored": "taut reward with reward.loss=regression",
     "sft": "taut sft",
+    "prompt": "taut grpo or ppo",
 }
 """What trains on rows of a kind, for those that are given rows of another."""
 

@@ -35,6 +35,7 @@ from taut.data.columns import (
     alpaca_prompt,
     of_other_kind,
     read_named,
+    read_prompt,
     read_row,
     refuse_media,
     renamed,
@@ -69,6 +70,8 @@ def read_any(record: object, place: str, columns: Columns) -> AnyRow:
     """Validate one record of a file, as the kind of data asks for."""
     if columns.kind == "sft":
         return read_row(record, place, columns)
+    if columns.kind == "prompt":
+        return read_prompt(record, place, columns)
     named = renamed(record, place, columns)
     unused = set(columns.ignore_keys) - set(columns.mapping)
     named = {name: value for name, value in named.items() if name not in unused}

@@ -19,8 +19,8 @@ from typing import Literal, TypeAlias
 
 from taut.data.formats import Row
 
-Kind: TypeAlias = Literal["sft", "preference", "unpaired", "scored", "stepwise"]
-"""What a row says of its answers; sft: nothing."""
+Kind: TypeAlias = Literal["sft", "preference", "unpaired", "scored", "stepwise", "prompt"]
+"""What a row says of its answers; sft: nothing; prompt: the model is to answer, and a reward judges."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ from taut.types import IntArray
 REFERENCES = ("answers", "answer", "references", "reference", "completion", "output")
 """Columns recognised as holding the right answer, in this order."""
 LAST_MESSAGE = "the last message"
+PLAIN = ("sft", "prompt")
+"""Kinds of data whose rows say nothing of their answers."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,7 +104,7 @@ def load_prompts(
         raise DataError(
             f"{opened.path}: the file has no rows; expected at least one; check the path"
         )
-    known = REFERENCES if columns is None or columns.kind == "sft" else ()
+    known = REFERENCES if columns is None or columns.kind in PLAIN else ()
     answers = [_references(row, reference, needs_reference, known) for row in rows]
     ids_of = renderer.template.encode(row.text for row in rows)
     return [
@@ -137,7 +139,7 @@ def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Rea
 
 
 def _asked(record: Any, place: str, columns: Columns) -> Conversation | Document:
-    if columns.kind == "sft":
+    if columns.kind in PLAIN:
         return read_prompt(record, place, columns)
     row = best_row(read_any(record, place, columns))
     if isinstance(row, Completion):

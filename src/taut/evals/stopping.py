@@ -59,8 +59,8 @@ class Asked:
     """A prompt, and the answer that it is known to have."""
 
     prompt: Prompt
-    reference: Sample
-    """The whole path; its only target is the token that ends the answer."""
+    reference: Sample | None
+    """The whole path; its only target is the token that ends the answer. None: no answer is known."""
     is_begun: bool
     """Whether the prompt holds a part of the answer."""
 
@@ -75,8 +75,9 @@ class Stops:
     """Answers that were begun with the reference's words."""
     wanted: float
     """The share that has to end."""
-    end_probability: float
-    """Geometric mean, over the references, of the probability of the token that ends them, where they end."""
+    end_probability: float | None
+    """Geometric mean, over the references, of the probability of the token that ends them, where they end; None where there are
+    none."""
     examples: tuple[tuple[str, str], ...]
     """(sample id, the last words) of answers that did not end."""
     is_taught: bool = True
@@ -89,6 +90,8 @@ class Stops:
     @property
     def cause(self) -> str:
         """What probably keeps the model from ending."""
+        if self.end_probability is None:
+            return "the model runs on; look at its roll-outs, allow more with stop.tokens, or set shaping.missing_stop"
         found = f"where the reference answers end, the end has a probability of {self.end_probability:.2g}"
         if self.end_probability >= LIKELY:
             remedy = "train longer, or allow more" if self.is_taught else "allow more"
@@ -127,7 +130,7 @@ class Stops:
 
 
 def choose(
-    data: Sequence[Sample],
+    data: Sequence[Sample] | Sequence[Prompt],
     stop_ids: Sequence[int],
     config: StopConfig,
     context: int | None,
@@ -145,8 +148,10 @@ def choose(
     return list(found.values())
 
 
-def _ask(sample: Sample, stop_ids: Sequence[int], tokens: int) -> Asked | None:
+def _ask(sample: Sample | Prompt, stop_ids: Sequence[int], tokens: int) -> Asked | None:
     """The last answer of a sample as a question; None where it was cut before its end, or is labelled bad."""
+    if isinstance(sample, Prompt):
+        return Asked(sample, None, is_begun=False)
     at_N = sample.target_at_N
     if sample.values.get("label", 1.0) < 0.5:
         return None
@@ -183,12 +188,13 @@ class StopCheck:
         ask = partial(self.engine.generate, [one.prompt for one in self.asked], sampling)
         done = require_room(ask, "asked whether its answers end", ROOMIER)
         open_ended = [completion for completion in done if completion.finish_reason != "stop"]
+        references = [one.reference for one in self.asked if one.reference is not None]
         stops = Stops(
             num_asked=len(done),
             num_ended=len(done) - len(open_ended),
             num_begun=sum(one.is_begun for one in self.asked),
             wanted=self.config.share,
-            end_probability=_end_probability([one.reference for one in self.asked], self.job),
+            end_probability=_end_probability(references, self.job) if references else None,
             examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
             is_taught=self.is_taught,
         )
@@ -204,13 +210,15 @@ class StopCheck:
 
 def prepare(
     config: StopConfig,
-    data: Sequence[Sample],
+    data: Sequence[Sample] | Sequence[Prompt],
     stop_ids: Sequence[int],
     make_engine: Callable[[], LocalEngine],
     job: Job,
     seed: int,
 ) -> StopCheck:
-    """The check of a run, before it trains. Raises ConfigError where it is required and cannot be made."""
+    """The check of a run, before it trains, on samples with their answers or on prompts. Raises ConfigError where it is
+    required and cannot be made.
+    """
     engine, obstacle = None, "stop.prompts=0"
     asked: list[Asked] = []
     if config.prompts:

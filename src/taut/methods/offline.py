@@ -44,3 +44,6 @@ class Offline:
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step."""
         return self.order.cursor(step, self.epochs)
+
+    def close(self) -> None:
+        """It holds nothing."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from taut import parallel
 from taut.config import configclass
 from taut.errors import ConfigError
-from taut.types import Packed
+from taut.types import Packed, Wants
 
 STREAM = "ref_logp_N"
 
@@ -66,10 +66,17 @@ class Start(nn.Module):
     Part of the scorer while the reference is updated, so that a checkpoint holds them.
     """
 
+    gives = STREAM
+
     def __init__(
-        self, scorer: nn.Module, trained: Sequence[nn.Parameter], config: ReferenceConfig
+        self,
+        scorer: nn.Module,
+        trained: Sequence[nn.Parameter],
+        config: ReferenceConfig,
+        wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
     ) -> None:
         super().__init__()
+        self._wants = wants
         self._scorer = [scorer]  # in a list: not a part of this one
         self._trained = list(trained)
         self._config = config
@@ -91,7 +98,7 @@ class Start(nn.Module):
             scorer.train(was_training)
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
-        scores = self._scorer[0](packed)
+        scores = self._scorer[0](packed, wants=self._wants)
         return {STREAM: scores.logp_N.cpu()}
 
     def tensors(self) -> list[Tensor]:
@@ -118,14 +125,17 @@ class Start(nn.Module):
 class Other:
     """Another model as the reference."""
 
-    def __init__(self, scorer: nn.Module) -> None:
+    gives = STREAM
+
+    def __init__(self, scorer: nn.Module, wants: Wants = Wants()) -> None:  # noqa: B008 (a NamedTuple)
+        self._wants = wants
         self._scorer = scorer.eval().requires_grad_(requires_grad=False)
 
     def active(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
-        return {STREAM: self._scorer(packed).logp_N.cpu()}
+        return {STREAM: self._scorer(packed, wants=self._wants).logp_N.cpu()}
 
     def tensors(self) -> list[Tensor]:
         """What it holds."""
@@ -137,6 +147,8 @@ class Other:
 
 class Recorded:
     """log-probs kept from before training, by sample."""
+
+    gives = STREAM
 
     def __init__(self, find: Callable[[str], Tensor]) -> None:
         self._find = find

@@ -42,6 +42,7 @@ class ConsoleReport:
         self._steps: list[Event] = []
         self._evals: list[Event] = []
         self._best: Event | None = None
+        self._rollouts: list[Event] = []
         self._asked: list[Event] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -49,6 +50,7 @@ class ConsoleReport:
             "start": self._show_start,
             "check": self._show_check,
             "step": self._show_step,
+            "rollout": self._keep_rollout,
             "budget": self._show_budget,
             "eval": self._show_eval,
             "best": self._show_best,
@@ -104,12 +106,16 @@ class ConsoleReport:
         self._seconds.append(event["seconds"])
         self._steps.append({key: event[key] for key in COUNTED})
         step = event["step"]
-        text = step_text(event, self._time_left(step))
+        text = rollout_text(self._rollouts) + step_text(event, self._time_left(step))
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, description=text)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
             total = "" if self._num_steps is None else f"/{self._num_steps}"
             self._say(f"step {step}{total}  {text}")
+
+    def _keep_rollout(self, event: Event) -> None:
+        """The lines of the steps that train on it show it."""
+        self._rollouts.append({key: event[key] for key in ROLLED})
 
     def _time_left(self, step: int) -> timedelta | None:
         if self._num_steps is None:
@@ -166,7 +172,7 @@ class ConsoleReport:
 
     def _show_end(self, event: Event) -> None:
         self.close()
-        rows = summary(self._steps, self._evals) if self._steps else []
+        rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
         if event.get("stop"):
             rows.append(("stops", stops_text(event["stop"])))
         if event.get("model"):
@@ -185,6 +191,9 @@ class ConsoleReport:
 
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """What the summary needs of each step."""
+
+ROLLED = ("reward", "stopped", "tokens_mean")
+"""What a line shows of a roll-out."""
 
 SUMMARISED = ("loss", "eval_loss", "model", "reason")
 """Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
@@ -213,6 +222,14 @@ def trained_text(event: Event) -> str:
         return ""
     part = "all" if trained == total else f"{trained:,} ({trained / total:.2%})"
     return f": {total:,} parameters, {part} trained"
+
+
+def rollout_text(rollouts: Sequence[Event]) -> str:
+    """The newest roll-out, in front of a step's line."""
+    if not rollouts:
+        return ""
+    last = rollouts[-1]
+    return f"reward {last['reward']:.3f}  ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
 
 
 def step_text(event: Event, left: timedelta | None) -> str:
@@ -298,7 +315,9 @@ def fields_text(event: Event) -> str:
     )
 
 
-def summary(steps: Sequence[Event], evals: Sequence[Event]) -> list[tuple[str, str]]:
+def summary(
+    steps: Sequence[Event], evals: Sequence[Event], rollouts: Sequence[Event]
+) -> list[tuple[str, str]]:
     """The run in a few rows."""
     seconds, computed, unshared, targets = (
         sum(step[key] for step in steps)
@@ -309,6 +328,12 @@ def summary(steps: Sequence[Event], evals: Sequence[Event]) -> list[tuple[str, s
         ("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}"),
         ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
     ]
+    if rollouts:
+        first, last = rollouts[0], rollouts[-1]
+        ends = f"{first['stopped']:.0%} ended by themselves, then {last['stopped']:.0%}"
+        rows.append(
+            ("reward", f"{first['reward']:.4f} at first, {last['reward']:.4f} at last; {ends}")
+        )
     for name in dict.fromkeys(key for event in evals for key in measured(event)):
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"

@@ -32,6 +32,7 @@ Kind = Literal[
     "start",
     "check",
     "step",
+    "rollout",
     "budget",
     "eval",
     "best",

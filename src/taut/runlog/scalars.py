@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from taut.runlog.events import Event
 
-PREFIXES = {"step": "train", "eval": "eval"}
+PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval"}
 NOT_CURVES = ("step", "time")
 
 

@@ -75,6 +75,8 @@ def _other_end(session: Session, asked: list[Asked]) -> Other | None:
         return None
     at_ends, inside = [], []
     for one in asked:
+        if one.reference is None:  # of prompts no answer is known
+            return None
         begun = int(one.prompt.ids_T.size)
         share_NS = _shares(session, one.reference, begun, [*specials, *stops])
         at_ends.append(share_NS[-1])

@@ -1,0 +1,132 @@
+"""Prompts to be answered, as a data set: what methods that generate train on.
+
+A row is one of ``prompts.py``: messages or text, with or without its right answers. As a sample it is its prompt, every
+token but the first a target, so that all that looks at samples (checks, the planner of a rehearsal) has one; what is
+learned in the end are completions. ``asked`` has the rows themselves, index for index.
+
+Prompts longer than ``max_length`` are refused, or left out with ``data.too_long=drop``. Nothing is cached: prompts are
+few beside what is generated for them.
+
+Imported by run, methods, checks and evals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from taut.data.cache import Entry
+from taut.data.dataset import DataConfig, Dataset, Part, Split, sources
+from taut.data.formats import Completion, Conversation, Row
+from taut.data.length import Incident
+from taut.data.prompts import PromptRow, load_prompts
+from taut.data.render import Renderer
+from taut.data.sources import open_source
+from taut.errors import ConfigError, DataError
+from taut.types import Prompt
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How prompts are read, beside what ``data`` says."""
+
+    max_length: int
+    """Tokens a prompt may have."""
+    reference: str | None = None
+    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
+
+
+class PromptSet(Dataset):
+    """Prompts by index, in the order of sources and rows."""
+
+    def __init__(self, parts: Sequence[Part], asked: Sequence[PromptRow]) -> None:
+        super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
+        self.asked = list(asked)
+
+    def prompts(self) -> list[Prompt]:
+        """What an engine takes."""
+        return [Prompt(row.place, row.ids_T) for row in self.asked]
+
+    def questions(self) -> Iterator[Row]:
+        """The prompts as rows whose answer, not there yet, is to be learned."""
+        for row in self.asked:
+            if isinstance(row.prompt, str):
+                yield Completion(row.place, row.prompt, "")
+            else:
+                yield Conversation(row.place, row.prompt, learned=(len(row.prompt),))
+
+
+def load_prompt_set(
+    config: DataConfig, split: Split, renderer: Renderer, how: Asking
+) -> PromptSet:
+    """The prompts of ``config.train`` or ``config.eval``. Raises DataError for a row that is none."""
+    _require_fitting(config)
+    parts: list[Part] = []
+    asked: list[PromptRow] = []
+    for source, columns in sources(config, split, "prompt"):
+        opened = open_source(source)
+        rows = load_prompts(source, renderer, columns, reference=how.reference)
+        kept, incidents = _fitted(rows, how.max_length, config.too_long)
+        if not kept:
+            raise DataError(
+                f"{opened.path}: none of its {len(rows)} prompts has at most {how.max_length} tokens; expected some; "
+                "raise data.max_length"
+            )
+        entry = _entry(kept, len(rows), incidents)
+        times = 1 + sum(part.source == opened.path for part in parts)
+        label = source.path if times == 1 else f"{source.path}({times})"
+        parts.append(Part(label, source.weight, entry.digest, entry, opened.path, opened.stamps))
+        asked += kept
+    return PromptSet(parts, asked)
+
+
+def _require_fitting(config: DataConfig) -> None:
+    if config.too_long in ("split", "truncate"):
+        raise ConfigError(
+            f"data.too_long={config.too_long} would cut prompts, and their answers be judged by the whole; expected "
+            "error or drop; set data.too_long"
+        )
+    for key in ("targets", "min_length", "without_targets", "step_separator"):
+        if getattr(config, key) != getattr(DataConfig, key):
+            raise ConfigError(
+                f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
+                "have answers to learn; take it out"
+            )
+
+
+def _fitted(
+    rows: Sequence[PromptRow], max_length: int, too_long: str
+) -> tuple[list[PromptRow], list[Incident]]:
+    kept, incidents = [], []
+    for row in rows:
+        size = row.ids_T.size
+        if size <= max_length:
+            kept.append(row)
+            continue
+        reason = f"{size:,} tokens, and a prompt may have {max_length:,}"
+        if too_long == "error":
+            raise DataError(
+                f"{row.place}: the prompt has {reason}; expected fewer; raise data.max_length, or set "
+                "data.too_long=drop"
+            )
+        incidents.append(Incident(row.place.rpartition(":")[2], "dropped", reason))
+    return kept, incidents
+
+
+def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Incident]) -> Entry:
+    sizes = np.array([row.ids_T.size for row in rows])
+    arrays = {
+        "ids": np.concatenate([row.ids_T for row in rows]).astype(np.int32),
+        "offsets": np.cumsum([0, *sizes]),
+        "target_at": np.concatenate([np.arange(1, size) for size in sizes]).astype(np.int32),
+        "target_offsets": np.cumsum([0, *(sizes - 1)]),
+        "line": np.array([int(row.place.rpartition(":")[2]) for row in rows]),
+        "part": np.zeros(len(rows), dtype=np.int32),
+    }
+    told = json.dumps([[row.references, row.columns] for row in rows], default=str)
+    digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["offsets"].tobytes() + told.encode())
+    return Entry(arrays, num_rows, tuple(incidents), digest.hexdigest())

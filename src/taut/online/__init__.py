@@ -1,0 +1,1 @@
+"""Training on what the model itself generates: roll-outs, their rewards, and the trees they become."""

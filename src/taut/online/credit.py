@@ -1,0 +1,206 @@
+"""What becomes of judged paths: the trees that are trained on, with what each token is given credit for.
+
+    Policy    every token its advantage: policy gradients (online/gradients.py)
+    Pairs     the best and the worst answer of a group, as a preference: online DPO (arXiv 2402.04792)
+    Best      the best answers of a group, to be learned as they are: rejection sampling (RAFT, arXiv 2304.06767)
+    All       every answer as it is: a teacher says what of it is right (GKD, arXiv 2306.13649)
+
+Wiring: the maths is in losses. What was sampled is trained on token for token.
+
+May import losses, rollout and its neighbours. online.method calls it, training.py makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import CheckFailed
+from taut.losses import Loss
+from taut.online.rollouts import Group
+from taut.online.scoring import Asked, Said, sample_of
+from taut.rewards.panel import Verdict
+from taut.rollout.episode import Episode
+from taut.types import FloatArray, Sample, Tree
+
+
+@configclass
+class BestOfNConfig:
+    """Which answers are learned."""
+
+    keep: Annotated[int, Field(ge=1)] = 1
+    """How many of a prompt's answers, the best first."""
+    at_least: float | None = None
+    """The reward an answer must have to be learned; None: any."""
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """An episode with a reward."""
+
+    name: str
+    """Unique in a run."""
+    group: int
+    """Unique in a roll-out."""
+    episode: Episode
+    verdict: Verdict
+    reward: float
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it did not end by itself."""
+        return self.episode.finish_reason == "length"
+
+    @property
+    def version(self) -> int:
+        """The oldest weights it was drawn from."""
+        return int(self.episode.version_N.min())
+
+
+def paths_of(groups: Sequence[Group], phase: int) -> list[Path]:
+    """The paths of a roll-out that have a reward."""
+    found = []
+    for number, group in enumerate(groups):
+        for episode, verdict in group.judged:
+            assert verdict.total is not None
+            name = f"{episode.row.id}#{episode.index} of roll-out {phase + 1}"
+            found.append(Path(name, number, episode, verdict, verdict.total))
+    return found
+
+
+class Credited(NamedTuple):
+    """What has come of a roll-out."""
+
+    trees: list[Tree]
+    with_signal: list[tuple[int, Tree]]
+    """Those from which something is learned, each with the version of the oldest weights it was drawn from."""
+    metrics: dict[str, float]
+    advantages: Mapping[str, FloatArray]
+    """Of each path that is learned from."""
+    learned: Any = None
+    """For ``Credit.learn``."""
+
+
+class Credit:
+    """The base of all kinds."""
+
+    asked = Asked(policy=False, values=False, temperature=1.0)
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def bare(self, paths: Sequence[Path]) -> list[Tree]:
+        """The paths, a tree for each group, as the models that score them see them."""
+        reads = self.asked.values
+        return _trees([(p.group, sample_of(p.episode, p.name, has_reads=reads)) for p in paths])
+
+    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+        """What is trained on."""
+        raise NotImplementedError
+
+    def learn(self, given: Credited) -> None:
+        """Take in what a roll-out has taught the controllers."""
+
+    def remember(self) -> Any:
+        """The state of the controllers, as JSON-able values."""
+        return None
+
+    def recall(self, remembered: Any) -> None:
+        """Take it back."""
+
+
+class Pairs(Credit):
+    """Online preferences: of each group the best answer and the worst."""
+
+    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+        made = []
+        for number, group in _groups(paths).items():
+            best, worst = max(group, key=_reward), min(group, key=_reward)
+            if best.reward > worst.reward:
+                made += [(one, _preferred(one, number)) for one in (best, worst)]
+        if not made:
+            raise CheckFailed(
+                "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
+                "expected rewards that differ; set rollout.refills, or take easier or harder prompts"
+            )
+        return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
+
+
+class Best(Credit):
+    """Rejection sampling: of each group the best answers that are good enough."""
+
+    def __init__(self, loss: Loss, keep: int, at_least: float | None) -> None:
+        super().__init__(loss)
+        self.keep, self.at_least = keep, at_least
+
+    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+        made = []
+        for group in _groups(paths).values():
+            chosen = sorted(group, key=lambda one: -one.reward)[: self.keep]
+            good = [one for one in chosen if self.at_least is None or one.reward >= self.at_least]
+            made += [(one, sample_of(one.episode, one.name, has_reads=False)) for one in good]
+        if not made:
+            best = max(path.reward for path in paths)
+            raise CheckFailed(
+                f"no answer of a roll-out has a reward of best_of_n.at_least={self.at_least:g}; the best has {best:g}; "
+                "expected some; lower it, raise rollout.n, or take easier prompts"
+            )
+        kept = float(np.mean([path.reward for path, _ in made]))
+        return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
+
+
+class All(Credit):
+    """Every answer as it is."""
+
+    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+        made = [(path, sample_of(path.episode, path.name, has_reads=False)) for path in paths]
+        return credited(made, {}, {})
+
+
+def credited(
+    made: Sequence[tuple[Path, Sample]],
+    metrics: dict[str, float],
+    advantages: Mapping[str, FloatArray],
+    *,
+    is_atom: bool = False,
+) -> Credited:
+    """Samples as trees, one a group. A tree whose advantages are all 0 has no signal."""
+    trees = _trees([(path.group, sample) for path, sample in made], is_atom=is_atom)
+    versions: dict[int, int] = {}
+    for path, _ in made:
+        versions[path.group] = min(path.version, versions.get(path.group, path.version))
+    with_signal = [
+        (version, tree)
+        for version, tree in zip(versions.values(), trees, strict=True)
+        if any(bool(s.streams.get("advantage_N", np.ones(1)).any()) for s in tree.samples)
+    ]
+    return Credited(trees, with_signal, metrics, advantages)
+
+
+def _trees(made: Sequence[tuple[int, Sample]], *, is_atom: bool = False) -> list[Tree]:
+    by_group: dict[int, list[Sample]] = {}
+    for group, sample in made:
+        by_group.setdefault(group, []).append(sample)
+    return [Tree(tuple(samples), is_atom) for samples in by_group.values()]
+
+
+def _groups(paths: Sequence[Path]) -> dict[int, list[Path]]:
+    found: dict[int, list[Path]] = {}
+    for path in paths:
+        found.setdefault(path.group, []).append(path)
+    return found
+
+
+def _preferred(path: Path, number: int) -> Sample:
+    values = {"preference": path.reward, "margin": path.reward}
+    sample = sample_of(path.episode, path.name, has_reads=False)
+    return replace(sample, values=values, group=number)
+
+
+def _reward(path: Path) -> float:
+    return path.reward

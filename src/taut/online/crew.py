@@ -1,0 +1,83 @@
+"""Engine, rewards and environment of a run that generates, opened when they are first needed.
+
+May import rollout, rewards and its neighbours. build hands over what is asked for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from taut.data.prompts import PromptRow
+from taut.data.render import Renderer
+from taut.data.stops import StopSet
+from taut.errors import EngineError
+from taut.models.score import Scorer
+from taut.online.recipe import Recipe
+from taut.online.rollouts import Roller
+from taut.parallel import Ranks
+from taut.rewards.panel import Panel, open_panel
+from taut.rollout.engine import Engine
+from taut.rollout.local import LocalEngine
+from taut.rollout.server import ServerEngine
+from taut.rollout.sync import Trained
+
+
+class Setting(NamedTuple):
+    """What a run has to generate with."""
+
+    prompts: Sequence[PromptRow]
+    make_local: Callable[..., LocalEngine]
+    renderer: Renderer
+    stops: StopSet
+    context: int | None
+    """Tokens a prompt and its completion may have."""
+    scorer: Scorer
+    compute: Callable[[], AbstractContextManager[Any]]
+    """The precision context of a forward."""
+    dtype: torch.dtype
+    seed: int
+    ranks: Ranks
+
+
+def open_roller(recipe: Recipe, setting: Setting) -> Roller:
+    """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
+    config = recipe.rollout
+    ranks = setting.ranks.apart() if config.ahead else setting.ranks
+    panel: Panel | None = None
+    if ranks.is_writer and recipe.rewards:
+        panel = open_panel(recipe.rewards, recipe.panel, reserved=RESERVED)
+    try:
+        engine = _engine(recipe, setting, ranks)
+    except BaseException:
+        if panel is not None:
+            panel.close()
+        raise
+    world = None
+    return Roller(config, setting.prompts, engine, panel, world, setting.seed, ranks)
+
+
+RESERVED = ("shaped", "kept")
+"""Names of other numbers of a roll-out."""
+
+
+def _engine(recipe: Recipe, setting: Setting, ranks: Ranks) -> Engine:
+    config = recipe.rollout
+    if config.engine == "local":
+        return setting.make_local(config=config.local)
+    assert config.url is not None
+    tokenizer, stop_ids = setting.renderer.tokenizer, setting.stops.ids
+    server = ServerEngine.open(config.url, config.server, tokenizer, stop_ids, setting.context)
+    try:
+        if server.kind == "none" or (server.kind != "processed" and config.temperature != 1):
+            raise EngineError(
+                f"server: {config.url} gives {server.kind} log-probs; expected those of what it samples from, at "
+                f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
+            )
+        return server.follow(Trained(setting.scorer, ranks, setting.dtype, setting.compute))
+    except BaseException:
+        server.close()
+        raise

@@ -1,0 +1,235 @@
+"""Credit by policy gradients: every sampled token gets its advantage, by groups or by a critic.
+
+    reward of a path    what rewards say, shaped (``ShapingConfig``)
+    with a penalty      less coef * (log pi - log ref) of every token: the divergence from the reference as a part of
+                        the reward (losses/kl.py); with groups its sum is charged to the path, with a critic each token
+    advantage           losses/advantages.py: of a path compared with its group, or of a token by the critic's values
+
+May import losses, config and online.credit. training.py makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from taut.config import configclass
+from taut.errors import CheckFailed, ConfigError
+from taut.losses import Loss, kl, shaping
+from taut.losses.advantages import Estimator, gae, whiten
+from taut.losses.shaping import Scale
+from taut.online.credit import Credit, Credited, Path, credited
+from taut.online.scoring import POLICY, REFERENCE, VALUE, Asked, Said, sample_of
+from taut.types import FloatArray, Sample
+
+
+@configclass
+class ShapingConfig:
+    """What is done to rewards before they are compared; in this order."""
+
+    missing_stop: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off the reward of a completion that was cut before its end."""
+    soft_overlong: Annotated[int, Field(ge=1)] | None = None
+    """So many tokens before rollout.max_new_tokens a penalty begins, and falls to -1 there (DAPO)."""
+    length_cost: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off for a completion of rollout.max_new_tokens tokens; in proportion for shorter ones."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Rewards are held between minus this and this."""
+    scale: Literal["none", "batch", "running"] = "none"
+    """Divide rewards by their standard deviation: of the roll-out, or of all so far."""
+    overlong: Literal["keep", "drop"] = "keep"
+    """drop: completions that were cut are compared with the others, and not learned from (DAPO's overlong filter)."""
+
+    def require_room(self, max_new_tokens: int) -> None:
+        """Raise ConfigError where the margin is longer than the completions."""
+        if self.soft_overlong is not None and self.soft_overlong > max_new_tokens:
+            raise ConfigError(
+                f"shaping.soft_overlong={self.soft_overlong} is longer than rollout.max_new_tokens={max_new_tokens}; "
+                "expected the part of it in which the penalty grows; lower it"
+            )
+
+
+class Gae(NamedTuple):
+    """How a critic's word becomes advantages."""
+
+    gamma: float
+    lam: float
+    is_whitened: bool
+
+
+class KlPenalty(NamedTuple):
+    """The divergence from the reference as a part of the reward."""
+
+    coef: float
+    target: float | None = None
+    """What an adaptive coefficient aims at, in nats an answer; None: it stays."""
+
+
+class _Learned(NamedTuple):
+    scale: Scale
+    coef: float
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How rewards become advantages."""
+
+    estimate: Estimator | Gae
+    shaping: ShapingConfig
+    max_new_tokens: int
+    temperature: float
+    has_old: bool
+    """Whether the trainer's own log-probs at the start are a stream: more than one step trains on a roll-out."""
+    penalty: KlPenalty | None = None
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(
+            policy=self.has_old or self.penalty is not None,
+            values=isinstance(self.estimate, Gae),
+            temperature=self.temperature,
+        )
+
+
+class Policy(Credit):
+    """Policy gradients."""
+
+    def __init__(self, loss: Loss, ways: Ways) -> None:
+        super().__init__(loss)
+        self.ways, self.asked = ways, ways.asked
+        self._scale = Scale()
+        self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
+
+    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+        scale, reward_S = self._shaped(paths)
+        lost = [self._penalty(said[path.name]) for path in paths]
+        if isinstance(self.ways.estimate, Gae):
+            advantages, returns = _by_critic(self.ways.estimate, paths, reward_S, lost, said)
+        else:
+            total_S = reward_S + torch.tensor([float(some.sum()) for some in lost]).double()
+            group_S = torch.tensor([path.group for path in paths])
+            of_S = self.ways.estimate(total_S, group_S).tolist()
+            advantages = [
+                np.full(p.episode.sampled_at_N.size, of) for p, of in zip(paths, of_S, strict=True)
+            ]
+            returns = [None] * len(paths)
+        given = dict(zip([path.name for path in paths], advantages, strict=True))
+        made = [
+            (path, self._sample(path, given[path.name], of, said[path.name]))
+            for path, of in zip(paths, returns, strict=True)
+            if not (path.is_cut and self.ways.shaping.overlong == "drop")
+        ]
+        if not made:
+            raise CheckFailed(
+                f"all {len(paths)} completions of a roll-out were cut, and shaping.overlong=drop leaves those out; "
+                "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
+            )
+        metrics = self._metrics(reward_S, paths, said)
+        return credited(made, metrics, given)._replace(
+            learned=_Learned(scale, self._next_coef(metrics))
+        )
+
+    def learn(self, given: Credited) -> None:
+        self._scale, self._coef = given.learned
+
+    def remember(self) -> dict[str, Any]:
+        scale = self._scale
+        return {"scale": [scale.count, scale.mean, scale.square], "coef": self._coef}
+
+    def recall(self, remembered: Mapping[str, Any]) -> None:
+        self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
+
+    def _shaped(self, paths: Sequence[Path]) -> tuple[Scale, Tensor]:
+        """The rewards as they are compared, and what is known of their spread with them."""
+        how, limit = self.ways.shaping, self.ways.max_new_tokens
+        reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
+        length_S = torch.tensor([path.episode.sampled_at_N.size for path in paths])
+        if how.missing_stop:
+            ends = [path.episode.finish_reason for path in paths]
+            reward_S = reward_S + shaping.unfinished(ends, how.missing_stop)
+        if how.soft_overlong is not None:
+            reward_S = reward_S + shaping.soft_overlong(
+                length_S, limit=limit, margin=how.soft_overlong
+            )
+        if how.length_cost:
+            reward_S = reward_S + shaping.length_cost(length_S, limit=limit, coef=how.length_cost)
+        if how.clip is not None:
+            reward_S = shaping.clip(reward_S, how.clip)
+        if how.scale == "none":
+            return self._scale, reward_S
+        scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
+        return scale, scale.scaled(reward_S, is_centred=False)
+
+    def _penalty(self, said: Mapping[str, FloatArray]) -> Tensor:
+        """What each token's reward loses, [N]; empty where nothing is lost."""
+        if self.ways.penalty is None:
+            return torch.empty(0, dtype=torch.float64)
+        return kl.penalty(_tensor(said[POLICY]), _tensor(said[REFERENCE]), self._coef)
+
+    def _sample(
+        self,
+        path: Path,
+        advantage_N: FloatArray,
+        return_N: FloatArray | None,
+        said: Mapping[str, FloatArray],
+    ) -> Sample:
+        streams = {"advantage_N": advantage_N, "engine_logp_N": path.episode.logp_N}
+        if self.ways.has_old:
+            streams[POLICY] = said[POLICY]
+        if REFERENCE in said and self.ways.penalty is None:
+            streams[REFERENCE] = said[REFERENCE]
+        sample = replace(sample_of(path.episode, path.name, has_reads=False), streams=streams)
+        if return_N is None:
+            return sample
+        values = {"return": return_N, "value": said[VALUE][: return_N.size]}
+        return replace(sample, read_at_R=sample.target_at_N - 1, read_values=values)
+
+    def _metrics(self, reward_S: Tensor, paths: Sequence[Path], said: Said) -> dict[str, float]:
+        metrics = {}
+        if self.ways.shaping != ShapingConfig():
+            metrics["reward_shaped"] = float(reward_S.mean())
+        if self.ways.penalty is not None:
+            pairs = [(said[p.name][POLICY], said[p.name][REFERENCE]) for p in paths]
+            gap_N = torch.cat([_tensor(own - reference) for own, reference in pairs])
+            metrics["kl"] = float(kl.estimate(gap_N, "k1").mean())
+            metrics["kl_answer"] = float(gap_N.sum()) / len(paths)
+            metrics["kl_k3"] = float(kl.estimate(gap_N, "k3").mean())
+            metrics["kl_coef"] = self._coef
+        return metrics
+
+    def _next_coef(self, metrics: Mapping[str, float]) -> float:
+        penalty = self.ways.penalty
+        if penalty is None or penalty.target is None:
+            return self._coef
+        return kl.adapted(self._coef, observed=metrics["kl_answer"], target=penalty.target)
+
+
+def _by_critic(
+    how: Gae, paths: Sequence[Path], reward_S: Tensor, lost: Sequence[Tensor], said: Said
+) -> tuple[list[FloatArray], list[FloatArray | None]]:
+    """(advantages, returns) of each path's tokens."""
+    advantages: list[Tensor] = []
+    returns: list[FloatArray | None] = []
+    for path, reward, lost_N in zip(paths, reward_S.tolist(), lost, strict=True):
+        size = path.episode.sampled_at_N.size
+        reward_N = lost_N.clone() if lost_N.numel() else torch.zeros(size, dtype=torch.float64)
+        reward_N[-1] += reward
+        value_R = _tensor(said[path.name][VALUE])
+        bootstrap = float(value_R[size]) if path.is_cut else 0.0
+        advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
+        advantages.append(advantage_N)
+        returns.append(return_N.numpy())
+    if how.is_whitened:
+        sizes = [one.numel() for one in advantages]
+        advantages = list(torch.split(whiten(torch.cat(advantages)), sizes))
+    return [one.numpy() for one in advantages], returns
+
+
+def _tensor(value: FloatArray) -> Tensor:
+    return torch.from_numpy(np.asarray(value, dtype=np.float64))

@@ -1,0 +1,160 @@
+"""What is watched of roll-outs, and when a run is stopped for it.
+
+    rewards      completions without a reward (an error of the reward, the environment or the engine), by share
+    log-probs    the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
+    ends         the share of completions that end by themselves, against that of the first roll-outs
+    signal       roll-outs in which no group's rewards differ: nothing is learned
+
+What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
+
+May import alarms, loop, config and errors. online.method and build use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import CheckFailed
+from taut.loop import Job, StepReport
+from taut.online.rollouts import Group
+
+BEGINNING = 3
+"""Roll-outs whose share of ends is what later ones are held against."""
+RECENT = 5
+"""Roll-outs that are averaged for that."""
+SHOWN = 3
+"""Errors that a message names."""
+DIFFERENCE, EFFECTIVE = "engine/difference", "engine/effective"
+"""Metrics of the loss: mean |difference| of log-probs, and effective sample size by number of tokens."""
+
+
+@configclass
+class GuardConfig:
+    """When a run that generates warns, and when it stops."""
+
+    max_errors: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of a roll-out's completions that may be without a reward because of an error; with more the run stops."""
+    warn_difference: Annotated[float, Field(gt=0)] = 0.1
+    """Mean difference (nats a token) between the engine's log-probs and the trainer's that is told,"""
+    max_difference: Annotated[float, Field(gt=0)] = 0.5
+    """and the one that stops the run before the update: the engine runs another model."""
+    warn_effective: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Effective sample size (by number of tokens) of the correction for that difference, below which it is told."""
+    warn_stops: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """How far the share of completions that end by themselves may fall below that of the first roll-outs untold."""
+    max_silent: Annotated[int, Field(ge=0)] = 20
+    """Roll-outs in a row without any signal after which the run stops; 0: never."""
+
+
+@dataclass
+class Guard:
+    """The watch over one run."""
+
+    config: GuardConfig
+    first: list[float] = field(default_factory=list)
+    """Shares of ends of the first roll-outs,"""
+    recent: list[float] = field(default_factory=list)
+    """and of the last."""
+    silent: int = 0
+    """Roll-outs in a row without a signal."""
+    told: set[str] = field(default_factory=set)
+    """What is told once."""
+
+    def require_rewards(self, groups: Sequence[Group], step: int) -> None:
+        """Raise CheckFailed where too many completions have no reward because of an error, or none has any."""
+        pairs = [
+            pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
+        ]
+        errors = [
+            f"{one.row.place}#{one.index}: {reason}"
+            for one, said in pairs
+            if (reason := one.error or said.error) is not None
+        ]
+        shown = "; ".join(errors[:SHOWN])
+        if len(errors) > self.config.max_errors * len(pairs):
+            raise CheckFailed(
+                f"step {step}: {len(errors)} of {len(pairs)} completions have no reward because of an error; expected "
+                f"at most {self.config.max_errors:.0%} (guard.max_errors); nothing was updated; {shown}"
+            )
+        if not any(group.judged for group in groups):
+            raise CheckFailed(
+                f"step {step}: none of {len(pairs)} completions has a reward: {shown or 'no reward applies to them'}; "
+                "expected rewards that apply to these rows; nothing was updated; `taut check` asks right answers"
+            )
+
+    def look(self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]) -> None:
+        """Tell of a roll-out's numbers what is to be told."""
+        if fields["errors"]:
+            detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
+            emit("warning", name="rewards", step=step, detail=detail)
+        self._look_at_ends(step, float(fields["stopped"]), emit)
+        self.silent = 0 if fields["groups_with_signal"] else self.silent + 1
+        if self.config.max_silent and self.silent >= self.config.max_silent:
+            raise CheckFailed(
+                f"step {step}: in the last {self.silent} roll-outs no group has rewards that differ, so nothing is "
+                f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
+                "to one prompt; take easier or harder prompts, or a model that gets some right (guard.max_silent)"
+            )
+
+    def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
+        if len(self.first) < BEGINNING:
+            self.first.append(share)
+            return
+        self.recent = [*self.recent, share][-RECENT:]
+        before, now = sum(self.first) / len(self.first), sum(self.recent) / len(self.recent)
+        if len(self.recent) < RECENT or now >= before - self.config.warn_stops:
+            self.told.discard("stops")
+            return
+        if "stops" not in self.told:
+            self.told.add("stops")
+            detail = (
+                f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
+                "to run on; raise rollout.max_new_tokens if they need it, else set shaping.missing_stop"
+            )
+            emit("warning", name="stops", step=step, detail=detail)
+
+    def __call__(self, report: StepReport, job: Job) -> None:
+        """An alarm of the loop: the engine's log-probs against the trainer's."""
+        found = report.metrics.get(DIFFERENCE)
+        if found is None:
+            return
+        if not found <= self.config.max_difference:
+            raise CheckFailed(
+                f"step {report.step}: the engine's log-probs differ from the trainer's by {found:.3g} nats a token on "
+                f"average; expected at most {self.config.max_difference:g} (guard.max_difference); nothing was "
+                "updated; the engine runs another model, other weights or another precision"
+            )
+        effective = report.metrics.get(EFFECTIVE, 1.0)
+        for name, is_bad, detail in (
+            (
+                "engine",
+                found > self.config.warn_difference,
+                f"log-probs differ by {found:.3g} nats a token",
+            ),
+            (
+                "effective",
+                effective < self.config.warn_effective,
+                f"the correction for it leaves {effective:.0%} of the tokens' weight",
+            ),
+        ):
+            if is_bad and name not in self.told:
+                self.told.add(name)
+                detail = f"engine and trainer: {detail}"
+                job.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
+
+    def remember(self) -> dict[str, Any]:
+        return {
+            "first": self.first,
+            "recent": self.recent,
+            "silent": self.silent,
+            "told": sorted(self.told),
+        }
+
+    def recall(self, remembered: Mapping[str, Any]) -> None:
+        self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
+        self.silent, self.told = int(remembered["silent"]), set(remembered["told"])

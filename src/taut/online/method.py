@@ -1,0 +1,212 @@
+"""Training on roll-outs of the policy: GRPO, PPO and all that generates.
+
+    phase      one roll-out (rollouts.py), scored (scoring.py), made into trees (credit.py), told (telling.py)
+    step       trains on a part of its phase's trees: ``rollout.minibatches`` parts, ``rollout.epochs`` times over
+
+A phase belongs to the steps that train on it and is a function of the weights it began with, the seed and its number;
+so a step that is begun again finds it as it was. What a later step needs of an earlier one is state of the checkpoint
+(``remember``): trees that are not used up, groups to be replayed, and what the credit's controllers have learned.
+
+With ``rollout.ahead`` the next phase is generated in a thread while this one is trained on.
+
+May import online, loop, data, rollout. build makes it and hands it its crew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from taut.data.groups import Rows
+from taut.data.plan import Cursor, Order
+from taut.data.prompt_set import PromptSet
+from taut.loop import Job, Role
+from taut.losses import Loss
+from taut.online import telling
+from taut.online.credit import Credit, paths_of
+from taut.online.guard import Guard
+from taut.online.keeping import decoded, encoded
+from taut.online.rollouts import Rolled, Roller, RolloutConfig
+from taut.online.scoring import scored
+from taut.rollout.ahead import Ahead
+from taut.types import Tree
+
+
+class Crew(NamedTuple):
+    """What a method that generates works with, once there is a model."""
+
+    job: Job
+    roles: Sequence[Role]
+    """Models whose word is part of what a roll-out is worth: a reference that a penalty in the reward is taken from."""
+    open_roller: Callable[[], Roller]
+    """Makes engine and rewards ready, when they are first needed."""
+
+
+class Kept(NamedTuple):
+    """A tree that may be trained on again."""
+
+    version: int
+    """The oldest weights it was drawn from."""
+    tree: Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A roll-out that is being trained on."""
+
+    number: int
+    trees: Sequence[Tree]
+
+
+@dataclass(eq=False)
+class Online:
+    """Which trees each step trains on."""
+
+    config: RolloutConfig
+    prompts: PromptSet
+    order: Order
+    """Of prompts: a step of it is a phase."""
+    credit: Credit
+    guard: Guard
+    seed: int
+    phase: Phase | None = None
+    replayed: list[Kept] = field(default_factory=list)
+    _crew: Crew | None = None
+    _opened: Roller | None = None
+    _ahead: Ahead[Rolled] | None = None
+
+    def join(self, crew: Crew) -> None:
+        """Take what there is to work with."""
+        self._crew = crew
+
+    @property
+    def loss(self) -> Loss:
+        """What is minimised."""
+        return self.credit.loss
+
+    @property
+    def crew(self) -> Crew:
+        assert self._crew is not None, "roll-outs need a model: build hands the method its crew"
+        return self._crew
+
+    @cached_property
+    def roller(self) -> Roller:
+        """Engine and rewards, ready."""
+        self._opened = self.crew.open_roller()
+        return self._opened
+
+    def prepare(self, step: int) -> list[Tree]:
+        """The trees of a step (counted from 1); the first of a phase rolls out."""
+        number, update = divmod(step - 1, self.config.updates)
+        if self.phase is None or self.phase.number != number:
+            self.phase = self._rolled_out(number, step)
+        return self._part(self.phase, update)
+
+    def observed(self, step: int) -> list[Tree] | None:
+        """Statistics of a step are taken over the step."""
+        return None
+
+    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
+        """The same."""
+        return None
+
+    def cursor(self, step: int) -> Cursor:
+        """How many prompts had been asked after a step, those of refills not counted."""
+        phases = -(-step // self.config.updates)
+        return Cursor(step, self.order.cursor(phases).samples)
+
+    def close(self) -> None:
+        """End what generates and judges."""
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    # -- a phase
+
+    def _rolled_out(self, number: int, step: int) -> Phase:
+        """Roll out, score, credit. Nothing that is remembered changes before all of it is done."""
+        job, version = self.crew.job, step - 1
+        rolled = self._rolled(number, version)
+        self.guard.require_rewards(rolled.groups, step)
+        paths = paths_of(rolled.groups, number)
+        trees = self.credit.bare(paths)
+        said = scored(job, trees, self.credit.asked, self.crew.roles, step)
+        given = self.credit.trees(paths, said)
+        fields = telling.fields(rolled, paths, given, version, self.config)
+        replayed = [kept for kept in self.replayed if self._is_young(kept, version)]
+        self.credit.learn(given)
+        fresh = [Kept(v, tree) for v, tree in given.with_signal]
+        self.replayed = [*fresh, *replayed][: self.config.replay]
+        job.emit("rollout", step=step, num_replayed=len(replayed), **fields)
+        self.guard.look(step, fields, job.emit)
+        return Phase(number, [*given.trees, *(kept.tree for kept in replayed)])
+
+    def _is_young(self, kept: Kept, version: int) -> bool:
+        most = self.config.max_staleness
+        return most is None or version + self.config.updates - 1 - kept.version <= most
+
+    def _rolled(self, number: int, version: int) -> Rolled:
+        """The roll-out of a phase, generated with the weights of now, or ahead of time; and the next begun."""
+        if not self.config.ahead:
+            self._update(version)
+            return self.roller.roll(number, self._indices(number))
+        generator = self._generator
+        if generator.started != number:  # nothing was generated ahead: the start, or a resume
+            self._update(version)
+            generator.start(number, self._generate(number))
+        rolled = generator.take(number)
+        self._update(version)
+        generator.start(number + 1, self._generate(number + 1))
+        return rolled
+
+    @cached_property
+    def _generator(self) -> Ahead[Rolled]:
+        self._ahead = Ahead()
+        return self._ahead
+
+    def _generate(self, number: int) -> Callable[[], Rolled]:
+        return partial(self.roller.roll, number, self._indices(number))
+
+    def _update(self, version: int) -> None:
+        self.roller.engine.update(version)
+
+    def _indices(self, number: int) -> list[int]:
+        return self.order.step(number + 1)
+
+    def _part(self, phase: Phase, update: int) -> list[Tree]:
+        """The trees of one update; each pass over the phase deals them out anew."""
+        count, trees = self.config.minibatches, phase.trees
+        if count == 1:
+            return list(trees)
+        epoch, part = divmod(update, count)
+        order = np.random.default_rng([self.seed, phase.number, epoch, 2]).permutation(len(trees))
+        if len(trees) < count:
+            return [trees[order[part % len(trees)]]]
+        return [trees[index] for index in np.array_split(order, count)[part]]
+
+    # -- across a restart
+
+    def remember(self) -> dict[str, Any]:
+        """What the steps to come need of those before."""
+        phase = self.phase
+        is_open = phase is not None and phase.number == self.crew.job.done // self.config.updates
+        held = [encoded(tree) for tree in phase.trees] if phase is not None and is_open else None
+        return {
+            "phase": None if held is None or phase is None else [phase.number, held],
+            "replayed": [[kept.version, encoded(kept.tree)] for kept in self.replayed],
+            "credit": self.credit.remember(),
+            "guard": self.guard.remember(),
+        }
+
+    def recall(self, remembered: dict[str, Any]) -> None:
+        if remembered["phase"] is not None:
+            number, held = remembered["phase"]
+            self.phase = Phase(number, [decoded(tree) for tree in held])
+        self.replayed = [Kept(version, decoded(tree)) for version, tree in remembered["replayed"]]
+        self.credit.recall(remembered["credit"])
+        self.guard.recall(remembered["guard"])

@@ -1,0 +1,275 @@
+"""Roll-outs of a phase: prompts -> episodes -> verdicts -> groups, and groups without a signal asked anew.
+
+Which prompts a phase has is a pure function of the seed and the phase (data/plan.py's Order). With ``rollout.refills``
+groups whose rewards are all equal, from which nothing can be learned, are replaced by other prompts: dynamic sampling,
+as in DAPO (arXiv 2503.14476). Which others is a function of the seed, the phase and the round; so nothing of it has to
+be remembered across a restart.
+
+The writer judges, and where the engine is a server asks it, for all ranks. Touches no tensor: it may run in a thread
+while the model trains.
+
+May import rollout, rewards, data and types. online.method makes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from taut.config import configclass
+from taut.data.prompts import PromptRow
+from taut.errors import ConfigError
+from taut.parallel import Ranks
+from taut.rewards.answered import Answered
+from taut.rewards.panel import Panel, Verdict
+from taut.rewards.verifier import Score
+from taut.rollout.engine import Engine, Sampling
+from taut.rollout.environment import EnvironmentConfig, World
+from taut.rollout.episode import Episode
+from taut.rollout.local import LocalConfig
+from taut.rollout.play import play
+from taut.rollout.server import ServerConfig, ServerEngine
+
+ENOUGH = 1e-12
+"""Rewards of a group that differ by less are equal."""
+
+NOTHING = Verdict({}, None)
+"""Of a path that nobody judged."""
+
+T = TypeVar("T")
+
+
+@configclass
+class RolloutConfig:
+    """How completions are drawn, and how long they are trained on."""
+
+    n: Annotated[int, Field(ge=1)] = 8
+    """Completions of each prompt: a group."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Tokens a completion may have; then it is cut. Of an environment: each turn."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Divides the logits, of the engine and of the log-probs that are trained on. Tokens are drawn from the whole
+    distribution: ratios of a truncated one (top-p, top-k, min-p) would be biased."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, beside the model's own stop set."""
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over a roll-out."""
+    refills: Annotated[int, Field(ge=0)] = 0
+    """Rounds in which groups whose rewards are all equal are replaced by other prompts (dynamic sampling); what is
+    still without a signal then is left out, if any other has one."""
+    replay: Annotated[int, Field(ge=0)] = 0
+    """Groups of earlier roll-outs with a signal that are trained on again beside each new roll-out, newest first."""
+    ahead: bool = False
+    """Generate the next roll-out while this one is trained on, with the weights before it: engine=server only. Then no
+    two runs are the same bit for bit."""
+    max_staleness: Annotated[int, Field(ge=1)] | None = None
+    """Updates that the weights may have had since a completion was drawn from them; older ones are not trained on."""
+    reference: str | None = None
+    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
+    engine: Literal["local", "server"] = "local"
+    """local: in this process, on the weights that train. server: at url, to which they are sent."""
+    url: str | None = None
+    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    local: LocalConfig = LocalConfig()
+    server: ServerConfig = ServerConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+
+    def __post_init__(self) -> None:
+        if (self.engine == "server") != (self.url is not None):
+            raise ConfigError(
+                f"rollout.engine={self.engine} and rollout.url={self.url} contradict each other: a url is where the "
+                "server answers; set both rollout.engine=server and rollout.url=http://HOST:PORT/v1, or neither"
+            )
+        if self.ahead and self.engine == "local":
+            raise ConfigError(
+                "rollout.ahead=true with rollout.engine=local: the engine in this process has the weights that train, "
+                "and cannot generate while they change; expected rollout.engine=server; take rollout.ahead out"
+            )
+
+    @property
+    def grows(self) -> int:
+        """Tokens that a path may have beyond its prompt."""
+        return self.max_new_tokens
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that a roll-out is trained on."""
+        return self.minibatches * self.epochs
+
+    def sampling(self, seed: int) -> Sampling:
+        """How the engine draws. ``seed``: of the phase."""
+        return Sampling(
+            n=self.n,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            stop=self.stop,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The completions of one prompt, judged."""
+
+    episodes: tuple[Episode, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def row(self) -> PromptRow:
+        return self.episodes[0].row
+
+    @property
+    def version(self) -> int:
+        """The oldest weights it was drawn from."""
+        drawn = [int(one.version_N.min()) for one in self.episodes if one.version_N.size]
+        return min(drawn, default=0)
+
+    @property
+    def judged(self) -> list[tuple[Episode, Verdict]]:
+        """Episodes that can be learned from: there is a completion, and it has a reward."""
+        pairs = zip(self.episodes, self.verdicts, strict=True)
+        return [(one, said) for one, said in pairs if one.error is None and said.total is not None]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ."""
+        rewards = [said.total for _, said in self.judged if said.total is not None]
+        return len(rewards) > 1 and max(rewards) - min(rewards) > ENOUGH
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """The roll-out of a phase."""
+
+    groups: tuple[Group, ...]
+    left_out: tuple[Group, ...]
+    """Without a signal, and replaced."""
+    seconds_generating: float
+    seconds_judging: float
+
+
+@dataclass(frozen=True, eq=False)
+class Roller:
+    """Rolls out. Every rank has one; the engine in this process wants all of them."""
+
+    config: RolloutConfig
+    prompts: Sequence[PromptRow]
+    engine: Engine
+    panel: Panel | None
+    """The writer's; None also where the environment alone rewards."""
+    world: World | None
+    seed: int
+    ranks: Ranks
+
+    def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
+        """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
+        wanted, groups, left_out = len(indices), [], []
+        spent = [0.0, 0.0]
+        seen = set(indices)
+        for number in range(self.config.refills + 1):
+            found = self._once(phase, number, indices, spent)
+            if self.config.refills == 0:
+                return Rolled(tuple(found), (), *spent)
+            groups += [group for group in found if group.has_signal]
+            left_out += [group for group in found if not group.has_signal]
+            indices = self._others(phase, number, wanted - len(groups), seen)
+            if not indices:
+                break
+            seen.update(indices)
+        if not groups:  # a step has to have something
+            groups, left_out = left_out, []
+        return Rolled(tuple(groups), tuple(left_out), *spent)
+
+    def _once(
+        self, phase: int, number: int, indices: Sequence[int], spent: list[float]
+    ) -> list[Group]:
+        rows = distinct([self.prompts[index] for index in indices])
+        sampling = self.config.sampling(seed_of(self.seed, phase, number))
+        began = time.perf_counter()
+        episodes = play(self.engine, rows, sampling)
+        generated = time.perf_counter()
+        verdicts = self._shared(lambda: self._judged(episodes))
+        spent[0] += generated - began
+        spent[1] += time.perf_counter() - generated
+        size = self.config.n
+        return [
+            Group(tuple(episodes[at : at + size]), tuple(verdicts[at : at + size]))
+            for at in range(0, len(episodes), size)
+        ]
+
+    def close(self) -> None:
+        """End what it was opened with."""
+        if self.panel is not None:
+            self.panel.close()
+        if isinstance(self.engine, ServerEngine):
+            self.engine.close()
+
+    def _judged(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        whole = [one for one in episodes if one.error is None]
+        asked = [answered(one) for one in whole]
+        found = [NOTHING] * len(whole) if self.panel is None else self.panel.grade(asked)
+        said = iter([with_own(verdict, one) for verdict, one in zip(found, whole, strict=True)])
+        return [NOTHING if one.error is not None else next(said) for one in episodes]
+
+    def _shared(self, make: Callable[[], T]) -> T:
+        """What the writer makes, on all ranks."""
+        if self.ranks.size == 1:
+            return make()
+        found: T = self.ranks.gather(make() if self.ranks.is_writer else None)[0]
+        return found
+
+    def _others(self, phase: int, number: int, missing: int, seen: set[int]) -> list[int]:
+        """Prompts that this phase has not asked yet, for the next round."""
+        if missing <= 0:
+            return []
+        random = np.random.default_rng([self.seed, phase, number, 1])
+        order = random.permutation(len(self.prompts)).tolist()
+        return [index for index in order if index not in seen][:missing]
+
+
+def with_own(said: Verdict, episode: Episode) -> Verdict:
+    """The verdict with what the environment itself said of the path."""
+    if not episode.rewards:
+        return said
+    parts = {name: Score(value) for name, value in episode.rewards.items()} | dict(said.parts)
+    total = sum(episode.rewards.values())
+    if said.parts:
+        return Verdict(parts, None if said.error is not None else total + (said.total or 0.0))
+    return Verdict(parts, total)
+
+
+def answered(episode: Episode) -> Answered:
+    """What rewards are told of an episode."""
+    return Answered(
+        text=episode.text,
+        references=episode.row.references,
+        row=episode.row.columns,
+        num_tokens=int(episode.sampled_at_N.size),
+        finish_reason=episode.finish_reason,
+        prompt=episode.row.prompt,
+        messages=episode.messages,
+    )
+
+
+def seed_of(seed: int, phase: int, number: int) -> int:
+    """The seed of a round of a phase: a prompt that is asked again draws anew."""
+    digest = hashlib.sha256(f"rollout/{seed}/{phase}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+def distinct(rows: Sequence[PromptRow]) -> list[PromptRow]:
+    """The rows, each with an id of its own, where one is asked more than once."""
+    times: dict[str, int] = {}
+    named = []
+    for row in rows:
+        again = times[row.id] = times.get(row.id, -1) + 1
+        named.append(replace(row, id=f"{row.id} again {again}") if again else row)
+    return named

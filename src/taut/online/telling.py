@@ -1,0 +1,100 @@
+"""What an event ``rollout`` says: what was generated, what it was worth, and a few of the completions, token by token.
+
+May import rollout, online.credit and online.rollouts. online.method calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+
+from taut.online.credit import Credited, Path
+from taut.online.rollouts import Rolled, RolloutConfig
+
+LOGGED = 2
+"""Completions of a roll-out that are shown whole: the best and the worst of the first group with a signal."""
+DIGITS = 4
+
+
+def fields(
+    rolled: Rolled, paths: Sequence[Path], given: Credited, version: int, config: RolloutConfig
+) -> dict[str, Any]:
+    """The event's fields."""
+    groups = [*rolled.groups, *rolled.left_out]
+    episodes = [one for group in groups for one in group.episodes]
+    whole = [one for one in episodes if one.error is None]
+    lengths = [int(one.sampled_at_N.size) for one in whole]
+    staleness = [version - int(v) for one in whole for v in one.version_N[:1]]
+    errors = [
+        f"{one.row.place}#{one.index}: {reason}"
+        for group in groups
+        for one, said in zip(group.episodes, group.verdicts, strict=True)
+        if (reason := one.error or said.error) is not None
+    ]
+    found: dict[str, Any] = {
+        "reward": fmean(path.reward for path in paths),
+        "reward_std": pstdev(path.reward for path in paths),
+        **_parts(rolled),
+        "stopped": fmean(one.finish_reason == "stop" for one in whole),
+        "tokens_mean": fmean(lengths),
+        "tokens_max": max(lengths),
+        "groups": len(groups),
+        "groups_with_signal": sum(group.has_signal for group in groups),
+        "left_out": len(rolled.left_out),
+        "completions": len(episodes),
+        "errors": len(errors),
+        "staleness_mean": fmean(staleness),
+        "staleness_max": max(staleness),
+        "seconds_generating": rolled.seconds_generating,
+        "seconds_judging": rolled.seconds_judging,
+        **given.metrics,
+    }
+    if config.environment.is_on:
+        found["turns_mean"] = fmean(one.num_turns for one in whole)
+    if errors:
+        found["first_error"] = errors[0]
+    return {**found, "samples": [sample(path, given) for path in shown(paths)]}
+
+
+def _parts(rolled: Rolled) -> dict[str, float]:
+    """The mean of each part of the reward where it applies."""
+    values: dict[str, list[float]] = {}
+    for group in chain(rolled.groups, rolled.left_out):
+        for said in group.verdicts:
+            for name, score in said.parts.items():
+                if score.value is not None:
+                    values.setdefault(name, []).append(score.value)
+    return {f"reward/{name}": fmean(some) for name, some in values.items()}
+
+
+def shown(paths: Sequence[Path]) -> list[Path]:
+    """The best and the worst path of the group whose rewards differ most."""
+    groups: dict[int, list[Path]] = {}
+    for path in paths:
+        groups.setdefault(path.group, []).append(path)
+    ordered = [sorted(some, key=lambda path: -path.reward) for some in groups.values()]
+    chosen = max(ordered, key=lambda some: some[0].reward - some[-1].reward)
+    return [chosen[0], chosen[-1]][: min(LOGGED, len(chosen))]
+
+
+def sample(path: Path, given: Credited) -> dict[str, Any]:
+    """A path for people to look at."""
+    episode = path.episode
+    advantage_N = given.advantages.get(path.name)
+    return {
+        "id": path.name,
+        "text": episode.text,
+        "messages": list(episode.messages) if episode.num_turns > 1 else [],
+        "references": list(episode.row.references),
+        "finish_reason": episode.finish_reason,
+        "reward": path.reward,
+        "rewards": {name: score.value for name, score in path.verdict.parts.items()},
+        "version": int(episode.version_N[0]) if episode.version_N.size else None,
+        "ids": episode.ids_T[episode.sampled_at_N].tolist(),
+        "logp": np.round(episode.logp_N, DIGITS).tolist(),
+        "advantage": None if advantage_N is None else np.round(advantage_N, DIGITS).tolist(),
+    }

@@ -1,0 +1,246 @@
+"""The commands that learn from what the model generates: each a run with a section of its own, and what it learns.
+
+    taut grpo        GrpoRun          taut ppo         PpoRun
+    taut online-dpo  OnlineDpoRun     taut best-of-n   BestOfNRun        taut gkd   GkdRun
+
+They share one path (taut/online): prompts are rolled out, judged, scored and made into trees. What differs is the
+credit that a path is given, and the loss.
+
+May import run, methods, losses and online. training lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field
+from functools import partial
+from typing import ClassVar
+
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.losses.advantages import Estimator
+from taut.losses.sft import CrossEntropy
+from taut.methods.critic import CriticConfig
+from taut.methods.distill import DistillConfig
+from taut.methods.policy import GrpoConfig, PolicyConfig, PpoConfig, RollOut
+from taut.methods.preference import DpoConfig
+from taut.methods.reference import STREAM, ReferenceConfig
+from taut.online.credit import All, Best, BestOfNConfig, Credit, Pairs
+from taut.online.gradients import Gae, KlPenalty, Policy, ShapingConfig, Ways
+from taut.online.guard import GuardConfig
+from taut.online.recipe import Recipe
+from taut.online.rollouts import RolloutConfig
+from taut.rewards.panel import PanelConfig
+from taut.rewards.registry import RewardSpec
+from taut.run import Comparing, Method, Objective
+
+
+@configclass
+class OnlineRun(Comparing):
+    """What runs have in common that learn from what the model generates."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: str | list[str | RewardSpec] = field(default_factory=list)
+    """What judges completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
+    empty where an environment rewards."""
+    grading: PanelConfig = PanelConfig()
+    guard: GuardConfig = GuardConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval.every:
+            raise ConfigError(
+                f"eval.every={self.eval.every} measures a held-out loss, and what is learned here is generated; expected "
+                "held-out answers; set eval.answers.every"
+            )
+        if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
+            raise ConfigError(
+                f"rewards is not set, and taut {self.METHOD} learns from what completions are worth; expected a "
+                "reward, or an environment that gives one; set rewards=exact_match"
+            )
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether rewards are what is learned from."""
+        return True
+
+    def recipe(
+        self, make_credit: Callable[[], Credit], critic: CriticConfig | None = None
+    ) -> Recipe:
+        """What a run that generates is made of."""
+        return Recipe(make_credit, self.rollout, self.rewards, self.grading, self.guard, critic)
+
+
+@configclass
+class PolicyRun(OnlineRun):
+    """What GRPO and PPO have in common."""
+
+    shaping: ShapingConfig = ShapingConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shaping.require_room(self.rollout.max_new_tokens)
+        if self.reference.file is not None:
+            raise ConfigError(
+                f"reference.file={self.reference.file} cannot hold log-probs of completions that are yet to be "
+                "generated; expected a live reference; take reference.file out"
+            )
+
+    def policy(
+        self, config: PolicyConfig, estimate: Estimator | Gae, critic: CriticConfig | None = None
+    ) -> Objective:
+        """The objective of policy gradients."""
+        rollout = self.rollout
+        is_fresh = rollout.updates == 1 and not rollout.ahead and not rollout.replay
+        loss = config.make_loss(
+            RollOut(
+                temperature=rollout.temperature,
+                max_new_tokens=rollout.max_new_tokens,
+                is_fresh=is_fresh,
+                has_engine_logp=True,
+                is_apart=rollout.engine == "server",
+            )
+        )
+        has_penalty = config.penalty_coef > 0
+        ways = Ways(
+            estimate=estimate,
+            shaping=self.shaping,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            has_old=not is_fresh,
+            penalty=KlPenalty(config.penalty_coef, config.kl_target) if has_penalty else None,
+        )
+        recipe = self.recipe(partial(Policy, loss, ways), critic)
+        is_first = has_penalty or (config.kl_coef > 0 and not is_fresh)
+        return Objective(
+            loss,
+            "prompt",
+            reference=self.reference if config.kl_coef > 0 else None,
+            online=recipe._replace(is_reference_asked_first=is_first),
+        )
+
+
+@configclass
+class GrpoRun(PolicyRun):
+    """A run of ``taut grpo``."""
+
+    METHOD: ClassVar[Method] = "grpo"
+
+    method: Method = "grpo"
+    grpo: GrpoConfig = GrpoConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout.n == 1 and self.grpo.advantage != "reinforce_pp":
+            raise ConfigError(
+                f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
+                "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
+            )
+
+    @property
+    def objective(self) -> Objective:
+        return self.policy(self.grpo, self.grpo.estimator)
+
+
+@configclass
+class PpoRun(PolicyRun):
+    """A run of ``taut ppo``."""
+
+    METHOD: ClassVar[Method] = "ppo"
+
+    method: Method = "ppo"
+    rollout: RolloutConfig = RolloutConfig(n=1, minibatches=4)
+    ppo: PpoConfig = PpoConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @property
+    def objective(self) -> Objective:
+        config = self.ppo
+        gae = Gae(config.gamma, config.lam, config.whiten_advantages)
+        return self.policy(config, gae, self.critic)
+
+
+@configclass
+class OnlineDpoRun(OnlineRun):
+    """A run of ``taut online-dpo``."""
+
+    METHOD: ClassVar[Method] = "online_dpo"
+
+    method: Method = "online_dpo"
+    rollout: RolloutConfig = RolloutConfig(n=2)
+    dpo: DpoConfig = DpoConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_pairs(self.rollout)
+
+    @property
+    def objective(self) -> Objective:
+        loss = self.dpo.make_loss()
+        needed = self.reference if STREAM in loss.needs else None
+        online = self.recipe(partial(Pairs, loss))
+        return Objective(loss, "prompt", reference=needed, online=online)
+
+
+@configclass
+class BestOfNRun(OnlineRun):
+    """A run of ``taut best-of-n``."""
+
+    METHOD: ClassVar[Method] = "best_of_n"
+
+    method: Method = "best_of_n"
+    best_of_n: BestOfNConfig = BestOfNConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of_n.keep > self.rollout.n:
+            raise ConfigError(
+                f"best_of_n.keep={self.best_of_n.keep} and rollout.n={self.rollout.n}; expected to keep at most as "
+                "many as there are; raise rollout.n"
+            )
+
+    @property
+    def objective(self) -> Objective:
+        config, loss = self.best_of_n, CrossEntropy()
+        online = self.recipe(partial(Best, loss, config.keep, config.at_least))
+        return Objective(loss, "prompt", online=online)
+
+
+@configclass
+class GkdRun(OnlineRun):
+    """A run of ``taut gkd``."""
+
+    METHOD: ClassVar[Method] = "gkd"
+
+    method: Method = "gkd"
+    rollout: RolloutConfig = RolloutConfig(n=1)
+    distill: DistillConfig = DistillConfig(divergence="reverse")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill.top_logprobs is not None:
+            raise ConfigError(
+                f"distill.top_logprobs={self.distill.top_logprobs} knows nothing of completions that are yet to be "
+                "generated; expected a teacher; set distill.teacher=DIR"
+            )
+        self.distill.require_teacher(self.model, has_eval=False)
+
+    @property
+    def is_judged(self) -> bool:
+        return False
+
+    @property
+    def objective(self) -> Objective:
+        loss = self.distill.make_loss()
+        return Objective(
+            loss, "prompt", teacher=self.distill, online=self.recipe(partial(All, loss))
+        )
+
+
+def _require_pairs(rollout: RolloutConfig) -> None:
+    if rollout.n == 1:
+        raise ConfigError(
+            "rollout.n=1: a preference is between two answers to a prompt; expected 2 or more; raise rollout.n"
+        )
