@@ -10,7 +10,7 @@ from torch import nn
 from taut import optim
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.optim import OptimConfig
+from taut.optim import OptimConfig, Pace
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,47 @@ def test_first_update_by_hand() -> None:
     assert layer.weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) + 0.1)
     assert layer.bias.item() == pytest.approx(2.0 - 0.1)
     assert optimizer.defaults["fused"] is True
+
+
+def _of_two_parts() -> nn.Module:
+    model = nn.ModuleDict({"model": nn.Linear(1, 1), "critic": nn.Linear(1, 1)}).double()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 2.0)
+    return model
+
+
+def test_a_part_with_a_pace_of_its_own_learns_at_its_rate_and_first() -> None:
+    model = _of_two_parts()
+    config = OptimConfig(learning_rate=0.1, weight_decay=0.5, eps=1e-12)
+    optimizer = optim.build_optimizer(model, config, Pace("critic", ratio=3.0, head_start=1))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]
+    for step, moved in ((1, 0.0), (2, 0.1)):
+        before = [p.item() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 7.0)
+        optim.set_learning_rate(optimizer, 0.1, step)
+        optimizer.step()
+        weight, bias, critic_weight, critic_bias = (p.item() for p in model.parameters())
+        assert weight == pytest.approx(before[0] * (1 - moved * 0.5) - moved, abs=1e-9)
+        assert bias == pytest.approx(before[1] - moved, abs=1e-9)
+        assert critic_weight == pytest.approx(before[2] * (1 - 0.3 * 0.5) - 0.3, abs=1e-9)
+        assert critic_bias == pytest.approx(before[3] - 0.3, abs=1e-9)
+    optim.set_learning_rate(optimizer, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.3, 0.3])
+
+
+def test_the_gradient_of_such_a_part_is_clipped_apart() -> None:
+    """A norm of 3 and one of 4: together 5, each held to 2."""
+    model = _of_two_parts()
+    optimizer = optim.build_optimizer(model, OptimConfig(), Pace("critic"))
+    for parameter, gradient in zip(model.parameters(), (3.0, 0.0, 0.0, 4.0), strict=True):
+        parameter.grad = torch.full_like(parameter, gradient)
+    found = optim.clip(optimizer, 2.0)
+    assert found == pytest.approx({"grad_norm": 5.0, "grad_norm/critic": 4.0})
+    left = [p.grad.item() for p in model.parameters() if p.grad is not None]
+    assert left == pytest.approx([2.0, 0.0, 0.0, 2.0], rel=1e-5)
+    together = optim.build_optimizer(model, OptimConfig())
+    assert optim.clip(together, None) == pytest.approx({"grad_norm": 8**0.5})
+    optim.clip(together, 2.0)
+    left = [p.grad.item() for p in model.parameters() if p.grad is not None]
+    assert left == pytest.approx([2**0.5, 0.0, 0.0, 2**0.5], rel=1e-5)

@@ -41,8 +41,8 @@ from taut.optim import Pace
 from taut.parallel import Ranks
 
 KEY = "critic.model"
-NEW_HEAD = NewHead("process", bias=True)
-"""What a language model gets: read at each token, with a bias."""
+NEW_HEAD = NewHead()
+"""What a language model gets: no bias, so that it is saved as most reward models and other frameworks' critics are."""
 
 Reason = tuple[str, str, str]
 """A decision: what, its value, why."""
@@ -127,8 +127,7 @@ def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[R
 
 def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
     path = setting.path if config.model is None else config.model
-    model = _load(path, setting)
-    has_head = is_reward_config(load_config(path, setting.trust_remote_code))
+    model, has_head = _load(path, setting)
     if config.head == "normal":
         initialise(scalar_head(model), setting.seed)
     elif config.head == "zero" or not has_head:
@@ -143,13 +142,13 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
     return OwnCritic(adapted), [("critic", path + how, named), _head(config, has_head=has_head)]
 
 
-def _load(path: str, setting: Setting) -> PreTrainedModel:
-    """The model with a scalar head, which has to pack where the policy does."""
-    config = load_config(path, setting.trust_remote_code)
+def _load(path: str, setting: Setting) -> tuple[PreTrainedModel, bool]:
+    """The model with a scalar head, which has to pack where the policy does, and whether it came with the head."""
     try:
+        has_head = is_reward_config(load_config(path, setting.trust_remote_code))
         model = load_reward_model(
             path,
-            None if is_reward_config(config) else NEW_HEAD,
+            None if has_head else NEW_HEAD,
             dtype=setting.dtype,
             device=setting.device,
             attention=setting.attention,
@@ -163,7 +162,7 @@ def _load(path: str, setting: Setting) -> PreTrainedModel:
             f"{KEY}={path} runs one sample at a time ({alone}), and model={setting.path} does not; expected a critic "
             "that packs as it does; name another, or set critic.kind=shared"
         )
-    return model
+    return model, has_head
 
 
 def _head(config: CriticConfig, *, has_head: bool = False) -> Reason:
