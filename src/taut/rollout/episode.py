@@ -44,3 +44,7 @@ class Episode:
     """Why there is no completion to learn from, where finish_reason is error: the engine's or environment's words."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What the environment itself said the path is worth, by name; empty: rewards judge it."""
+    num_calls: int = 0
+    """Calls of tools that the policy made."""
+    num_malformed_calls: int = 0
+    """Those of them that could not be read; the environment was told."""

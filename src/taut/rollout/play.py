@@ -1,21 +1,33 @@
 """Prompts and an engine -> episodes: paths from a prompt to its end, token for token as they were sampled.
 
-Random streams are keyed by (seed, prompt's id, index): a prompt that is asked again is to be asked with another seed.
-What an engine could not complete is an episode with its reason, and nothing is learned from it.
+Without an environment a path is a prompt and its completion. With one, the next turns of all paths that go on are one
+call of the engine; then their environments answer side by side, and what the template writes between two turns is put
+between them (``bridge.py``). A path ends where its environment says so, where a completion was cut (half an answer is
+answered by nobody), at the limits of turns, tokens or context, or as an error: then nothing is learned from it.
+
+Random streams are keyed by (seed, prompt's id, index); of a later turn the prompt's id is the row's, with the sample's
+index and the turn. A prompt that is asked again in another phase is to be asked with another seed.
 
 May import rollout and what it may. Methods import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
-from taut.data.formats import Message
+from taut.data.formats import Message, Tool, read_tools
 from taut.data.prompts import PromptRow
+from taut.data.tool_calls import ToolCall
+from taut.errors import DataError, RenderError
 from taut.rollout.engine import Engine, Sampling
+from taut.rollout.environment import Step, World, read_reset, read_reward, read_step
 from taut.rollout.episode import Episode
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Prompt
 
@@ -26,16 +38,32 @@ class Path:
 
     row: PromptRow
     index: int
+    number: int
+    """Its place among all that are played."""
     ids: list[int]
+    environment: Any = None
+    asked: tuple[Message, ...] = ()
+    """The messages it began with."""
+    tools: tuple[Tool, ...] = ()
+    limit: int | None = None
+    """Tokens it may have."""
     sampled_at: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
     num_turns: int = 0
+    num_calls: int = 0
+    num_malformed: int = 0
     text: str = ""
     finish: FinishReason | None = None
     """None while it goes on."""
     error: str | None = None
+
+    @property
+    def room(self) -> int | None:
+        """Tokens it may still have."""
+        return None if self.limit is None else self.limit - len(self.ids)
 
     def take(self, completion: Completion) -> None:
         """Append what was sampled. A path goes on only after a completion that ended by itself."""
@@ -57,6 +85,11 @@ class Path:
         """End it as an error: nothing is to be learned from it."""
         self.finish, self.error = "error", reason
 
+    def earn(self, reward: Mapping[str, float]) -> None:
+        """Add what the environment gave for a step."""
+        for name, number in reward.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + number
+
     def episode(self) -> Episode:
         """What has come of it."""
         assert self.finish is not None, f"{self.row.id}: the path has not ended"
@@ -72,18 +105,166 @@ class Path:
             messages=tuple(self.messages),
             num_turns=self.num_turns,
             error=self.error,
+            rewards=self.rewards,
+            num_calls=self.num_calls,
+            num_malformed_calls=self.num_malformed,
         )
 
 
-def play(engine: Engine, rows: Sequence[PromptRow], sampling: Sampling) -> list[Episode]:
-    """``sampling.n`` episodes of each row, in the order of rows and samples."""
-    paths = [Path(row, index, row.ids_T.tolist()) for row in rows for index in range(sampling.n)]
-    prompts = [Prompt(row.id, row.ids_T) for row in rows]
-    for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
-        assert (completion.prompt_id, completion.index) == (path.row.id, path.index)
-        path.take(completion)
-        path.finish = path.finish or "stop"
+def play(
+    engine: Engine, rows: Sequence[PromptRow], sampling: Sampling, world: World | None = None
+) -> list[Episode]:
+    """``sampling.n`` episodes of each row, in the order of rows and samples.
+
+    Raises DataError for a row that is a text where there is an environment: it speaks in messages.
+    """
+    samples = [(row, index) for row in rows for index in range(sampling.n)]
+    paths = [
+        Path(row, index, number, row.ids_T.tolist()) for number, (row, index) in enumerate(samples)
+    ]
+    if world is None:
+        _sample(engine, paths, sampling, turn=0)
+        for path in paths:
+            path.finish = path.finish or "stop"
+    else:
+        _play(engine, paths, sampling, world)
     return [path.episode() for path in paths]
+
+
+def _sample(engine: Engine, live: Sequence[Path], sampling: Sampling, turn: int) -> None:
+    """The next turn of each path. A first turn that all samples of a row begin alike is asked for once."""
+    groups = [list(group) for _, group in groupby(live, key=lambda p: p.number // sampling.n)]
+    is_shared = turn == 0 and all(
+        len(group) == sampling.n and all(path.ids == group[0].ids for path in group)
+        for group in groups
+    )
+    if is_shared:
+        prompts = [Prompt(p.row.id, _integers(p.ids), p.room) for p, *_ in groups]
+    else:
+        prompts = [Prompt(f"{p.row.id}#{p.index}@{turn}", _integers(p.ids), p.room) for p in live]
+        sampling = replace(sampling, n=1)
+    for path, completion in zip(live, engine.generate(prompts, sampling), strict=True):
+        path.take(completion)
+
+
+def _play(engine: Engine, paths: Sequence[Path], sampling: Sampling, world: World) -> None:
+    """All turns of all paths."""
+    _reset(paths, world)
+    turn = 0
+    while live := [path for path in paths if path.finish is None]:
+        _sample(engine, live, sampling, turn)
+        _answer([path for path in live if path.finish is None], world)
+        turn += 1
+    cut = {path.number: partial(_cut, path) for path in paths if path.finish == "length"}
+    for number, outcome in world.each(cut).items():
+        if outcome.error is None:
+            paths[number].earn(outcome.value)
+        else:
+            paths[number].fail(f"the environment's cut {outcome.error}")
+
+
+def _reset(paths: Sequence[Path], world: World) -> None:
+    """Give each path its environment, its first messages and their ids."""
+    found = world.each({path.number: partial(_begin, path, world) for path in paths})
+    known: dict[str, list[int]] = {}
+    for path in paths:
+        outcome = found[path.number]
+        if outcome.error is not None:
+            path.fail(f"the environment's reset {outcome.error}")
+            continue
+        try:
+            _place(path, outcome.value, world, known)
+        except RenderError as error:
+            path.fail(str(error))
+
+
+def _place(
+    path: Path, messages: tuple[Message, ...] | None, world: World, known: dict[str, list[int]]
+) -> None:
+    """Begin a path with these messages; None: with the row's. ``known``: ids of messages that were seen."""
+    asked = path.row.prompt if messages is None else messages
+    if isinstance(asked, str):
+        raise DataError(
+            f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
+            "the row messages, or the environment a reset that makes them"
+        )
+    path.asked = asked
+    path.tools = world.tools or read_tools(path.row.columns.get("tools"), path.row.place)
+    if messages is not None or world.tools:
+        key = json.dumps([asked, path.tools])
+        if key not in known:
+            known[key] = world.bridge.prompt(asked, path.tools)
+        path.ids = list(known[key])
+    most = len(path.ids) + world.config.max_tokens
+    path.limit = most if world.context is None else min(most, world.context)
+    if len(path.ids) >= path.limit:
+        path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
+
+
+def _begin(path: Path, world: World) -> Any:
+    path.environment = world.make()
+    reset = getattr(path.environment, "reset", None)
+    return None if reset is None else read_reset(reset(dict(path.row.columns)), path.row.place)
+
+
+def _answer(paths: Sequence[Path], world: World) -> None:
+    """Let each environment answer its path's turn."""
+    jobs: dict[int, Callable[[], Step]] = {}
+    for path in paths:
+        jobs[path.number] = partial(_step, path, _calls(path, world))
+    found = world.each(jobs)
+    for path in paths:
+        outcome = found[path.number]
+        if outcome.error is not None:
+            path.fail(f"the environment's step {outcome.error}")
+        else:
+            _go_on(path, outcome.value, world)
+
+
+def _calls(path: Path, world: World) -> list[ToolCall]:
+    """The calls in a path's last turn, which its message is told."""
+    if world.calls is None:
+        return []
+    said, calls = world.calls.read(path.text, path.tools, first=path.num_calls)
+    good = [call for call in calls if call.error is None]
+    path.num_calls += len(calls)
+    path.num_malformed += len(calls) - len(good)
+    if good:
+        path.messages[-1]["tool_calls"] = [call.as_message() for call in good]
+        path.messages[-1]["content"] = said if len(good) == len(calls) else path.text
+    return calls
+
+
+def _step(path: Path, calls: list[ToolCall]) -> Step:
+    return read_step(path.environment.step(path.text, calls), path.row.place)
+
+
+def _cut(path: Path) -> Mapping[str, float]:
+    cut = getattr(path.environment, "cut", None)
+    return {} if cut is None else read_reward(cut(), path.row.place)
+
+
+def _go_on(path: Path, step: Step, world: World) -> None:
+    """Take an answer, and put what comes before the next turn after the path; or end it."""
+    assert isinstance(step.reward, Mapping)
+    path.earn(step.reward)
+    history = (*path.asked, *path.messages)
+    path.messages += step.messages
+    if step.done:
+        path.finish = "stop"
+        return
+    if path.num_turns == world.config.max_turns:
+        path.finish = "length"
+        return
+    try:
+        between = world.bridge.between(history, step.messages, path.tools, path.ids[-1])
+    except RenderError as error:
+        path.fail(str(error))
+        return
+    if path.limit is not None and len(path.ids) + len(between) >= path.limit:
+        path.finish = "length"
+    else:
+        path.ids += between
 
 
 def _integers(values: Sequence[int]) -> IntArray:

@@ -1,0 +1,176 @@
+"""The tokens between two turns of the policy: what the template writes after a turn, up to where the next begins.
+
+    next prompt = what there was, as sampled | rest of the turn's end | messages | generation prompt
+
+Sampled text is never tokenised again. What comes after a turn does not depend on what was said in it: the conversation
+is rendered with a marked word in place of the turn (in its last call, where it has calls), tokenised whole, and what
+comes after the word from the token that ends the turn on is taken. A completion that has sampled the end of its turn is
+followed by the rest.
+
+Some templates write a turn differently once it is history (thinking is taken out). What was sampled stays as it is: the
+policy is trained on what it saw. ``proof`` says which kind a template is.
+
+May import data and errors. Rollout imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from taut.data.formats import Message, Tool
+from taut.data.render import Renderer
+from taut.data.template import PROBE, Ids, common_length
+from taut.errors import RenderError
+
+WORD = "Understood"
+"""What stands in place of a turn."""
+PLACE = "the conversation"
+
+
+class Proof(NamedTuple):
+    """What a template does with turns that are history."""
+
+    is_rewritten: bool
+    example: str
+    """What it writes in place of a turn, where it rewrites."""
+
+
+class Bridge:
+    """Finds the tokens between turns for one renderer and stop set."""
+
+    def __init__(self, renderer: Renderer, stop_ids: Collection[int]) -> None:
+        self.renderer, self.template = renderer, renderer.template
+        self.stop_ids = frozenset(stop_ids)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
+        """History and generation prompt, where no turn has been sampled yet."""
+        ids: Ids = self.renderer.prompt_ids(messages, tools).tolist()
+        return ids
+
+    def between(
+        self, history: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], last: int
+    ) -> Ids:
+        """What follows the last turn of ``history``, whose last sampled token is ``last``, when ``said`` was answered.
+
+        Raises RenderError where the template does not take these messages.
+        """
+        assert history[-1]["role"] == "assistant" and said
+        word = _unused(WORD, said)
+        canonical = _canonical(history, said, word)
+        end = self._end(canonical[-1], tools, word)
+        whole = self.template.apply((*canonical, *said), tools, PLACE, is_prompt=True)
+        after = whole.text.rfind(word) + len(word)
+        if not whole.text[after:].startswith(end.text):
+            raise RenderError(
+                f"the chat template ends a turn with {end.text!r:.80}, and once it is history with "
+                f"{whole.text[after : after + len(end.text)]!r:.80}; expected the same; give another template with "
+                f"{self.template.key}=FILE"
+            )
+        cut = after + end.token_at
+        at = next(i for i, span in enumerate(self.template.spans(whole)) if span[0] >= cut)
+        ids = self.template.encode([whole])[whole][at:]
+        assert ids[0] == end.token, "a special token is a token of its own wherever it stands"
+        return ids[1:] if last in self.stop_ids else ids
+
+    def proof(self, turn: Message, said: Message, tools: Sequence[Tool]) -> Proof:
+        """That prompt, a turn and what is between are the template's own rendering of the whole.
+
+        Raises RenderError where they are not, though the template leaves the turn as it was.
+        """
+        asked = PROBE[:1]
+        ids = self.prompt(asked, tools)
+        row = self.template.apply((*asked, turn), tools, PLACE)
+        row_ids = self.template.encode([row])[row]
+        start = self.template.context_length(ids, row_ids, PLACE)
+        end = self.template.end_of_turn(row_ids, start, PLACE)
+        ids = row_ids[: end + 1]
+        path = [*ids, *self.between((*asked, turn), [said], tools, last=ids[-1])]
+        whole = self.prompt((*asked, turn, said), tools)
+        if path == whole:
+            return Proof(is_rewritten=False, example="")
+        same = common_length(path, whole)
+        if same > end:
+            raise RenderError(
+                f"after a turn the chat template writes {self.template.quoted(whole[same:][:8])}, where what follows "
+                f"a turn was found to be {self.template.quoted(path[same:][:8])}; expected the same; give another "
+                f"template with {self.template.key}=FILE"
+            )
+        return Proof(is_rewritten=True, example=self.template.quoted(whole[same:][:8]))
+
+    def _end(self, turn: Message, tools: Sequence[Tool], word: str) -> _End:
+        """What the template writes after the word that stands for a turn, up to the token that ends it."""
+        row = self.template.apply((*PROBE[:1], turn), tools, PLACE)
+        after = row.text.rfind(word)
+        if after < 0:
+            raise RenderError(
+                "the chat template does not write what an assistant says; expected its content, or its calls; give "
+                f"another template with {self.template.key}=FILE"
+            )
+        after += len(word)
+        ids, spans = self.template.encode([row])[row], self.template.spans(row)
+        start = next((i for i, span in enumerate(spans) if span[0] >= after), len(ids))
+        end = self.template.end_of_turn(ids, start, PLACE)
+        first, stop = spans[end]
+        return _End(row.text[after:stop], first - after, ids[end])
+
+
+class _End(NamedTuple):
+    """How a turn ends."""
+
+    text: str
+    """From its last word to the token that ends it, and with it."""
+    token_at: int
+    """Where that token begins in the text."""
+    token: int
+
+
+def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:
+    """The conversation with every turn replaced: what was sampled may be anything, and what comes after is the same."""
+    found: list[Message] = []
+    everything = [*history, *said]
+    for index, message in enumerate(history):
+        if message["role"] != "assistant":
+            found.append(message)
+            continue
+        calls = _calls(message, everything[index + 1 :])
+        turn: Message = {"role": "assistant", "content": "" if calls else word}
+        if calls:
+            turn["tool_calls"] = calls
+        found.append(turn)
+    return _marked(found, word)
+
+
+def _marked(messages: list[Message], word: str) -> list[Message]:
+    """With the word in the last call of the last turn."""
+    last = messages[-1]
+    if "tool_calls" in last:
+        *others, call = last["tool_calls"]
+        call = {**call, "function": {**call["function"], "arguments": {"text": word}}}
+        messages = [*messages[:-1], {**last, "tool_calls": [*others, call]}]
+    return messages
+
+
+def _calls(turn: Message, after: Sequence[Message]) -> list[Tool]:
+    """The calls of a turn as templates want them: one for each answer of a tool, be it to a call that none could read;
+    else its own."""
+    own = {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", [])}
+    answers = list(takewhile(lambda message: message["role"] == "tool", after))
+    asked = {
+        answer["tool_call_id"]: answer.get("name") or own.get(answer["tool_call_id"], "tool")
+        for answer in answers
+    }
+    return [_call(name, index) for index, name in (asked or own).items()]
+
+
+def _call(name: str, index: str) -> Tool:
+    return {"id": index, "type": "function", "function": {"name": name, "arguments": {"text": "x"}}}
+
+
+def _unused(word: str, said: Sequence[Message]) -> str:
+    """The word, made longer until no message has it: it is looked for from the end."""
+    text = str(said)
+    while word in text:
+        word += "x"
+    return word

@@ -1,0 +1,286 @@
+"""Environments: what answers the policy between its turns, and says when a path is over and what it is worth.
+
+    class Game:
+        tools = [...]                               JSON schemas the template is given; may be left out
+        def reset(self, row: dict) -> list[dict]    the first messages; may be left out: the row's prompt
+        def step(self, text: str, calls: list[ToolCall]) -> Step
+        def cut(self) -> float | dict | None        what a path is worth that a limit ended; left out: nothing
+
+``rollout.environment.name`` is ``FILE.py:Game``, or ``tools`` for the one that is built in (``tools.py``). Each path
+has an instance of its own, made without arguments, and its state lives there. Steps of different paths run side by
+side in threads, each with a time limit. What raises, hangs or returns something else than a Step makes its path an
+error with the reason: never a reward of 0.
+
+A reward is a number, or numbers by name; those of all steps are added. Where an environment gives none, the run's
+rewards judge the path.
+
+The class is the user's own Python in this process; what is not to be trusted belongs into a process or sandbox that it
+starts. Under several ranks the engine of which is asked by all, each steps its share of the paths.
+
+May import config, data, errors, parallel and rollout's bridge, deadline and tools. Methods import it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import Annotated, Any, Protocol, TypeAlias
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.data.call_format import derive_call_format
+from taut.data.formats import Message, Tool, read_conversation, read_tools, shown
+from taut.data.render import Renderer
+from taut.data.template import PROBE
+from taut.data.tool_calls import CallFormat, ToolCall
+from taut.errors import CheckFailed, ConfigError, DataError, RenderError
+from taut.parallel import Ranks
+from taut.rollout import tools
+from taut.rollout.bridge import Bridge
+from taut.rollout.deadline import Outcome, each
+
+Reward: TypeAlias = float | Mapping[str, float] | None
+"""What an environment says a path is worth; None: nothing."""
+
+Decision: TypeAlias = tuple[str, str, str]
+"""(name, value, reason) of what was settled for the user."""
+
+REWARD = "environment"
+"""The name of a reward that is a bare number."""
+MOST_LATE = 32
+"""So many calls may be abandoned before the run is stopped: their threads go on running beside the training."""
+
+
+@configclass
+class EnvironmentConfig:
+    """What answers the policy between its turns."""
+
+    name: str | None = None
+    """tools: the tools named below. FILE.py:Class: one of your own. None by default: a completion is all there is."""
+    tools: list[str] = field(default_factory=list)
+    """With name=tools: calculator, python, or FILE.py:function with type hints and a docstring."""
+    max_turns: Annotated[int, Field(ge=1)] = 8
+    """Turns of the policy; a path that has had them is cut."""
+    max_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Tokens a path may have after its prompt; then it is cut."""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds that reset and each step may take."""
+    workers: Annotated[int, Field(ge=1)] = 16
+    """Steps that run side by side."""
+
+    def __post_init__(self) -> None:
+        if self.tools and self.name != "tools":
+            raise ConfigError(
+                f"rollout.environment.tools has {self.tools[0]} and rollout.environment.name is {self.name}; expected "
+                "name=tools, for an environment of your own says itself which tools it has; set one of them"
+            )
+        if self.name == "tools" and not self.tools:
+            raise ConfigError(
+                "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
+                'rollout.environment.tools=["calculator"]'
+            )
+
+    @property
+    def is_on(self) -> bool:
+        return self.name is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers."""
+
+    messages: Sequence[Message] = ()
+    """What is said to the policy: messages with role user, tool or system."""
+    done: bool = False
+    """Whether the path is over; else the policy has the next turn."""
+    reward: Reward = None
+
+
+class Environment(Protocol):
+    """The one method that every environment has; see above for the others."""
+
+    def step(self, text: str, calls: list[ToolCall]) -> Step:
+        """The answer to a turn. ``text``: what was sampled, without what ended it; ``calls``: those in it, with
+        ``error`` where one cannot be read."""
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """An environment that is ready: how its instances are made, and how their paths become tokens."""
+
+    config: EnvironmentConfig
+    make: Callable[[], Any]
+    """A new instance."""
+    bridge: Bridge
+    calls: CallFormat | None
+    """None: the template writes none, and no tools are on offer."""
+    tools: tuple[Tool, ...]
+    """On offer in every path; empty: a row's own are."""
+    context: int | None
+    ranks: Ranks | None
+    decisions: tuple[Decision, ...] = ()
+    late: list[str] = field(default_factory=list)
+    """Calls that were abandoned."""
+
+    def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
+        """Call them all. A key is a path's number: the rank that has the path's environment is the one that calls."""
+        rank, size = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
+        mine = [number for number in jobs if number % size == rank]
+        outcomes = each([jobs[number] for number in mine], self.config.timeout, self.config.workers)
+        self.late.extend(outcome.error or "" for outcome in outcomes if outcome.is_late)
+        if len(self.late) >= MOST_LATE:
+            raise CheckFailed(
+                f"{len(self.late)} calls of the environment {self.config.name} did not return in time, and still run "
+                "beside the training; expected them to return; correct it, or raise rollout.environment.timeout"
+            )
+        found = dict(zip(mine, outcomes, strict=True))
+        if self.ranks is None or size == 1:
+            return found
+        shares: list[dict[int, Outcome]] = self.ranks.gather(found)
+        return {number: outcome for share in shares for number, outcome in share.items()}
+
+
+def open_world(
+    config: EnvironmentConfig,
+    renderer: Renderer,
+    stop_ids: Collection[int],
+    context: int | None = None,
+    ranks: Ranks | None = None,
+) -> World | None:
+    """The environment that ``config`` names; None where it names none.
+
+    ``ranks``: where ``play`` is called by all of them; None: by one process. Raises TautError where it cannot be had,
+    or the template cannot carry it.
+    """
+    if config.name is None:
+        return None
+    make, offered = _maker(config)
+    bridge = Bridge(renderer, stop_ids)
+    calls, said = _call_format(renderer, offered)
+    _require_shown(renderer, offered)
+    decisions = [*said, *_proofs(bridge, calls, offered)]
+    return World(config, make, bridge, calls, offered, context, ranks, tuple(decisions))
+
+
+def read_reset(value: object, place: str) -> tuple[Message, ...] | None:
+    """The first messages; None: the row's prompt. Raises DataError for what is neither."""
+    if value is None:
+        return None
+    return read_conversation(value, f"{place}: reset", column="messages").messages
+
+
+def read_step(value: object, place: str) -> Step:
+    """What a step returned, validated. Raises DataError."""
+    if not isinstance(value, Step):
+        raise DataError(f"{place}: step returned {shown(value)}; expected a Step")
+    messages: tuple[Message, ...] = ()
+    if value.messages:
+        messages = read_conversation(list(value.messages), f"{place}: step").messages
+    elif not value.done:
+        raise DataError(f"{place}: step returned no messages and is not done; expected either")
+    for message in messages:
+        if message["role"] == "assistant":
+            raise DataError(
+                f"{place}: step returned an assistant message; expected what others say; return a user or tool message"
+            )
+        if message["role"] == "tool" and "tool_call_id" not in message:
+            raise DataError(
+                f"{place}: step returned a tool message without tool_call_id; expected the id of the call it answers"
+            )
+    return Step(messages, bool(value.done), read_reward(value.reward, place))
+
+
+def read_reward(value: object, place: str) -> Mapping[str, float]:
+    """A reward, by name. Raises DataError for what is no finite number."""
+    if value is None:
+        return {}
+    named: Mapping[Any, Any] = value if isinstance(value, Mapping) else {REWARD: value}
+    for name, number in named.items():
+        is_number = isinstance(number, Real) and not isinstance(number, bool)
+        if not isinstance(name, str) or not is_number or not math.isfinite(float(number)):
+            raise DataError(
+                f"{place}: the reward {shown(name)} is {shown(number)}; expected a finite number"
+            )
+    return {name: float(number) for name, number in named.items()}
+
+
+class ToolEnvironment:
+    """Answers calls of tools until a turn has none; it gives no reward."""
+
+    def __init__(self, kit: Mapping[str, tools.Tool]) -> None:
+        self.kit = kit
+
+    def step(self, text: str, calls: list[ToolCall]) -> Step:
+        """One message of role tool for each call, in their order."""
+        if not calls:
+            return Step(done=True)
+        return Step(messages=[tools.answer(self.kit, call) for call in calls])
+
+
+def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
+    """How instances are made, and the tools they have."""
+    if config.name == "tools":
+        kit = {tool.name: tool for tool in map(tools.load_tool, config.tools)}
+        if len(kit) < len(config.tools):
+            raise ConfigError(
+                f"rollout.environment.tools has {', '.join(config.tools)}, two of one name; expected each once; "
+                "rename one"
+            )
+        return partial(ToolEnvironment, kit), tuple(tool.schema for tool in kit.values())
+    assert config.name is not None
+    found = tools.load_own(config.name, "rollout.environment.name", "class")
+    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
+        raise ConfigError(
+            f"rollout.environment.name is {config.name}, which is no class with a method step; expected one; write it"
+        )
+    return found, read_tools(getattr(found, "tools", None), f"{config.name}: tools")
+
+
+def _call_format(
+    renderer: Renderer, offered: Sequence[Tool]
+) -> tuple[CallFormat | None, list[Decision]]:
+    """How the template writes calls; it has to where tools are on offer."""
+    try:
+        calls = derive_call_format(renderer.template)
+    except RenderError as error:
+        if offered:
+            raise
+        reason = str(error).partition(";")[0]
+        return None, [("tool calls", "none are read", reason)]
+    return calls, [("tool calls", " ".join(calls.example.split()), "as the template writes a call")]
+
+
+def _require_shown(renderer: Renderer, offered: Sequence[Tool]) -> None:
+    """The template shows the policy every tool there is."""
+    text = renderer.template.apply(PROBE[:1], offered, "the probe", is_prompt=True).text
+    for tool in offered:
+        name = tool["function"]["name"]
+        if name not in text:
+            raise RenderError(
+                f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what it "
+                f"may call; give another with {renderer.template.key}=FILE"
+            )
+
+
+def _proofs(bridge: Bridge, calls: CallFormat | None, offered: Sequence[Tool]) -> list[Decision]:
+    """That what comes between turns is what the template writes there: after words, and after a call."""
+    turn: Message = {"role": "assistant", "content": "Yes."}
+    pairs: list[tuple[Message, Message]] = [(turn, {"role": "user", "content": "And then?"})]
+    if calls is not None and offered:
+        call = ToolCall("call00000", offered[0]["function"]["name"], {"text": "one"})
+        asks: Message = {**turn, "content": "", "tool_calls": [call.as_message()]}
+        says = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "two"}
+        pairs = [(asks, says), *pairs]
+    proofs = [bridge.proof(turn, said, offered) for turn, said in pairs]
+    rewritten = next((proof for proof in proofs if proof.is_rewritten), None)
+    if rewritten is None:
+        return [("history", "as sampled", "the template leaves earlier turns as they are")]
+    reason = (
+        f"the template would write earlier turns differently (from {rewritten.example}); what was sampled is kept, "
+        "since that is what the policy saw"
+    )
+    return [("history", "as sampled", reason)]

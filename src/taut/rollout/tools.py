@@ -1,0 +1,204 @@
+"""Tools that a policy may call: a calculator, Python in the sandbox, and functions of the user's own.
+
+A function's schema, which the template shows to the policy, is made from its type hints and docstring (Google style) by
+the library. What a tool returns is told to the policy as text. So is what it raises of ValueError, TypeError,
+ArithmeticError and LookupError: its arguments were wrong. Anything else is a fault of the tool, and the path an error.
+
+May import data, errors and sandbox. ``environment.py`` imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from taut.data.formats import Message
+from taut.data.formats import Tool as Schema
+from taut.data.tool_calls import ToolCall
+from taut.errors import ConfigError
+
+MOST_SAID = 4000
+"""Characters of what a tool returns that the policy is told."""
+MOST_BITS = 4096
+"""Integers that the calculator makes have no more."""
+LONGEST = 1000
+"""Characters of what it is asked."""
+
+Number = int | float
+
+
+class Tool(NamedTuple):
+    """A function, and how the template describes it."""
+
+    schema: Schema
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.schema["function"]["name"])
+
+
+def answer(kit: Mapping[str, Tool], call: ToolCall) -> Message:
+    """What the policy is told of a call."""
+    return {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "name": call.name or "tool",
+        "content": _said(kit, call),
+    }
+
+
+def _said(kit: Mapping[str, Tool], call: ToolCall) -> str:
+    if call.error is not None:
+        return f"Error: {call.error}"
+    if call.name not in kit:
+        return f"Error: there is no tool {call.name}; there are {', '.join(kit)}"
+    try:
+        value = kit[call.name].function(**call.arguments)
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+        return f"Error: {type(error).__name__}: {error}"[:MOST_SAID]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    left = len(text) - MOST_SAID
+    return text if left <= 0 else f"{text[:MOST_SAID]}... ({left} characters more)"
+
+
+def calculator(expression: str) -> str:
+    """
+    Compute the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / // % **, parentheses, pi, e, and abs, sqrt, exp, log, log10, sin, cos, tan,
+            floor, ceil, round, min, max, gcd. Example: (3 + 4) * sqrt(2)
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has more than {LONGEST} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError("this is no arithmetic expression") from None
+    try:
+        return str(_value(tree.body))
+    except RecursionError:
+        raise ValueError("the expression is nested too deeply") from None
+
+
+OPERATORS: dict[type[ast.AST], Callable[..., Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+FUNCTIONS: dict[str, Callable[..., Number]] = {
+    "abs": abs,
+    "sqrt": math.sqrt,
+    "exp": math.exp,
+    "log": math.log,
+    "log10": math.log10,
+    "sin": math.sin,
+    "cos": math.cos,
+    "tan": math.tan,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "round": round,
+    "min": min,
+    "max": max,
+    "gcd": math.gcd,
+}
+CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+def _value(node: ast.expr) -> Number:
+    """The value of an expression: a walk over what is allowed, never ``eval``."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _bounded(value)
+        case ast.Name(id=name) if name in CONSTANTS:
+            return CONSTANTS[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(op=ast.Pow(), left=left, right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in OPERATORS:
+            return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return _bounded(FUNCTIONS[name](*map(_value, args)))
+    raise ValueError(f"{ast.unparse(node)[:80]} is no arithmetic")
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    is_whole = isinstance(base, int) and isinstance(exponent, int)
+    if is_whole and int(base).bit_length() * abs(exponent) > MOST_BITS:
+        raise ValueError("the power is too large")
+    found = base**exponent
+    if isinstance(found, complex):
+        raise ValueError("the power of a negative number is not real")
+    return found
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
+"""name -> function. A new one is a line here."""
+
+
+def load_tool(name: str) -> Tool:
+    """The tool that a configuration names: ``calculator``, or ``FILE.py:function``."""
+    key = "rollout.environment.tools"
+    if name not in TOOLS and ":" not in name:
+        raise ConfigError(
+            f"{key} has {name!r}; expected one of {', '.join(TOOLS)}, or FILE.py:function"
+        )
+    function = TOOLS[name] if name in TOOLS else load_own(name, key, "function")
+    try:
+        return Tool(get_json_schema(function), function)
+    except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{key} has {name}, which cannot be described to a model: {reason}; expected type hints, and a docstring "
+            "with a line for each argument below Args:; write them"
+        ) from None
+
+
+def load_own(spec: str, key: str, kind: str) -> Any:
+    """What ``FILE.py:name`` names. ``key`` and ``kind`` are for messages."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(
+            f"{key} is {spec}, and there is no file {file or spec}; expected FILE.py:{kind}; check the path"
+        )
+    made = importlib.util.spec_from_file_location(f"taut_own_{path.stem}", path)
+    assert made is not None and made.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(made)
+    sys.modules[made.name] = module  # dataclasses look their module up by name
+    try:
+        made.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(
+            f"{key}: {file} cannot be run: {reason}; expected Python that can; correct it"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{key}: {file} has no {kind} {name!r}; expected one; name another")
+    return getattr(module, name)

@@ -1,0 +1,306 @@
+"""Environments: token in, token out; what fails is an error with its reason, never a reward of 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.tokenizers import tiny_tokenizer
+
+from taut.data.prompts import PromptRow
+from taut.data.render import Renderer
+from taut.data.stops import derive_stop_set
+from taut.data.tool_calls import ToolCall
+from taut.errors import CheckFailed, ConfigError, DataError, RenderError
+from taut.rollout.engine import OnDone, Sampling
+from taut.rollout.environment import EnvironmentConfig, Step, World, open_world
+from taut.rollout.episode import Episode
+from taut.rollout.play import play
+from taut.types import Completion, FinishReason, Prompt
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
+TOOLS = EnvironmentConfig(name="tools", tools=["calculator"])
+FILE = """
+from taut.rollout.environment import Step
+
+class Count:
+    def reset(self, row):
+        self.left = row["turns"]
+        return [{"role": "user", "content": "Count down from " + str(self.left)}]
+
+    def step(self, text, calls):
+        self.left -= 1
+        if self.left == 0:
+            return Step(done=True, reward={"steps": 1, "end": 2.5})
+        return Step(messages=[{"role": "user", "content": str(self.left)}], reward={"steps": 1})
+"""
+
+
+@dataclass
+class Scripted:
+    """Says what the script has for each turn, a token for each character, and ends with the template's end."""
+
+    renderer: Renderer
+    script: Callable[[str, int, int], str]
+    """(prompt's id, sample, turn) -> text"""
+    finish: FinishReason = "stop"
+    asked: list[list[Prompt]] = field(default_factory=list)
+    drawn: list[Completion] = field(default_factory=list)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        self.asked.append(list(prompts))
+        turn = len(self.asked) - 1
+        found = [self._one(p, i, turn) for p in prompts for i in range(sampling.n)]
+        self.drawn += found
+        return found
+
+    def _one(self, prompt: Prompt, index: int, turn: int) -> Completion:
+        text = self.script(prompt.id, index, turn)
+        ids = [i for c in text for i in self.renderer.tokenizer(c)["input_ids"]]
+        if self.finish == "stop":
+            ids += self.renderer.stop_ids
+        most = prompt.max_new_tokens
+        reason: FinishReason = self.finish if most is None or len(ids) <= most else "length"
+        ids_N = np.array(ids[:most])
+        logp_N = -np.arange(1.0, ids_N.size + 1)
+        return Completion(prompt.id, index, ids_N, logp_N, None, reason, text, version=3)
+
+
+def renderer_of(name: str = "qwen3") -> Renderer:
+    return Renderer(tiny_tokenizer(name))
+
+
+def world_of(config: EnvironmentConfig, renderer: Renderer, **options: Any) -> World:
+    world = open_world(config, renderer, derive_stop_set(renderer).ids, **options)
+    assert world is not None
+    return world
+
+
+def row_of(renderer: Renderer, name: str = "a", **columns: Any) -> PromptRow:
+    messages = ({"role": "user", "content": "What is 2 plus 3?"},)
+    return PromptRow(name, name, renderer.prompt_ids(messages), messages, ("5",), "answer", columns)
+
+
+def own(step: Callable[[str, list[ToolCall]], Any], **options: Any) -> World:
+    """A world whose environment does nothing but ``step``."""
+    renderer = renderer_of()
+    made = world_of(EnvironmentConfig(name="tools", tools=["calculator"], **options), renderer)
+    environment = type("Own", (), {"step": lambda self, text, calls: step(text, calls)})
+    return World(made.config, environment, made.bridge, made.calls, (), made.context, None)
+
+
+def played(world: World, script: Callable[[str, int, int], str], n: int = 1) -> list[Episode]:
+    renderer = world.bridge.renderer
+    return play(Scripted(renderer, script), [row_of(renderer)], Sampling(n=n), world)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_tools_answer_until_a_turn_has_no_call(name: str) -> None:
+    renderer = renderer_of(name)
+    engine = Scripted(
+        renderer, lambda name, index, turn: f"I add.{CALL}" if turn == 0 else "It is 5."
+    )
+    world = world_of(TOOLS, renderer)
+    (found,) = play(engine, [row_of(renderer)], Sampling(), world)
+    assert (found.finish_reason, found.num_turns, found.num_calls, found.text) == (
+        "stop",
+        2,
+        1,
+        "It is 5.",
+    )
+    asked, answer, said = found.messages
+    assert asked["content"] == "I add."
+    assert asked["tool_calls"][0]["function"] == {
+        "name": "calculator",
+        "arguments": {"expression": "2 + 3"},
+    }
+    assert answer == {
+        "role": "tool",
+        "tool_call_id": "call00000",
+        "name": "calculator",
+        "content": "5",
+    }
+    assert said == {"role": "assistant", "content": "It is 5."}
+    sampled = np.concatenate([completion.ids_N for completion in engine.drawn])
+    assert found.ids_T[found.sampled_at_N].tolist() == sampled.tolist()
+    assert found.logp_N.tolist() == [
+        x for c in engine.drawn for x in (c.logp_N if c.logp_N is not None else [])
+    ]
+    assert set(found.version_N.tolist()) == {3}
+    (first,), (second,) = engine.asked
+    assert found.ids_T[: second.ids_T.size].tolist() == second.ids_T.tolist()
+    between = renderer.template.decode(
+        second.ids_T[first.ids_T.size + engine.drawn[0].ids_N.size :].tolist()
+    )
+    assert between == (
+        "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "calculator" in renderer.template.decode(first.ids_T.tolist())
+
+
+def test_a_first_turn_is_asked_for_once_and_a_later_one_for_each_path() -> None:
+    world = own(lambda text, calls: Step([{"role": "user", "content": "And?"}], done=text == "end"))
+    engine = Scripted(
+        world.bridge.renderer,
+        lambda name, index, turn: "end" if turn == 2 or (turn, index) == (0, 1) else f"{turn}",
+    )
+    rows = [row_of(world.bridge.renderer, name) for name in "ab"]
+    found = play(engine, rows, Sampling(n=2), world)
+    assert [[prompt.id for prompt in prompts] for prompts in engine.asked] == [
+        ["a", "b"],
+        ["a#0@1", "b#0@1"],
+        ["a#0@2", "b#0@2"],
+    ]
+    assert [(e.row.id, e.index, e.num_turns) for e in found] == [
+        ("a", 0, 3),
+        ("a", 1, 1),
+        ("b", 0, 3),
+        ("b", 1, 1),
+    ]
+
+
+def test_a_class_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(FILE)
+    renderer = renderer_of("chatml")
+    world = world_of(EnvironmentConfig(name=f"{file}:Count"), renderer)
+    engine = Scripted(renderer, lambda name, index, turn: f"turn {turn}")
+    long, short = play(
+        engine, [row_of(renderer, "a", turns=3), row_of(renderer, "b", turns=1)], Sampling(), world
+    )
+    assert (long.rewards, long.num_turns) == ({"steps": 3.0, "end": 2.5}, 3)
+    assert (short.rewards, short.num_turns) == ({"steps": 1.0, "end": 2.5}, 1)
+    assert renderer.template.decode(long.ids_T.tolist()) == (
+        "<|im_start|>user\nCount down from 3<|im_end|>\n<|im_start|>assistant\nturn 0<|im_end|>\n"
+        "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\nturn 1<|im_end|>\n"
+        "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\nturn 2<|im_end|>"
+    )
+    assert {name: value for name, value, _ in world.decisions}["tool calls"] == "none are read"
+
+
+def test_a_malformed_call_is_told_and_counted() -> None:
+    renderer = renderer_of()
+    script = ["<tool_call>{add}</tool_call>", CALL.replace("calculator", "abacus"), "Five."]
+    engine = Scripted(renderer, lambda name, index, turn: script[turn])
+    (found,) = play(engine, [row_of(renderer)], Sampling(), world_of(TOOLS, renderer))
+    assert (found.num_calls, found.num_malformed_calls, found.num_turns) == (2, 1, 3)
+    assert found.messages[0] == {"role": "assistant", "content": script[0]}
+    told = [message["content"] for message in found.messages if message["role"] == "tool"]
+    assert told[0].startswith("Error: the call is not JSON")
+    assert told[1] == "Error: there is no tool abacus; there are calculator"
+
+
+def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
+    def step(text: str, calls: list[ToolCall]) -> Any:
+        if text == "raise":
+            raise KeyError("lost")
+        if text == "exit":
+            raise SystemExit(1)
+        if text == "hang":
+            time.sleep(1)
+        return {"junk": 5, "nan": Step(done=True, reward=float("nan")), "nothing": Step()}.get(
+            text, Step(done=True)
+        )
+
+    words = ["raise", "hang", "junk", "nan", "nothing", "exit", "fine"]
+    world = own(step, timeout=0.2)
+    began = time.monotonic()
+    found = played(world, lambda name, index, turn: words[index], n=len(words))
+    assert time.monotonic() - began < 0.9
+    reasons = [episode.error for episode in found]
+    assert reasons[:2] == [
+        "the environment's step raised KeyError: 'lost'",
+        "the environment's step did not return within 0.2 s",
+    ]
+    assert "expected a Step" in str(reasons[2])
+    assert "expected a finite number" in str(reasons[3])
+    assert "no messages and is not done" in str(reasons[4])
+    assert "SystemExit" in str(reasons[5])
+    assert [e.finish_reason for e in found] == ["error"] * 6 + ["stop"]
+    assert not any(e.rewards for e in found)
+
+
+def test_too_many_calls_that_hang_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taut.rollout.environment.MOST_LATE", 2)
+    world = own(lambda text, calls: time.sleep(1), timeout=0.05)
+    with pytest.raises(CheckFailed, match="2 calls of the environment"):
+        played(world, lambda name, index, turn: "x", n=2)
+
+
+def test_limits_of_turns_and_tokens_cut_a_path() -> None:
+    more = Step([{"role": "user", "content": "And?"}], reward=1)
+    (turns,) = played(own(lambda text, calls: more, max_turns=2), lambda *_: "yes")
+    assert (turns.finish_reason, turns.num_turns, turns.rewards) == (
+        "length",
+        2,
+        {"environment": 2.0},
+    )
+    (tokens,) = played(own(lambda text, calls: more, max_tokens=30), lambda *_: "yes")
+    assert tokens.finish_reason == "length"
+    assert tokens.sampled_at_N[-1] == tokens.ids_T.size - 1  # nothing after the last sampled token
+    prompt = row_of(renderer_of()).ids_T.size
+    assert tokens.ids_T.size <= prompt + 30
+    (cut,) = played(own(lambda text, calls: more, max_tokens=3), lambda *_: "too long")
+    assert (cut.finish_reason, cut.num_turns, cut.ids_T.size) == ("length", 1, prompt + 3)
+    assert not cut.rewards
+
+
+def test_an_environment_says_what_a_cut_path_is_worth() -> None:
+    world = own(lambda text, calls: Step([{"role": "user", "content": "And?"}]), max_turns=1)
+    world.make.cut = lambda self: -1.0  # type: ignore[attr-defined]
+    (found,) = played(world, lambda *_: "yes")
+    assert (found.finish_reason, found.rewards) == ("length", {"environment": -1.0})
+
+
+def test_a_prompt_beyond_the_context_is_an_error_of_its_path() -> None:
+    renderer = renderer_of()
+    world = world_of(TOOLS, renderer, context=20)
+    engine = Scripted(renderer, lambda *_: "x")
+    (found,) = play(engine, [row_of(renderer)], Sampling(), world)
+    assert found.error is not None
+    assert "the context is 20" in found.error
+    assert not engine.asked
+
+
+def test_a_text_is_refused() -> None:
+    renderer = renderer_of()
+    row = PromptRow("f:1", "f:1", np.array([1]), "Once upon", (), None, {})
+    with pytest.raises(DataError, match="speaks in messages"):
+        play(Scripted(renderer, lambda *_: "x"), [row], Sampling(), world_of(TOOLS, renderer))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:Game", "there is no file"),
+        ("FILE:Missing", "has no class 'Missing'"),
+        ("FILE:Step", "no class with a method step"),
+    ],
+)
+def test_an_environment_that_cannot_be_had_is_refused(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(FILE)
+    with pytest.raises(ConfigError, match=message):
+        world_of(EnvironmentConfig(name=name.replace("FILE", str(file))), renderer_of())
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at least one"):
+        EnvironmentConfig(name="tools")
+    with pytest.raises(ValueError, match="expected name=tools"):
+        EnvironmentConfig(tools=["calculator"])
+    assert open_world(EnvironmentConfig(), renderer_of(), ()) is None
+
+
+def test_tools_need_a_template_that_writes_them() -> None:
+    with pytest.raises(RenderError, match="writes no tool calls"):
+        world_of(TOOLS, renderer_of("chatml"))
