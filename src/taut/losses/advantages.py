@@ -12,7 +12,7 @@ deviation s with n - 1); A is one number a sample:
     reinforce_pp_baseline  r - m, whitened over the whole roll-out
                                                             its baseline form
     maxrl                  (r - m) / m; 0 where m is 0      MaxRL, arXiv 2602.02710: for rewards of 0 and 1 unbiased for
-                                                            the likelihood of success, truncated at order n
+                                                            the likelihood of success, truncated at order n - 1
     pass_at_k              n / C(n, k) sum over the k-subsets I with the sample of (max of I - max of I without it)
                                                             PKPO, arXiv 2505.15201, s^(loo-1): unbiased for the expected
                                                             best of k, which is pass@k for rewards of 0 and 1
@@ -71,8 +71,9 @@ def reinforce_pp(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def reinforce_pp_baseline(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """r - m, whitened over the roll-out."""
-    return whiten(mean(reward_S, group_S))
+    """r - m, whitened over the roll-out; its mean is 0 already."""
+    centred_S = mean(reward_S, group_S)
+    return centred_S / (_deviation(centred_S) + 1e-8)
 
 
 def maxrl(reward_S: Tensor, group_S: Tensor) -> Tensor:
@@ -127,9 +128,16 @@ ESTIMATORS: dict[str, Estimator] = {
 
 def whiten(value: Tensor) -> Tensor:
     """(x - mean) / (standard deviation + 1e-8) of all of them; 0 where they are all alike."""
-    if value.numel() < 2 or bool((value == value[0]).all()):
+    if _deviation(value) == 0:
         return torch.zeros_like(value)
-    return (value - value.mean()) / (value.std() + 1e-8)
+    return (value - value.mean()) / (_deviation(value) + 1e-8)
+
+
+def _deviation(value: Tensor) -> float:
+    """The standard deviation with n - 1, exactly 0 of one and of what is all alike."""
+    if value.numel() < 2 or bool((value == value[0]).all()):
+        return 0.0
+    return float(value.std())
 
 
 def gae(
