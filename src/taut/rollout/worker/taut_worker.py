@@ -11,8 +11,9 @@ on order or shape, and adds up: that of a fused matrix (q, k and v in one) is th
 one the sum of its shards', and zeros that fill a vocabulary up add nothing. Where two weights are exchanged it stays
 the same; what the model says of a probe does not.
 
-Some kernels keep a weight in a layout of their own and leave nothing to read (vLLM on a CPU). Then some of its columns
-are read through that kernel: it is given rows of zeros with a single 1, which give back columns without rounding.
+On a CPU, vLLM's kernels keep weights in a layout of their own, mostly with nothing left to read. Some columns are then
+read through the kernel: it is given rows of zeros with a single 1, which give back columns without rounding. A head
+tied to the embedding has such a copy too, which vLLM 0.32 forgets when it loads weights anew: it is made again here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class TautWorker:
 
     def taut_load(self, folder: str, version: int) -> dict[str, Any]:
         """Put the weights of a folder's files, named as in the checkpoint, in the place of those the model has."""
-        files = sorted(Path(folder).glob("*.safetensors"))
+        files = _files(folder)
         try:
             for file in files:
                 file.open("rb").close()
@@ -56,22 +57,29 @@ class TautWorker:
         if not files:
             return {"error": f"sees no file in {folder}"}
         _worker(self).reload_weights(weights_iterator=_tensors(files))
+        for _, layer in _copied(_worker(self).model_runner.get_model()):
+            layer.quant_method.process_weights_after_loading(layer)
         self.taut_version = version
         return {}
 
     def taut_checksums(self, folder: str) -> list[dict[str, Any]]:
         """Of every parameter: its name, the folder's tensors it is made of, and the checksum of what can be read."""
-        model = _worker(self).model_runner.get_model()
-        dtype = _worker(self).model_runner.model_config.dtype
-        parts = _parts(model, _names(folder))
+        runner = _worker(self).model_runner
+        model, dtype = runner.get_model(), runner.model_config.dtype
+        parts = _parts(model, [name for name, _ in _tensors(_files(folder))])
         found = []
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                read, at = _read(model, name, parameter, dtype)
-                own = name.replace(".base_layer.", ".")
-                total = None if read is None else f"{checksum(read.to(dtype)):016x}"
-                made_of = parts.get(own, [])
-                found.append({"name": own, "parts": made_of, "columns": at, "checksum": total})
+                at, read = None, parameter
+                if not parameter.numel():
+                    at, read = _through(model.get_submodule(name.rpartition(".")[0]), dtype)
+                found.append(_report(name, parts.get(_plain(name), []), at, read.to(dtype)))
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            for name, layer in _copied(model):
+                at, read = _through(layer, dtype)
+                found.append(
+                    _report(f"{name}'s copy", parts.get(_plain(names[layer.weight]), []), at, read)
+                )
         return found
 
 
@@ -100,6 +108,20 @@ def _worker(extension: object) -> Any:
     return extension
 
 
+def _report(name: str, parts: list[str], at: list[int] | None, read: Tensor) -> dict[str, Any]:
+    total = f"{checksum(read):016x}" if read.numel() else None
+    return {"name": _plain(name), "parts": parts, "columns": at, "checksum": total}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name on a server that can load adapters, as it is on one that cannot."""
+    return name.replace(".base_layer.", ".")
+
+
+def _files(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
@@ -107,16 +129,6 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
         with safe_open(str(file), "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, weights.get_tensor(name)
-
-
-def _names(folder: str) -> list[str]:
-    from safetensors import safe_open
-
-    names: list[str] = []
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(str(file), "pt") as weights:
-            names += weights.keys()
-    return names
 
 
 def _parts(model: Any, names: list[str]) -> dict[str, list[str]]:
@@ -128,7 +140,7 @@ def _parts(model: Any, names: list[str]) -> dict[str, list[str]]:
         for part in parts
         if part != whole
     }
-    own = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    own = {_plain(name) for name, _ in model.named_parameters()}
     found: dict[str, list[str]] = {}
     for name in names:
         mapped = name if mapper is None else (mapper.map_name(name) or name)
@@ -139,17 +151,21 @@ def _parts(model: Any, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def _read(
-    model: Any, name: str, parameter: Tensor, dtype: torch.dtype
-) -> tuple[Tensor | None, list[int] | None]:
-    """A parameter's elements, or those columns of it that its layer's kernel gives back, and which."""
-    if parameter.numel():
-        return parameter, None
-    layer = model.get_submodule(name.rpartition(".")[0])
-    width = getattr(layer, "input_size_per_partition", None)
-    if width is None or width != getattr(layer, "input_size", None):
-        return None, None
+def _copied(model: Any) -> list[tuple[str, Any]]:
+    """Layers that keep their weight, and beside it a copy for their kernel."""
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if hasattr(layer, "cpu_linear") and layer.weight.numel()
+    ]
+
+
+def _through(layer: Any, dtype: torch.dtype) -> tuple[list[int] | None, Tensor]:
+    """Some columns of a weight, and which, as its kernel has them; nothing where the layer's input is sharded."""
+    width = getattr(layer, "input_size", None) or layer.embedding_dim
+    if width != getattr(layer, "input_size_per_partition", width):
+        return None, torch.empty(0)
     at = columns(width)
     rows = torch.zeros(len(at), width, dtype=dtype)
     rows[range(len(at)), at] = 1
-    return layer.quant_method.apply(layer, rows, None), at
+    return at, layer.quant_method.apply(layer, rows, None)
