@@ -178,7 +178,7 @@ class Template:
         return (ids_of[row][end],)
 
     @cached_property
-    def _end_ids(self) -> set[int]:
+    def end_ids(self) -> set[int]:
         """Tokens that may end a turn: special ones, and the one seen to end turns."""
         added = self.tokenizer.added_tokens_decoder.items()
         special = {index for index, token in added if token.special}
@@ -186,7 +186,7 @@ class Template:
 
     def end_of_turn(self, ids: Ids, start: int, place: str) -> int:
         """Where the last token that ends the turn begun at ``start`` lies."""
-        end = self._last_end(ids, start, self._end_ids)
+        end = self._last_end(ids, start, self.end_ids)
         if end is None:
             raise RenderError(
                 f"{place}: the chat template writes no token that ends this turn "

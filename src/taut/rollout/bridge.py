@@ -8,7 +8,7 @@ comes after the word from the token that ends the turn on is taken. A completion
 followed by the rest.
 
 Some templates write a turn differently once it is history (thinking is taken out). What was sampled stays as it is: the
-policy is trained on what it saw. ``proof`` says which kind a template is.
+policy is trained on what it saw. ``rewrites`` says which kind a template is.
 
 May import data and errors. Rollout imports it.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import takewhile
-from typing import NamedTuple
 
 from taut.data.formats import Message, Tool
 from taut.data.render import Renderer
@@ -27,14 +26,8 @@ from taut.errors import RenderError
 WORD = "Understood"
 """What stands in place of a turn."""
 PLACE = "the conversation"
-
-
-class Proof(NamedTuple):
-    """What a template does with turns that are history."""
-
-    is_rewritten: bool
-    example: str
-    """What it writes in place of a turn, where it rewrites."""
+THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Let me see.")
+"""A thought, under every name that templates know."""
 
 
 class Bridge:
@@ -59,71 +52,70 @@ class Bridge:
         assert history[-1]["role"] == "assistant" and said
         word = _unused(WORD, said)
         canonical = _canonical(history, said, word)
-        end = self._end(canonical[-1], tools, word)
         whole = self.template.apply((*canonical, *said), tools, PLACE, is_prompt=True)
         after = whole.text.rfind(word) + len(word)
-        if not whole.text[after:].startswith(end.text):
+        if after < len(word):
             raise RenderError(
-                f"the chat template ends a turn with {end.text!r:.80}, and once it is history with "
-                f"{whole.text[after : after + len(end.text)]!r:.80}; expected the same; give another template with "
-                f"{self.template.key}=FILE"
+                "the chat template does not write what an assistant says; expected its content, or its calls; give "
+                f"another template with {self.template.key}=FILE"
             )
-        cut = after + end.token_at
-        at = next(i for i, span in enumerate(self.template.spans(whole)) if span[0] >= cut)
-        ids = self.template.encode([whole])[whole][at:]
-        assert ids[0] == end.token, "a special token is a token of its own wherever it stands"
-        return ids[1:] if last in self.stop_ids else ids
+        if "tool_calls" in canonical[-1]:
+            after = self._end_of_calls(canonical[-1], tools, word, whole.text[after:]) + after
+        spans, ids = self.template.spans(whole), self.template.encode([whole])[whole]
+        end = next(
+            i
+            for i, span in enumerate(spans)
+            if span[0] >= after and ids[i] in self.template.end_ids
+        )
+        return ids[end + 1 :] if last in self.stop_ids else ids[end:]
 
-    def proof(self, turn: Message, said: Message, tools: Sequence[Tool]) -> Proof:
-        """That prompt, a turn and what is between are the template's own rendering of the whole.
+    def rewrites(self, turn: Message, said: Message, tools: Sequence[Tool]) -> str | None:
+        """None where prompt, turn and what is between are, token for token, the template's own rendering of the whole;
+        else what it writes in the turn's place once that is history.
 
-        Raises RenderError where they are not, though the template leaves the turn as it was.
+        Where the generation prompt begins a thought, the turn goes on with one. Raises RenderError where what follows
+        a turn depends on what was said in it.
         """
         asked = PROBE[:1]
-        ids = self.prompt(asked, tools)
-        row = self.template.apply((*asked, turn), tools, PLACE)
-        row_ids = self.template.encode([row])[row]
-        start = self.template.context_length(ids, row_ids, PLACE)
+        prompt = self.prompt(asked, tools)
+        for turn in (turn, {**turn, **THOUGHT}):  # noqa: B020
+            row = self.template.apply((*asked, turn), tools, PLACE)
+            row_ids = self.template.encode([row])[row]
+            start = common_length(prompt, row_ids)
+            if start == len(prompt):
+                break
+        else:
+            return self.template.quoted(row_ids[start:][:8])
         end = self.template.end_of_turn(row_ids, start, PLACE)
         ids = row_ids[: end + 1]
         path = [*ids, *self.between((*asked, turn), [said], tools, last=ids[-1])]
         whole = self.prompt((*asked, turn, said), tools)
         if path == whole:
-            return Proof(is_rewritten=False, example="")
+            return None
         same = common_length(path, whole)
         if same > end:
             raise RenderError(
-                f"after a turn the chat template writes {self.template.quoted(whole[same:][:8])}, where what follows "
-                f"a turn was found to be {self.template.quoted(path[same:][:8])}; expected the same; give another "
-                f"template with {self.template.key}=FILE"
-            )
-        return Proof(is_rewritten=True, example=self.template.quoted(whole[same:][:8]))
-
-    def _end(self, turn: Message, tools: Sequence[Tool], word: str) -> _End:
-        """What the template writes after the word that stands for a turn, up to the token that ends it."""
-        row = self.template.apply((*PROBE[:1], turn), tools, PLACE)
-        after = row.text.rfind(word)
-        if after < 0:
-            raise RenderError(
-                "the chat template does not write what an assistant says; expected its content, or its calls; give "
+                f"after a turn the chat template writes {self.template.quoted(whole[same:][:8])}, and after another "
+                f"{self.template.quoted(path[same:][:8])}; expected that it does not depend on what was said; give "
                 f"another template with {self.template.key}=FILE"
             )
-        after += len(word)
+        return self.template.quoted(whole[same:][:8])
+
+    def _end_of_calls(self, turn: Message, tools: Sequence[Tool], word: str, tail: str) -> int:
+        """Where the token that ends a turn with calls begins in ``tail``, what is written after the word: markers of
+        calls may be special tokens, too."""
+        row = self.template.apply((*PROBE[:1], turn), tools, PLACE)
+        after = row.text.rfind(word) + len(word)
         ids, spans = self.template.encode([row])[row], self.template.spans(row)
-        start = next((i for i, span in enumerate(spans) if span[0] >= after), len(ids))
-        end = self.template.end_of_turn(ids, start, PLACE)
-        first, stop = spans[end]
-        return _End(row.text[after:stop], first - after, ids[end])
-
-
-class _End(NamedTuple):
-    """How a turn ends."""
-
-    text: str
-    """From its last word to the token that ends it, and with it."""
-    token_at: int
-    """Where that token begins in the text."""
-    token: int
+        start = next(i for i, span in enumerate(spans) if span[0] >= after)
+        first, stop = spans[self.template.end_of_turn(ids, start, PLACE)]
+        if not tail.startswith(row.text[after:stop]):
+            raise RenderError(
+                f"the chat template ends a turn with calls with {row.text[after:stop]!r:.80}, and once it is history "
+                f"with {tail[: stop - after]!r:.80}; expected the same; give another template with "
+                f"{self.template.key}=FILE"
+            )
+        return first - after
 
 
 def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:

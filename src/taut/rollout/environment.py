@@ -23,8 +23,9 @@ May import config, data, errors, parallel and rollout's bridge, deadline and too
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Annotated, Any, Protocol, TypeAlias
@@ -211,14 +212,21 @@ def read_reward(value: object, place: str) -> Mapping[str, float]:
 class ToolEnvironment:
     """Answers calls of tools until a turn has none; it gives no reward."""
 
-    def __init__(self, kit: Mapping[str, tools.Tool]) -> None:
-        self.kit = kit
+    def __init__(self, kit: Mapping[str, tools.Tool], seconds: float) -> None:
+        """``seconds``: a call that would begin later in a turn is not made, and the policy is told."""
+        self.kit, self.seconds = kit, seconds
 
     def step(self, text: str, calls: list[ToolCall]) -> Step:
         """One message of role tool for each call, in their order."""
         if not calls:
             return Step(done=True)
-        return Step(messages=[tools.answer(self.kit, call) for call in calls])
+        late = time.monotonic() + self.seconds
+        messages = []
+        for call in calls:
+            if time.monotonic() > late and call.error is None:
+                call = replace(call, error="the time of this turn is up; the call was not made")
+            messages.append(tools.answer(self.kit, call))
+        return Step(messages)
 
 
 def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
@@ -230,7 +238,9 @@ def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ..
                 f"rollout.environment.tools has {', '.join(config.tools)}, two of one name; expected each once; "
                 "rename one"
             )
-        return partial(ToolEnvironment, kit), tuple(tool.schema for tool in kit.values())
+        return partial(ToolEnvironment, kit, config.timeout / 2), tuple(
+            tool.schema for tool in kit.values()
+        )
     assert config.name is not None
     found = tools.load_own(config.name, "rollout.environment.name", "class")
     if not isinstance(found, type) or not callable(getattr(found, "step", None)):
@@ -275,12 +285,12 @@ def _proofs(bridge: Bridge, calls: CallFormat | None, offered: Sequence[Tool]) -
         asks: Message = {**turn, "content": "", "tool_calls": [call.as_message()]}
         says = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "two"}
         pairs = [(asks, says), *pairs]
-    proofs = [bridge.proof(turn, said, offered) for turn, said in pairs]
-    rewritten = next((proof for proof in proofs if proof.is_rewritten), None)
-    if rewritten is None:
+    written = [bridge.rewrites(turn, said, offered) for turn, said in pairs]
+    other = next((text for text in written if text is not None), None)
+    if other is None:
         return [("history", "as sampled", "the template leaves earlier turns as they are")]
     reason = (
-        f"the template would write earlier turns differently (from {rewritten.example}); what was sampled is kept, "
-        "since that is what the policy saw"
+        f"the template would write earlier turns differently (from {other} on); what was sampled is kept, since that "
+        "is what the policy saw"
     )
     return [("history", "as sampled", reason)]

@@ -2,7 +2,8 @@
 
 A function's schema, which the template shows to the policy, is made from its type hints and docstring (Google style) by
 the library. What a tool returns is told to the policy as text. So is what it raises of ValueError, TypeError,
-ArithmeticError and LookupError: its arguments were wrong. Anything else is a fault of the tool, and the path an error.
+ArithmeticError and LookupError: its arguments were wrong. Anything else, a sandbox that is not to be had among it, is a
+fault of the tool, and the path an error.
 
 May import data, errors and sandbox. ``environment.py`` imports it.
 """
@@ -28,7 +29,8 @@ from transformers.utils.chat_template_utils import (
 from taut.data.formats import Message
 from taut.data.formats import Tool as Schema
 from taut.data.tool_calls import ToolCall
-from taut.errors import ConfigError
+from taut.errors import ConfigError, TautError
+from taut.sandbox import Limits, run_python, shared
 
 MOST_SAID = 4000
 """Characters of what a tool returns that the policy is told."""
@@ -36,6 +38,16 @@ MOST_BITS = 4096
 """Integers that the calculator makes have no more."""
 LONGEST = 1000
 """Characters of what it is asked."""
+
+LIMITS = Limits(cpu_seconds=5, wall_seconds=8.0, total_seconds=8.0)
+"""Of a program that the policy runs."""
+ENDS = {
+    "time": f"the program took more than {LIMITS.wall_seconds:g} s",
+    "cpu": f"the program took more than {LIMITS.cpu_seconds} s of processor time",
+    "memory": f"the program took more than {LIMITS.memory_mb} MB",
+    "output": f"the program printed more than {LIMITS.output_kb} kB",
+    "crash": "the program crashed",
+}
 
 Number = int | float
 
@@ -68,11 +80,27 @@ def _said(kit: Mapping[str, Tool], call: ToolCall) -> str:
         return f"Error: there is no tool {call.name}; there are {', '.join(kit)}"
     try:
         value = kit[call.name].function(**call.arguments)
+    except TautError:
+        raise
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         return f"Error: {type(error).__name__}: {error}"[:MOST_SAID]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     left = len(text) - MOST_SAID
     return text if left <= 0 else f"{text[:MOST_SAID]}... ({left} characters more)"
+
+
+def python(code: str) -> str:
+    """
+    Run a Python program in a sandbox and return what it prints. Nothing is kept from one program to the next.
+
+    Args:
+        code: The program. It prints what is to be returned.
+    """
+    ran = run_python(code, limits=LIMITS)
+    if ran.outcome == "ok":
+        return ran.stdout or "(nothing was printed)"
+    what = ENDS.get(ran.outcome) or (ran.stderr.strip().splitlines() or ["the program failed"])[-1]
+    return f"{ran.stdout}Error: {what}"
 
 
 def calculator(expression: str) -> str:
@@ -158,7 +186,7 @@ def _bounded(value: Number) -> Number:
     return value
 
 
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
 """name -> function. A new one is a line here."""
 
 
@@ -169,6 +197,8 @@ def load_tool(name: str) -> Tool:
         raise ConfigError(
             f"{key} has {name!r}; expected one of {', '.join(TOOLS)}, or FILE.py:function"
         )
+    if name == "python":
+        shared()  # refused now where programs cannot be held
     function = TOOLS[name] if name in TOOLS else load_own(name, key, "function")
     try:
         return Tool(get_json_schema(function), function)

@@ -11,7 +11,7 @@ from taut.data.tool_calls import CallFormat, ToolCall
 from taut.errors import RenderError
 
 TURN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

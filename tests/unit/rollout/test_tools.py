@@ -1,0 +1,136 @@
+"""Tools: arithmetic without eval, Python in the sandbox, functions of one's own; what they say of bad arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from taut.data.tool_calls import ToolCall
+from taut.errors import ConfigError, EngineError
+from taut.rollout import tools
+from taut.rollout.tools import Tool, answer, calculator, load_tool
+
+OWN = '''
+import json
+
+def area(width: float, height: float = 1.0) -> float:
+    """
+    The area of a rectangle.
+
+    Args:
+        width: Its width.
+        height: Its height.
+    """
+    return width * height
+
+def undescribed(x):
+    return x
+'''
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("(1 - 3) ** 3", "-8"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("1 / 8", "0.125"),
+        ("sqrt(16) + max(1, 2, 3)", "7.0"),
+        ("-pi", "-3.141592653589793"),
+        ("2 ** 100", "1267650600228229401496703205376"),
+    ],
+)
+def test_the_calculator_computes(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true')",
+        "(1).__class__",
+        "[x for x in (1, 2)]",
+        "open('file')",
+        "lambda: 1",
+        "'a' * 3",
+        "True + 1",
+        "9 ** 9 ** 9",
+        "(10 ** 1000) * (10 ** 1000)",
+        "(-8) ** 0.5",
+        "1 +",
+        "sqrt(x=4)",
+        "1" * 2000,
+        "(" * 400 + "1" + ")" * 400,
+    ],
+)
+def test_the_calculator_computes_nothing_else(expression: str) -> None:
+    with pytest.raises(ValueError):
+        calculator(expression)
+
+
+def test_what_was_wrong_with_arguments_is_told() -> None:
+    kit = {"calculator": load_tool("calculator")}
+
+    def told(**arguments: object) -> str:
+        return str(answer(kit, ToolCall("call00007", "calculator", dict(arguments)))["content"])
+
+    assert told(expression="1 / 0") == "Error: ZeroDivisionError: division by zero"
+    assert "unexpected keyword argument 'x'" in told(x=1)
+    assert told(expression="import os") == "Error: ValueError: this is no arithmetic expression"
+    assert told(expression=5).startswith("Error: TypeError")
+
+
+def test_a_fault_of_a_tool_is_no_answer() -> None:
+    def broken() -> str:
+        raise EngineError("the endpoint is dead")
+
+    kit = {"broken": Tool({"type": "function", "function": {"name": "broken"}}, broken)}
+    with pytest.raises(EngineError, match="dead"):
+        answer(kit, ToolCall("call00000", "broken"))
+
+
+def test_a_long_answer_is_shortened() -> None:
+    kit = {"long": Tool({"type": "function", "function": {"name": "long"}}, lambda: "x" * 5000)}
+    said = answer(kit, ToolCall("call00000", "long"))["content"]
+    assert said.endswith("x... (1000 characters more)")
+
+
+def test_a_function_of_ones_own_is_described_by_its_docstring(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    tool = load_tool(f"{file}:area")
+    parameters = tool.schema["function"]["parameters"]
+    assert (tool.name, parameters["required"]) == ("area", ["width"])
+    assert parameters["properties"]["height"] == {"type": "number", "description": "Its height."}
+    said = answer({"area": tool}, ToolCall("call00000", "area", {"width": 2, "height": 3}))
+    assert json.loads(said["content"]) == 6
+    for name, message in (
+        ("undescribed", "cannot be described"),
+        ("other", "has no function 'other'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_tool(f"{file}:{name}")
+    with pytest.raises(ConfigError, match="expected one of calculator, python"):
+        load_tool("abacus")
+
+
+def test_python_runs_in_the_sandbox() -> None:
+    kit = {"python": load_tool("python")}
+
+    def told(code: str) -> str:
+        return str(answer(kit, ToolCall("call00000", "python", {"code": code}))["content"])
+
+    assert told("print(sum(range(5)))") == "10\n"
+    assert told("x = 1") == "(nothing was printed)"
+    assert told("print(1)\n1 / 0") == "1\nError: ZeroDivisionError: division by zero"
+
+
+def test_a_program_that_runs_out_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tools.run_python("while True: print(1)", limits=tools.LIMITS)
+    assert ran.outcome in tools.ENDS
+    monkeypatch.setattr(
+        tools, "run_python", lambda code, limits: ran._replace(stdout="", outcome="memory")
+    )
+    assert tools.python("x") == "Error: the program took more than 1024 MB"
