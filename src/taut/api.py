@@ -32,10 +32,11 @@ from taut.evals.during import (
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.lifecycle import Asked, execute
+from taut.online.method import Online
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.recorded import keep_reference
 from taut.rewards import files_of
-from taut.run import Run, load_inputs, rows_of
+from taut.run import Decision, Run, load_inputs, rows_of
 from taut.start import first_day, look
 
 
@@ -88,7 +89,9 @@ def train(run: Run) -> Result:
         start = look(run, out, inputs, ranks)
         if start.finished is None:
             built = build(run, inputs, start.plan, ranks)
-            with closing(built.job.method):
+            with closing(built.job.method) as method:
+                if isinstance(method, Online):  # what cannot be had is refused now
+                    built.decisions.extend(Decision(*it) for it in method.roller.decisions)
                 evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                 asked = Asked(before_training(built), evaluations, stop_check)
                 keep_reference(built)
@@ -125,6 +128,9 @@ def _inputs(run: Run) -> list[str]:
     others = [reference.model, reference.file] if reference else []
     if (teacher := run.objective.teacher) is not None:
         others += [teacher.teacher, teacher.top_logprobs, teacher.eval_top_logprobs]
+    if (online := run.objective.online) is not None:
+        others += [online.critic.model if online.critic else None]
+        others += map(str, online.files)
     named = [path for path in others if path]
     return [run.model, *adapter, *named, *input_paths(run.data), *input_paths(asked), *files]
 

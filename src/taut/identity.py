@@ -56,6 +56,12 @@ FREE = (
     "distill.teacher",  # these are hashed, wherever they lie
     "distill.top_logprobs",
     "distill.eval_top_logprobs",
+    "critic.model",
+    "grading",
+    "guard",
+    "rollout.url",  # where an engine is, and how it is asked
+    "rollout.server",
+    "rollout.local",
     "dtype",  # what came of it is compared
 )
 """Keys that a resume may change."""
@@ -106,7 +112,13 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
 def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """Other models that take part, where there are any."""
     reference, teacher = run.objective.reference, run.objective.teacher
+    online = run.objective.online
     found: dict[str, Any] = {}
+    if online is not None:
+        found["code"] = {str(it): _digest([it.read_text("utf-8")]) for it in online.files}
+        if online.critic is not None and online.critic.model is not None:
+            config = _config_of(online.critic.model, "critic.model", run)
+            found["critic"] = _hashes(online.critic.model, "critic.model", config, ranks)
     if reference is not None and reference.model is not None:
         config = _config_of(reference.model, "reference.model", run)
         found["reference"] = _hashes(reference.model, "reference.model", config, ranks)
@@ -184,7 +196,7 @@ def _settings(run: Run) -> dict[str, Any]:
     for key in FREE:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables are of one method
-            (config[table] if table else config).pop(name)
+            (config[table] if table else config).pop(name, None)
     if "reference" in config:  # whether there is a file; what is in it has an identity of its own
         config["reference"]["file"] = config["reference"]["file"] is not None
     return config
@@ -212,7 +224,7 @@ def _told(key: str) -> str:
     part, _, name = key.partition(".")
     if part == "config":
         return name
-    if part in ("model", "adapter", "reference", "data", "environment") and name:
+    if part in ("model", "adapter", "reference", "critic", "code", "data", "environment") and name:
         return f"{part} {name.removesuffix('.content')}"
     return key
 

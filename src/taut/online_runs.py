@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import ConfigError
@@ -50,8 +52,13 @@ class OnlineRun(Comparing):
         super().__post_init__()
         if self.eval.every:
             raise ConfigError(
-                f"eval.every={self.eval.every} measures a held-out loss, and what is learned here is generated; expected "
-                "held-out answers; set eval.answers.every"
+                f"eval.every={self.eval.every} measures a held-out loss, and what is learned here is generated; "
+                "expected held-out answers; set eval.answers.every"
+            )
+        if self.rollout.refills and self.rollout.n == 1:
+            raise ConfigError(
+                f"rollout.refills={self.rollout.refills} with rollout.n=1: a single answer has none that its reward "
+                "could differ from; expected rollout.n of 2 or more; raise it, or take rollout.refills out"
             )
         if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
             raise ConfigError(
@@ -68,7 +75,15 @@ class OnlineRun(Comparing):
         self, make_credit: Callable[[], Credit], critic: CriticConfig | None = None
     ) -> Recipe:
         """What a run that generates is made of."""
-        return Recipe(make_credit, self.rollout, self.rewards, self.grading, self.guard, critic)
+        return Recipe(
+            make_credit=make_credit,
+            rollout=self.rollout,
+            rewards=self.rewards,
+            panel=self.grading,
+            guard=self.guard,
+            critic=critic,
+            is_judged=self.is_judged,
+        )
 
 
 @configclass
@@ -122,6 +137,41 @@ class PolicyRun(OnlineRun):
 
 
 @configclass
+class PpoRollout(RolloutConfig):
+    """How completions are drawn, and how long they are trained on."""
+
+    n: Annotated[int, Field(ge=1)] = 1
+    """Completions of each prompt."""
+    minibatches: Annotated[int, Field(ge=1)] = 4
+    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts."""
+
+
+@configclass
+class PairsRollout(RolloutConfig):
+    """How completions are drawn, and how long they are trained on."""
+
+    n: Annotated[int, Field(ge=2)] = 2
+    """Completions of each prompt; the best and the worst of them are a pair."""
+
+
+@configclass
+class GkdRollout(RolloutConfig):
+    """How completions are drawn, and how long they are trained on."""
+
+    n: Annotated[int, Field(ge=1)] = 1
+    """Completions of each prompt."""
+
+
+@configclass
+class GkdConfig(DistillConfig):
+    """On-policy distillation."""
+
+    divergence: Literal["forward", "reverse", "js"] = "reverse"
+    """reverse: KL(student || teacher), which keeps to what the teacher does most; forward: KL(teacher || student); js:
+    both, to their mixture."""
+
+
+@configclass
 class GrpoRun(PolicyRun):
     """A run of ``taut grpo``."""
 
@@ -150,7 +200,7 @@ class PpoRun(PolicyRun):
     METHOD: ClassVar[Method] = "ppo"
 
     method: Method = "ppo"
-    rollout: RolloutConfig = RolloutConfig(n=1, minibatches=4)
+    rollout: PpoRollout = PpoRollout()
     ppo: PpoConfig = PpoConfig()
     critic: CriticConfig = CriticConfig()
 
@@ -168,13 +218,9 @@ class OnlineDpoRun(OnlineRun):
     METHOD: ClassVar[Method] = "online_dpo"
 
     method: Method = "online_dpo"
-    rollout: RolloutConfig = RolloutConfig(n=2)
+    rollout: PairsRollout = PairsRollout()
     dpo: DpoConfig = DpoConfig()
     reference: ReferenceConfig = ReferenceConfig()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_pairs(self.rollout)
 
     @property
     def objective(self) -> Objective:
@@ -215,8 +261,8 @@ class GkdRun(OnlineRun):
     METHOD: ClassVar[Method] = "gkd"
 
     method: Method = "gkd"
-    rollout: RolloutConfig = RolloutConfig(n=1)
-    distill: DistillConfig = DistillConfig(divergence="reverse")
+    rollout: GkdRollout = GkdRollout()
+    distill: GkdConfig = GkdConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,6 +272,17 @@ class GkdRun(OnlineRun):
                 "generated; expected a teacher; set distill.teacher=DIR"
             )
         self.distill.require_teacher(self.model, has_eval=False)
+        for key in ("refills", "replay"):
+            if getattr(self.rollout, key):
+                raise ConfigError(
+                    f"rollout.{key}={getattr(self.rollout, key)} chooses completions by their rewards, and taut gkd "
+                    f"learns from every one; expected 0; take rollout.{key} out"
+                )
+        if self.rewards:
+            raise ConfigError(
+                "rewards is set, and taut gkd learns from its teacher alone; expected none; take rewards out, or set "
+                "eval.answers.rewards to judge held-out answers"
+            )
 
     @property
     def is_judged(self) -> bool:
@@ -236,11 +293,4 @@ class GkdRun(OnlineRun):
         loss = self.distill.make_loss()
         return Objective(
             loss, "prompt", teacher=self.distill, online=self.recipe(partial(All, loss))
-        )
-
-
-def _require_pairs(rollout: RolloutConfig) -> None:
-    if rollout.n == 1:
-        raise ConfigError(
-            "rollout.n=1: a preference is between two answers to a prompt; expected 2 or more; raise rollout.n"
         )

@@ -41,6 +41,8 @@ from taut.errors import TautError
 from taut.loop import Job
 from taut.models import anatomy
 from taut.models.score import Scorer
+from taut.online.method import Online
+from taut.online.rehearsal import rehearsed
 from taut.parallel import Ranks
 from taut.run import (
     Decision,
@@ -282,6 +284,9 @@ class Session:
     @cached_property
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
+        method = self.job.method
+        if isinstance(method, Online):
+            return rehearsed(self.job, method.credit, method.crew.roles, self.batch)
         if not self.run.objective.are_compared:
             unique = {sample.id: sample for sample in self.batch}
             return self._rows.trees_of([(sample,) for sample in unique.values()])

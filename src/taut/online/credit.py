@@ -119,10 +119,10 @@ class Pairs(Credit):
 
     def trees(self, paths: Sequence[Path], said: Said) -> Credited:
         made = []
-        for number, group in _groups(paths).items():
+        for group in _groups(paths).values():
             best, worst = max(group, key=_reward), min(group, key=_reward)
             if best.reward > worst.reward:
-                made += [(one, _preferred(one, number)) for one in (best, worst)]
+                made += [(one, _preferred(one)) for one in (best, worst)]
         if not made:
             raise CheckFailed(
                 "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
@@ -196,10 +196,9 @@ def _groups(paths: Sequence[Path]) -> dict[int, list[Path]]:
     return found
 
 
-def _preferred(path: Path, number: int) -> Sample:
+def _preferred(path: Path) -> Sample:
     values = {"preference": path.reward, "margin": path.reward}
-    sample = sample_of(path.episode, path.name, has_reads=False)
-    return replace(sample, values=values, group=number)
+    return replace(sample_of(path.episode, path.name, has_reads=False), values=values)
 
 
 def _reward(path: Path) -> float:

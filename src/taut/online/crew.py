@@ -20,7 +20,7 @@ from taut.online.recipe import Recipe
 from taut.online.rollouts import Roller
 from taut.parallel import Ranks
 from taut.rewards.panel import Panel, open_panel
-from taut.rollout.engine import Engine
+from taut.rollout.environment import open_world
 from taut.rollout.local import LocalEngine
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Trained
@@ -50,21 +50,34 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     panel: Panel | None = None
     if ranks.is_writer and recipe.rewards:
         panel = open_panel(recipe.rewards, recipe.panel, reserved=RESERVED)
+    engine = None
     try:
         engine = _engine(recipe, setting, ranks)
+        tokens = setting.stops.ids, engine.context
+        world = open_world(config.environment, setting.renderer, *tokens, ranks)
     except BaseException:
         if panel is not None:
             panel.close()
+        if isinstance(engine, ServerEngine):
+            engine.close()
         raise
-    world = None
-    return Roller(config, setting.prompts, engine, panel, world, setting.seed, ranks)
+    return Roller(
+        config=config,
+        prompts=setting.prompts,
+        engine=engine,
+        panel=panel,
+        world=world,
+        seed=setting.seed,
+        ranks=ranks,
+        is_judged=recipe.is_judged,
+    )
 
 
 RESERVED = ("shaped", "kept")
 """Names of other numbers of a roll-out."""
 
 
-def _engine(recipe: Recipe, setting: Setting, ranks: Ranks) -> Engine:
+def _engine(recipe: Recipe, setting: Setting, ranks: Ranks) -> LocalEngine | ServerEngine:
     config = recipe.rollout
     if config.engine == "local":
         return setting.make_local(config=config.local)

@@ -93,7 +93,7 @@ class Guard:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
         self._look_at_ends(step, float(fields["stopped"]), emit)
-        self.silent = 0 if fields["groups_with_signal"] else self.silent + 1
+        self.silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
         if self.config.max_silent and self.silent >= self.config.max_silent:
             raise CheckFailed(
                 f"step {step}: in the last {self.silent} roll-outs no group has rewards that differ, so nothing is "

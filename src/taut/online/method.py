@@ -15,7 +15,7 @@ May import online, loop, data, rollout. build makes it and hands it its crew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ class Online:
         number, update = divmod(step - 1, self.config.updates)
         if self.phase is None or self.phase.number != number:
             self.phase = self._rolled_out(number, step)
-        return self._part(self.phase, update)
+        return numbered(self._part(self.phase, update))
 
     def observed(self, step: int) -> list[Tree] | None:
         """Statistics of a step are taken over the step."""
@@ -210,3 +210,13 @@ class Online:
         self.replayed = [Kept(version, decoded(tree)) for version, tree in remembered["replayed"]]
         self.credit.recall(remembered["credit"])
         self.guard.recall(remembered["guard"])
+
+
+def numbered(trees: Sequence[Tree]) -> list[Tree]:
+    """The trees of a step; what is compared inside one has the tree's number as its group."""
+    return [
+        replace(tree, samples=tuple(replace(one, group=number) for one in tree.samples))
+        if tree.is_atom
+        else tree
+        for number, tree in enumerate(trees)
+    ]

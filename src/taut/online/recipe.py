@@ -6,6 +6,7 @@ May import online and what it may.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from taut.methods.critic import CriticConfig
@@ -13,7 +14,7 @@ from taut.online.credit import Credit
 from taut.online.guard import GuardConfig
 from taut.online.rollouts import RolloutConfig
 from taut.rewards.panel import PanelConfig
-from taut.rewards.registry import RewardSpec
+from taut.rewards.registry import RewardSpec, files_of
 
 
 class Recipe(NamedTuple):
@@ -26,6 +27,17 @@ class Recipe(NamedTuple):
     panel: PanelConfig
     guard: GuardConfig
     critic: CriticConfig | None = None
+    is_judged: bool = True
+    """Whether rewards are what is learned from."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The user's own code: rewards, an environment, its tools."""
+        environment = self.rollout.environment
+        named = [environment.name or "", *environment.tools]
+        own = [Path(name.rpartition(":")[0]).expanduser() for name in named if ":" in name]
+        return [*files_of(self.rewards), *own]
+
     is_reference_asked_first: bool = False
     """Whether the reference's word is part of the reward, or used by more than one step: then it is taken with the
     roll-out, not with each step."""

@@ -40,7 +40,9 @@ ENOUGH = 1e-12
 """Rewards of a group that differ by less are equal."""
 
 NOTHING = Verdict({}, None)
-"""Of a path that nobody judged."""
+"""Of a path that nobody judged,"""
+UNJUDGED = Verdict({}, 0.0)
+"""and where nobody was to: all are worth the same."""
 
 T = TypeVar("T")
 
@@ -97,7 +99,7 @@ class RolloutConfig:
     @property
     def grows(self) -> int:
         """Tokens that a path may have beyond its prompt."""
-        return self.max_new_tokens
+        return self.environment.max_tokens if self.environment.is_on else self.max_new_tokens
 
     @property
     def updates(self) -> int:
@@ -145,6 +147,14 @@ class Group:
         return len(rewards) > 1 and max(rewards) - min(rewards) > ENOUGH
 
 
+@dataclass
+class Spent:
+    """Seconds."""
+
+    generating: float = 0.0
+    judging: float = 0.0
+
+
 @dataclass(frozen=True)
 class Rolled:
     """The roll-out of a phase."""
@@ -152,8 +162,8 @@ class Rolled:
     groups: tuple[Group, ...]
     left_out: tuple[Group, ...]
     """Without a signal, and replaced."""
-    seconds_generating: float
-    seconds_judging: float
+    spent: Spent
+    is_judged: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,16 +178,18 @@ class Roller:
     world: World | None
     seed: int
     ranks: Ranks
+    is_judged: bool = True
+    """False: nobody says what completions are worth, and all are learned from."""
 
     def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
         """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
         wanted, groups, left_out = len(indices), [], []
-        spent = [0.0, 0.0]
+        spent = Spent()
         seen = set(indices)
         for number in range(self.config.refills + 1):
             found = self._once(phase, number, indices, spent)
             if self.config.refills == 0:
-                return Rolled(tuple(found), (), *spent)
+                return Rolled(tuple(found), (), spent, self.is_judged)
             groups += [group for group in found if group.has_signal]
             left_out += [group for group in found if not group.has_signal]
             indices = self._others(phase, number, wanted - len(groups), seen)
@@ -186,24 +198,30 @@ class Roller:
             seen.update(indices)
         if not groups:  # a step has to have something
             groups, left_out = left_out, []
-        return Rolled(tuple(groups), tuple(left_out), *spent)
+        return Rolled(tuple(groups), tuple(left_out), spent, self.is_judged)
 
-    def _once(
-        self, phase: int, number: int, indices: Sequence[int], spent: list[float]
-    ) -> list[Group]:
+    def _once(self, phase: int, number: int, indices: Sequence[int], spent: Spent) -> list[Group]:
         rows = distinct([self.prompts[index] for index in indices])
         sampling = self.config.sampling(seed_of(self.seed, phase, number))
         began = time.perf_counter()
-        episodes = play(self.engine, rows, sampling)
+        episodes = play(self.engine, rows, sampling, self.world)
         generated = time.perf_counter()
         verdicts = self._shared(lambda: self._judged(episodes))
-        spent[0] += generated - began
-        spent[1] += time.perf_counter() - generated
+        spent.generating += generated - began
+        spent.judging += time.perf_counter() - generated
         size = self.config.n
         return [
             Group(tuple(episodes[at : at + size]), tuple(verdicts[at : at + size]))
             for at in range(0, len(episodes), size)
         ]
+
+    @property
+    def decisions(self) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of what was settled when it was opened."""
+        found = list(self.world.decisions) if self.world is not None else []
+        if isinstance(self.engine, ServerEngine):
+            found += self.engine.decisions
+        return found
 
     def close(self) -> None:
         """End what it was opened with."""
@@ -215,7 +233,8 @@ class Roller:
     def _judged(self, episodes: Sequence[Episode]) -> list[Verdict]:
         whole = [one for one in episodes if one.error is None]
         asked = [answered(one) for one in whole]
-        found = [NOTHING] * len(whole) if self.panel is None else self.panel.grade(asked)
+        nothing = NOTHING if self.is_judged else UNJUDGED
+        found = [nothing] * len(whole) if self.panel is None else self.panel.grade(asked)
         said = iter([with_own(verdict, one) for verdict, one in zip(found, whole, strict=True)])
         return [NOTHING if one.error is not None else next(said) for one in episodes]
 

@@ -36,21 +36,17 @@ def fields(
         if (reason := one.error or said.error) is not None
     ]
     found: dict[str, Any] = {
-        "reward": fmean(path.reward for path in paths),
-        "reward_std": pstdev(path.reward for path in paths),
-        **_parts(rolled),
+        **(_worth(rolled, paths, given) if rolled.is_judged else {}),
         "stopped": fmean(one.finish_reason == "stop" for one in whole),
         "tokens_mean": fmean(lengths),
         "tokens_max": max(lengths),
         "groups": len(groups),
-        "groups_with_signal": sum(group.has_signal for group in groups),
-        "left_out": len(rolled.left_out),
         "completions": len(episodes),
         "errors": len(errors),
         "staleness_mean": fmean(staleness),
         "staleness_max": max(staleness),
-        "seconds_generating": rolled.seconds_generating,
-        "seconds_judging": rolled.seconds_judging,
+        "seconds_generating": rolled.spent.generating,
+        "seconds_judging": rolled.spent.judging,
         **given.metrics,
     }
     if config.environment.is_on:
@@ -58,6 +54,17 @@ def fields(
     if errors:
         found["first_error"] = errors[0]
     return {**found, "samples": [sample(path, given) for path in shown(paths)]}
+
+
+def _worth(rolled: Rolled, paths: Sequence[Path], given: Credited) -> dict[str, float]:
+    """What the completions are worth."""
+    return {
+        "reward": fmean(path.reward for path in paths),
+        "reward_std": pstdev(path.reward for path in paths),
+        **_parts(rolled),
+        "groups_with_signal": len(given.with_signal),
+        "left_out": len(rolled.left_out),
+    }
 
 
 def _parts(rolled: Rolled) -> dict[str, float]:

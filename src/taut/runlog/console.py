@@ -115,7 +115,7 @@ class ConsoleReport:
 
     def _keep_rollout(self, event: Event) -> None:
         """The lines of the steps that train on it show it."""
-        self._rollouts.append({key: event[key] for key in ROLLED})
+        self._rollouts.append({key: event[key] for key in ROLLED if key in event})
 
     def _time_left(self, step: int) -> timedelta | None:
         if self._num_steps is None:
@@ -229,7 +229,8 @@ def rollout_text(rollouts: Sequence[Event]) -> str:
     if not rollouts:
         return ""
     last = rollouts[-1]
-    return f"reward {last['reward']:.3f}  ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
+    worth = f"reward {last['reward']:.3f}  " if "reward" in last else ""
+    return f"{worth}ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
 
 
 def step_text(event: Event, left: timedelta | None) -> str:
@@ -331,9 +332,9 @@ def summary(
     if rollouts:
         first, last = rollouts[0], rollouts[-1]
         ends = f"{first['stopped']:.0%} ended by themselves, then {last['stopped']:.0%}"
-        rows.append(
-            ("reward", f"{first['reward']:.4f} at first, {last['reward']:.4f} at last; {ends}")
-        )
+        if "reward" in first:
+            rows.append(("reward", f"{first['reward']:.4f} at first, {last['reward']:.4f} at last"))
+        rows.append(("roll-outs", f"{len(rollouts):,}: {ends}"))
     for name in dict.fromkeys(key for event in evals for key in measured(event)):
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"

@@ -1,0 +1,67 @@
+"""A roll-out without an engine: what a run that generates would train on if prompts had gone on as they do.
+
+The second half of each prompt stands for one answer, and the same tokens backwards for another, of rewards 1 and 0. The
+trainer's own log-probs stand for the engine's. From there on all is as in training: scores, credit, trees. For checks,
+which look at what a step computes before anything is generated.
+
+May import online and what it may. checks call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from taut.data.prompts import PromptRow
+from taut.loop import Job, Role
+from taut.online.credit import Credit, Path, paths_of
+from taut.online.method import numbered
+from taut.online.rollouts import Group
+from taut.online.scoring import POLICY, Asked, scored
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
+from taut.rollout.episode import Episode
+from taut.types import FloatArray, IntArray, Sample, Tree
+
+
+def rehearsed(
+    job: Job, credit: Credit, roles: Sequence[Role], samples: Sequence[Sample]
+) -> list[Tree]:
+    """The trees of these prompts. ``roles``: models whose word is taken with the roll-out."""
+    paths = paths_of([_group(sample) for sample in samples if sample.num_tokens > 1], 0)
+    trees = credit.bare(paths)
+    asked = Asked(policy=True, values=False, temperature=credit.asked.temperature)
+    own = scored(job, trees, asked, (), 1)
+    paths = [_said(path, own[path.name][POLICY]) for path in paths]
+    given = credit.trees(paths, scored(job, trees, credit.asked, roles, 1))
+    return numbered(given.trees)
+
+
+def _group(sample: Sample) -> Group:
+    """Two answers to the first half of a prompt."""
+    half = (sample.num_tokens + 1) // 2
+    ends = (sample.ids_T[half:], sample.ids_T[half:][::-1])
+    prompt = sample.ids_T[:half]
+    episodes = tuple(_episode(sample.id, prompt, end, number) for number, end in enumerate(ends))
+    verdicts = tuple(Verdict({"rehearsal": Score(worth)}, worth) for worth in (1.0, 0.0))
+    return Group(episodes, verdicts)
+
+
+def _episode(name: str, prompt_T: IntArray, end_N: IntArray, index: int) -> Episode:
+    nothing_N = np.zeros(end_N.size)
+    return Episode(
+        row=PromptRow(name, name, prompt_T, "", (), None, {}),
+        index=index,
+        ids_T=np.concatenate([prompt_T, end_N]),
+        sampled_at_N=np.arange(prompt_T.size, prompt_T.size + end_N.size),
+        logp_N=nothing_N,
+        version_N=nothing_N.astype(np.int64),
+        finish_reason="stop",
+        text="",
+    )
+
+
+def _said(path: Path, logp_N: FloatArray) -> Path:
+    return replace(path, episode=replace(path.episode, logp_N=logp_N))
