@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -27,7 +26,6 @@ from taut.sandbox import Limits, MechanismName, Ran, shared
 
 TOLERANCE = 1e-6
 """Relative and absolute, of numbers that are not whole."""
-_BLOCK = re.compile(r"^ {0,3}```[ \t]*([\w+-]*)[^\n]*\n(.*?)^ {0,3}```[ \t]*$", re.M | re.S)
 _PYTHON = ("", "python", "python3", "py", "py3")
 _OVERHEAD = 30.0
 """Seconds that a sandbox may take beside the programs."""
@@ -60,6 +58,8 @@ class Code(Verifier):
     compare: Literal["tokens", "lines"] = "tokens"
     """How what is printed is compared: word by word, where numbers with a point need to be close only; or line by line,
     where white space at the end of a line or of all does not count."""
+    before: str = ""
+    """Code that goes before every program, such as ``from typing import *``."""
     max_tests: Annotated[int, Field(gt=0)] | None = None
     """So many of the row's tests, its first, are run."""
     limits: Limits = Limits()
@@ -97,7 +97,10 @@ class Code(Verifier):
         sandbox = shared(self.mechanism, self.packages)
         trials = [case.trial for case in chosen]
         is_all = self.score == "all"
-        results = sandbox.run(cases.before + program, trials, self.limits, stop_early=is_all)
+        program = (
+            f"{self.before}\n{cases.before}{program}" if self.before else cases.before + program
+        )
+        results = sandbox.run(program, trials, self.limits, stop_early=is_all)
         pairs = zip(chosen, results, strict=True)
         return Judged(tuple(self._reason(case, ran) for case, ran in pairs))
 
@@ -118,20 +121,31 @@ class Code(Verifier):
 
 def last_block(text: str) -> str | None:
     """The last closed fenced block that is Python, or not said to be anything else."""
-    blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    found: str | None = None
+    block: list[str] | None = None
+    language = ""
+    for line in text.splitlines(keepends=True):
+        bare = line.strip()
+        if block is None and bare.startswith("```"):
+            block, language = [], (bare[3:].split() or [""])[0].lower()
+        elif block is not None and bare == "```":
+            found = "".join(block) if language in _PYTHON else found
+            block = None
+        elif block is not None:
+            block.append(line)
+    return found
 
 
 def _difference(expected: Any, value: str | None) -> str:
     """Some data sets have a call's value in a list of one."""
+    reason = f"returned {value or '':.80}, expected {json.dumps(expected):.80}"
     try:
         found = json.loads(value or "")
-    except ValueError:
-        return f"returned {value!r:.80}, expected {expected!r:.80}"
+    except (ValueError, RecursionError):  # too long a number, too deep a list
+        return reason
     is_wrapped = isinstance(expected, list) and len(expected) == 1
-    if _same_value(expected, found) or (is_wrapped and _same_value(expected[0], found)):
-        return ""
-    return f"returned {found!r:.80}, expected {expected!r:.80}"
+    is_same = _same_value(expected, found) or (is_wrapped and _same_value(expected[0], found))
+    return "" if is_same else reason
 
 
 def _same_value(expected: Any, found: Any) -> bool:

@@ -124,7 +124,9 @@ def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
     else:
         line += ["--unshare-user"]
     bound = [*readable, str(Path(__file__).parent)]
-    for folder in sorted({str(it) for path in bound for it in Path(path).parents} - {"/"}):
+    for folder in sorted(
+        {str(it) for path in bound for it in Path(path).parents} - {"/"} | {"/dev"}
+    ):
         line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
     for path in bound:
         line += ["--ro-bind", path, path]

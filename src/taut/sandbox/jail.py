@@ -4,7 +4,7 @@
                            namespaces, keep a root of read-only copies and one small tmpfs, fork process 1 there as
                            nobody, let it run the tests (``guest``); answer when all of it is dead
     serve("landlock")      per request: fork, run the tests; each test's process confines itself by Landlock and a
-                           stricter filter of system calls: no children, no folder to write in
+                           stricter filter of system calls: no children, threads or scratch folder
     once()                 one request inside the namespaces that bubblewrap made, as process 1
 
 A request or an answer is a frame: eight bytes of length, then JSON. The end of the requests ends the server and the
@@ -68,6 +68,8 @@ def once() -> None:
         os.chdir(_SCRATCH)
         _become_nobody(request["uid"])
         kernel.die_with_parent()
+        if select.select([requests], [], [], 0)[0]:
+            return  # the end of it: who asked has died, and bubblewrap perhaps before we asked to die with it
         results = guest.run(request, lambda: kernel.forbid(is_alone=False), is_first=True)
         _write_frame(answers, json.dumps({"results": results}).encode())
 
@@ -164,7 +166,12 @@ def _run_alone(request: Mapping[str, Any], writer: int) -> None:
     kernel.drop_capabilities()
     kernel.never_gain()
 
+    holder = os.getpid()
+
     def confine() -> None:
+        kernel.die_with_parent()
+        if os.getppid() != holder:
+            os._exit(1)
         kernel.landlock(request["readable"], _DEVICES)
         kernel.forbid(is_alone=True)
 

@@ -226,58 +226,52 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "prlimit64": (302, 261),
     "socketpair": (53, 199),
     "sendto": (44, 206),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
     "kill": (62, 129),
     "tgkill": (234, 131),
 }
 """name -> number on x86-64 and on arm64."""
 
-_ALONE_X86: tuple[int, ...] = (
-    57,
-    58,
-    59,
-    322,
-    109,
-    112,
-    200,
-    129,
-    297,
-    424,
-    90,
-    91,
-    268,
-    452,
-    92,
-    93,
-    94,
-    260,
-)
-_ALONE_X86 += (132, 235, 261, 280, 188, 189, 190, 197, 198, 199, 463, 466)
-_ALONE_ARM: tuple[int, ...] = (
-    221,
-    281,
-    154,
-    157,
-    130,
-    138,
-    240,
-    424,
-    52,
-    53,
-    452,
-    55,
-    54,
-    88,
-    5,
-    6,
-    7,
-    14,
-    15,
-    16,
-)
-_ALONE_ARM += (463, 466)
-"""For a program that has no namespace of its own: fork, vfork, execve, execveat, setpgid, setsid; tkill,
-rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal; chmod, chown, utime, setxattr and removexattr in all their
-forms, which Landlock leaves open."""
+_ABSENT = -1
+_ALONE: dict[str, tuple[int, int]] = {
+    "clone": (56, 220),
+    "fork": (57, _ABSENT),
+    "vfork": (58, _ABSENT),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "setpgid": (109, 154),
+    "setsid": (112, 157),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "chmod": (90, _ABSENT),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, _ABSENT),
+    "lchown": (94, _ABSENT),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132, _ABSENT),
+    "utimes": (235, _ABSENT),
+    "futimesat": (261, _ABSENT),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "inotify_add_watch": (254, 27),
+}
+"""What a program that has no namespace of its own may not do either: have children or threads, signal others, change
+what Landlock leaves open of a file, watch what others do."""
+_ALONE_WHERE = (("fcntl", (8, 10, 15)), ("ioctl", (0x8901, 0x8902)))
+"""Ways to let the kernel signal somebody else: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
 
 _ALLOW, _REFUSE, _MISSING, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
@@ -287,8 +281,8 @@ _Op = tuple[int, int, int, int]
 def forbid(is_alone: bool) -> None:
     """Install the filter for this process and what it forks: refused calls fail with EPERM.
 
-    ``is_alone``: the program has no namespace of its own, so it may not fork, signal others or change a file's owner,
-    mode, times or attributes.
+    ``is_alone``: the program has no namespace of its own, so it may not have children or threads, signal others or
+    change a file's owner, mode, times or attributes.
     """
     program = b"".join(struct.pack("=HBBI", *op) for op in _filter(is_alone))
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -312,9 +306,12 @@ def _filter(is_alone: bool) -> list[_Op]:
     ops += _unless("socketpair", 1, 0xF, 1)
     ops += _unless("sendto", 4, 0xFFFFFFFF, 0) + _unless("sendto", 4, 0xFFFFFFFF, 0, high=True)
     if is_alone:
-        for number in _ALONE_ARM if _IS_ARM else _ALONE_X86:
-            ops += _refuse(number)
-        ops += _unless("clone", 0, 0x10000, 0x10000)  # threads
+        for numbers in _ALONE.values():
+            if numbers[_IS_ARM] != _ABSENT:
+                ops += _refuse(numbers[_IS_ARM])
+        for name, commands in _ALONE_WHERE:
+            for command in commands:
+                ops += _where(name, 1, command)
         ops += _unless("kill", 0, 0xFFFFFFFF, os.getpid())
         ops += _unless("tgkill", 0, 0xFFFFFFFF, os.getpid())
     return [*ops, (_RETURN, 0, 0, _ALLOW)]
@@ -331,6 +328,17 @@ def _unless(name: str, argument: int, mask: int, value: int, high: bool = False)
         (_LOAD, 0, 0, 16 + 8 * argument + 4 * high),
         (_AND, 0, 0, mask),
         (_EQUAL, 1, 0, value),
+        (_RETURN, 0, 0, _REFUSE),
+        (_LOAD, 0, 0, 0),
+    ]
+
+
+def _where(name: str, argument: int, value: int) -> list[_Op]:
+    """Refuse the call where its argument has the value."""
+    return [
+        (_EQUAL, 0, 4, _NUMBERS[name][_IS_ARM]),
+        (_LOAD, 0, 0, 16 + 8 * argument),
+        (_EQUAL, 0, 1, value),
         (_RETURN, 0, 0, _REFUSE),
         (_LOAD, 0, 0, 0),
     ]

@@ -2,7 +2,7 @@
 
     bubblewrap    the program bwrap, where it is installed
     namespaces    our own (``jail``): needs Linux 5.12, and root or user namespaces
-    landlock      Linux 6.2, no privilege: no children and no scratch folder; for containers without namespaces
+    landlock      Linux 6.2, no privilege: no children, threads or scratch folder; for containers without namespaces
 
 The first that lets nothing through is taken; a mechanism that lets anything through is not. Where none is left,
 programs are refused: SandboxError says what each one lacked. Other systems than Linux are refused.
@@ -32,7 +32,7 @@ _NAMES: tuple[MechanismName, ...] = get_args(MechanismName)
 _REASONS = {
     "bubblewrap": "bwrap is installed and let nothing through",
     "namespaces": "no bwrap that holds; our own namespaces let nothing through",
-    "landlock": "neither bwrap nor namespaces to be had; Landlock let nothing through: no children, no scratch folder",
+    "landlock": "neither bwrap nor namespaces hold; Landlock let nothing through: no children, threads or files",
 }
 _LIMITS = Limits(memory_mb=256, processes=8, wall_seconds=20.0)
 

@@ -1,0 +1,315 @@
+"""What programs try, each contained by each mechanism there is on this machine; after it the sandbox goes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from taut.errors import SandboxError
+from taut.sandbox import Limits, MechanismName, Ran, Sandbox, Trial, choose
+
+LIMITS = Limits(memory_mb=512, processes=8, scratch_mb=4)
+SHORT = Limits(wall_seconds=0.5, memory_mb=512, processes=8)
+
+
+@pytest.fixture(scope="module", params=get_args(MechanismName))
+def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    try:
+        sandbox = Sandbox(choose(request.param))
+    except SandboxError as error:
+        pytest.skip(f"refused here: {error}")
+    yield sandbox
+    sandbox.close()
+
+
+def tried(box: Sandbox, program: str, limits: Limits = LIMITS) -> Ran:
+    """What became of a program, with the proof that the sandbox serves the next."""
+    (ran,) = box.run(program, [Trial()], limits)
+    (after,) = box.run("print(6 * 7)", [Trial()], limits)
+    assert (after.outcome, after.stdout) == ("ok", "42\n")
+    return ran
+
+
+def is_alone(box: Sandbox) -> bool:
+    """The mechanism has neither children nor a scratch folder."""
+    return box.mechanism.name == "landlock"
+
+
+def alive_with(marker: str) -> list[str]:
+    """The processes of this machine that carry the marker in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if marker.encode() in line and int(entry.name) != os.getpid():
+                found.append(entry.name)
+    return found
+
+
+def done(box: Sandbox, *actions: str) -> list[str]:
+    """Those of the actions that the system let a program do."""
+    program = f"""
+for action in {actions!r}:
+    try:
+        exec(action)
+    except OSError:
+        continue
+    print(action)
+print("end")
+"""
+    ran = tried(box, program)
+    assert ran.outcome == "ok", ran
+    *lines, end = ran.stdout.splitlines()
+    assert end == "end"
+    return lines
+
+
+def test_a_fork_bomb_is_bounded_and_dies(box: Sandbox) -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert tried(box, bomb, SHORT).outcome == "time"
+
+
+def test_memory_is_bounded(box: Sandbox) -> None:
+    assert tried(box, "x = bytearray(50 * 2**30)").outcome == "memory"
+    assert tried(box, "x = []\nwhile True: x.append(bytearray(2**20))").outcome == "memory"
+
+
+def test_no_socket_reaches_anything(box: Sandbox) -> None:
+    name = uuid.uuid4().hex
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        unix.bind(f"\0{name}")
+        unix.listen()
+        at = ("127.0.0.1", tcp.getsockname()[1])
+        through = done(
+            box,
+            f"import socket; socket.create_connection({at}, 1)",
+            f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', {at})",
+            "import socket; socket.socket(socket.AF_INET6)",
+            "import socket; socket.socket(socket.AF_UNIX).connect('/dev/log')",
+            f"import socket; socket.socket(socket.AF_UNIX).connect('\\0{name}')",
+            "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+            "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+        )
+    assert through == []
+
+
+def test_a_pair_of_sockets_is_left_to_asyncio(box: Sandbox) -> None:
+    ran = tried(box, "import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))")
+    assert (ran.outcome, ran.stdout) == ("ok", "5\n"), ran.stderr
+
+
+def test_nothing_is_written_outside(box: Sandbox, tmp_path: Path) -> None:
+    name = f"taut-{uuid.uuid4().hex}"
+    home, here, lib = Path.home(), Path(__file__).parent, Path(sys.base_prefix, "lib")
+    tmp_path.chmod(0o777)
+    folders = (home, here, tmp_path, lib, Path("/"), Path("/dev"), Path("/etc"), Path("/tmp"))
+    paths = [str(folder / name) for folder in folders]
+    written = done(box, *[f"open({path!r}, 'w').write('x')" for path in paths])
+    assert written == ([] if is_alone(box) else [f"open({paths[-1]!r}, 'w').write('x')"])
+    assert [path for path in paths if Path(path).exists()] == []
+
+
+def test_secrets_are_not_read(box: Sandbox) -> None:
+    planted = Path.home() / f".taut-test-{uuid.uuid4().hex}"
+    planted.write_text("secret")
+    planted.chmod(0o644)
+    environs = [f"/proc/{pid}/environ" for pid in (os.getpid(), os.getppid(), "self", 1)]
+    files = [str(planted), __file__, "/etc/passwd", *environs]
+    try:
+        read = done(
+            box, *[f"open({path!r}).read()" for path in files], "import os; os.listdir('/proc')"
+        )
+    finally:
+        planted.unlink()
+    assert read == []
+
+
+def test_the_environment_holds_nothing_of_ours(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAUT_PLANTED_TOKEN", "secret")
+    ran = tried(box, "import os; print(sorted(os.environ), 'secret' in str(os.environ))")
+    assert "TAUT_PLANTED_TOKEN" not in ran.stdout
+    assert ran.stdout.endswith("False\n")
+
+
+def test_an_endless_print_is_cut(box: Sandbox) -> None:
+    ran = tried(box, "while True: print('x' * 1000)", Limits(output_kb=64))
+    assert ran.outcome == "output"
+    assert len(ran.stdout) <= 64 * 1024
+    both = tried(box, "import sys\nwhile True: print('x' * 99, file=sys.stderr)")
+    assert both.outcome == "output"
+
+
+def test_endless_loops_and_sleeps_end(box: Sandbox) -> None:
+    loop = """
+import signal
+for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+while True: pass
+"""
+    assert tried(box, loop, Limits(cpu_seconds=1, wall_seconds=30.0)).outcome == "cpu"
+    assert tried(box, loop, SHORT).outcome == "time"
+    ran = tried(box, "print('begun', flush=True)\nimport time; time.sleep(1000)", SHORT)
+    assert (ran.outcome, ran.stdout) == ("time", "begun\n")
+
+
+LEFT = """
+import os, sys, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for fd in range(4): os.close(fd)
+            os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(1000) # {marker}"])
+        os._exit(0)
+time.sleep(0.2)
+print("left")
+"""
+
+
+def test_children_left_behind_are_dead_when_it_returns(box: Sandbox) -> None:
+    marker = uuid.uuid4().hex
+    ran = tried(box, LEFT.format(marker=marker))
+    assert alive_with(marker) == []
+    assert ran.outcome == ("error" if is_alone(box) else "ok")
+    assert ran.seconds < LIMITS.wall_seconds
+
+
+def test_the_disk_is_not_filled(box: Sandbox) -> None:
+    one = "with open('big', 'wb') as f:\n    while True: f.write(bytes(2**20))"
+    ran = tried(box, one)
+    assert ran.outcome == "error"
+    assert "OSError" in ran.stderr or "PermissionError" in ran.stderr
+    several = "for i in range(9):\n    open(str(i), 'wb').write(bytes(2**20))"
+    assert tried(box, several).outcome == "error"
+
+
+def test_the_number_of_files_is_bounded(box: Sandbox) -> None:
+    if box.mechanism.name == "bubblewrap":
+        pytest.skip("bubblewrap cannot bound it")
+    ran = tried(box, "for i in range(5000): open(str(i), 'w').close()")
+    assert ran.outcome == "error"
+    many = tried(box, "import os\nheld = [os.dup(0) for _ in range(100)]")
+    assert many.outcome == "error"
+
+
+KILLS = """
+import os, signal
+for target in (os.getppid(), {pid}, 1, -1):
+    for number in (9, 15, 19):
+        try: os.kill(target, number)
+        except OSError: pass
+print("there")
+"""
+
+
+def test_nobody_else_is_signalled(box: Sandbox) -> None:
+    victim = subprocess.Popen(["sleep", "100"])
+    try:
+        ran = tried(box, KILLS.format(pid=victim.pid))
+        assert victim.poll() is None
+        assert ran.outcome in ("ok", "crash"), ran
+        owner = f"import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {victim.pid})"
+        assert done(box, owner) == []
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_wide_doors_are_shut(box: Sandbox) -> None:
+    """ptrace, process_vm_readv, unshare, mount, io_uring_setup, memfd_create, shmget, perf_event_open, chroot."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("numbers of another processor")
+    numbers = (101, 310, 272, 165, 425, 319, 29, 298, 161)
+    code = (
+        "import ctypes; l = ctypes.CDLL(None, use_errno=True)\n"
+        f"for n in {numbers}: print(l.syscall(n, 0, 0, 0), ctypes.get_errno())"
+    )
+    assert tried(box, code).stdout == "-1 1\n" * len(numbers)
+
+
+def test_the_scratch_folder_is_the_program_s_to_break(box: Sandbox) -> None:
+    secret = Path.home() / ".taut-nothing"
+    link = f"import os; os.symlink({str(secret)!r}, 'link'); open('link', 'w').write('x')"
+    gone = ("import os; os.rmdir('/tmp')", "import os; os.rename('/tmp', '/other')")
+    assert done(box, *gone, link) == []
+    assert not secret.exists()
+    ran = tried(box, "import os; open('kept', 'w').close(); print(os.listdir('.'))")
+    again = tried(box, "import os; print(os.listdir('/tmp'))")
+    assert ran.outcome == again.outcome
+    assert again.stdout == ("" if is_alone(box) else "[]\n")
+
+
+def test_threads_are_bounded(box: Sandbox) -> None:
+    code = (
+        "import threading, time\nthreading.stack_size(32768)\nfor n in range(5000):\n"
+        "    try: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "    except RuntimeError: break\nprint(n)"
+    )
+    ran = tried(box, code)
+    assert ran.outcome == "ok", ran
+    assert int(ran.stdout) < LIMITS.processes
+
+
+def test_randomness_is_to_be_had(box: Sandbox) -> None:
+    code = "import random, secrets; print(len(open('/dev/urandom', 'rb').read(9)), len(secrets.token_bytes(5)))"
+    assert tried(box, code).stdout == "9 5\n"
+
+
+HOST = """
+import sys, threading
+from taut.sandbox import Sandbox, Trial, Limits, Mechanism
+print("ready", flush=True)
+Sandbox(Mechanism({name!r}, "")).run("import time; marker = {marker!r}; time.sleep(1000)", [Trial()], Limits(
+    wall_seconds=100.0, total_seconds=100.0))
+"""
+
+
+def test_it_dies_with_us(box: Sandbox) -> None:
+    marker = uuid.uuid4().hex
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST.format(name=box.mechanism.name, marker=marker)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert host.stdout is not None
+    with host.stdout:
+        assert host.stdout.readline() == "ready\n"
+    before = _descendants(host.pid, at_least=2)
+    host.kill()
+    host.wait()
+    assert len(before) >= 2
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in before) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert [pid for pid in before if Path(f"/proc/{pid}").exists()] == []
+
+
+def _descendants(pid: int, at_least: int) -> list[int]:
+    """All there are of a process, when there are so many."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        found, queue = [], [pid]
+        while queue:
+            children = Path(f"/proc/{queue[0]}/task/{queue[0]}/children").read_text().split()
+            queue = [*queue[1:], *map(int, children)]
+            found += map(int, children)
+        if len(found) >= at_least:
+            return found
+        time.sleep(0.02)
+    return found
