@@ -111,7 +111,7 @@ class PolicyConfig:
     """loss: a term of its own, token by token; reward: a penalty on each token's reward, by which a token also answers
     for the divergence of those after it."""
     kl_value: KlValue | None = None
-    """The estimator that is reported; k3 where not given."""
+    """Of kl_in=loss: the estimator that is reported; k3 where not given. (Of kl_in=reward k1 and k3 are.)"""
     kl_gradient: KlGradient | None = None
     """Of kl_in=loss: the estimator whose gradient is taken. k2, which has the gradient of the divergence, where not
     given; k3 is GRPO's and TRL's, biased where policy and reference are far apart. (k1 has a mean gradient of 0.)"""
@@ -139,11 +139,6 @@ class PolicyConfig:
                     f"found {self.section}.{key.name}={_shown(value)}, which nothing reads; expected {key.wanted}; set "
                     f"that, or leave {key.name} out"
                 )
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ConfigError(
-                f"found {self.section}.kl_target={self.kl_target:g} with kl_coef=0; expected the coefficient to "
-                "begin with; set kl_coef=0.05"
-            )
         for is_fresh in (True, False):
             self._require_meant(RollOut(1.0, 1, is_fresh, has_engine_logp=True, is_apart=True))
 
@@ -208,11 +203,11 @@ class PolicyConfig:
         yield _Key("sapo_negative", self.loss == "sapo", "loss=sapo")
         is_constant = self.average == "constant"
         yield _Key("constant_length", is_constant, "average=constant")
-        for name in ("kl_in", "kl_value"):
-            yield _Key(name, has_kl, "kl_coef above 0")
-        in_loss, in_reward = self.kl_in == "loss", self.kl_in == "reward"
-        yield _Key("kl_gradient", has_kl and in_loss, "kl_coef above 0 and kl_in=loss")
-        yield _Key("kl_target", in_reward, "kl_in=reward")
+        yield _Key("kl_in", has_kl, "kl_coef above 0")
+        in_loss = has_kl and self.kl_in == "loss"
+        yield _Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield _Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield _Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
         for name in ("correction_level", "correction_cap", "correction_floor"):
             yield _Key(name, self.correction != "none", "correction=truncated or masked")
 

@@ -1,0 +1,129 @@
+"""What a step tells of engine and trainer, and of the critic; the controller of the divergence. By hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, log
+
+import pytest
+import torch
+from tests.preferences import plain_pairs
+
+from taut.losses.correction import (
+    Correction,
+    effective_share,
+    engine_metrics,
+    largest_difference,
+    weights,
+)
+from taut.losses.kl import adapted
+from taut.losses.policy import PolicyGradient
+from taut.losses.value import Critic, explained_variance, value_cost
+from taut.types import Packed, Scores
+
+NAN = float("nan")
+PACKED = plain_pairs([(3, 2)])
+GAP = torch.tensor([log(3.0), 0.0, NAN, log(0.25), log(2.0)], dtype=torch.float64)
+"""old - engine: of two answers, of three tokens and of two."""
+
+
+def means(gap_N: torch.Tensor, how: Correction) -> dict[str, float]:
+    found = engine_metrics(gap_N, PACKED, how)
+    return {name: float(total) / float(count) for name, (total, count) in found.items()}
+
+
+def test_weights() -> None:
+    assert weights(GAP, PACKED, Correction("truncated")).tolist() == pytest.approx(
+        [2, 1, 1, 0.25, 2]
+    )
+    floored = Correction("truncated", floor=0.5)
+    assert weights(GAP, PACKED, floored).tolist() == pytest.approx([2, 1, 1, 0.5, 2])
+    masked = Correction("masked", cap=2.5, floor=0.5)
+    assert weights(GAP, PACKED, masked).tolist() == pytest.approx([0, 1, 1, 0, 2])
+    whole = Correction("truncated", "sequence", cap=9.0)
+    assert weights(GAP, PACKED, whole).tolist() == pytest.approx([3, 3, 3, 0.5, 0.5])
+    dropped = Correction("masked", "sequence", cap=2.0)
+    assert weights(GAP, PACKED, dropped).tolist() == pytest.approx([0, 0, 0, 0.5, 0.5])
+
+
+def test_metrics_are_of_what_is_known() -> None:
+    """Four tokens; e^d is 3, 1, 1/4, 2."""
+    found = means(GAP, Correction())
+    sizes = [log(3.0), 0.0, log(4.0), log(2.0)]
+    assert found["engine/difference"] == pytest.approx(sum(sizes) / 4)
+    assert found["engine/difference_square"] == pytest.approx(sum(x**2 for x in sizes) / 4)
+    assert found["engine/far"] == pytest.approx(2 / 4)
+    assert found["engine/kl_k1"] == pytest.approx(-log(3 * 2 / 4) / 4)
+    assert found["engine/kl"] == pytest.approx((3 + 1 + 0.25 + 2 - 4 - log(1.5)) / 4)
+    assert found["engine/weight"] == pytest.approx(6.25 / 4)
+    assert effective_share(found) == pytest.approx(6.25**2 / (4 * (9 + 1 + 1 / 16 + 4)))
+    assert "engine/corrected" not in found
+    assert means(GAP, Correction("truncated"))["engine/corrected"] == pytest.approx(1 / 4)
+    assert effective_share({}) is None
+
+
+def test_an_engine_that_knows_nothing() -> None:
+    unknown = torch.full_like(GAP, NAN)
+    assert weights(unknown, PACKED, Correction("truncated")).tolist() == [1.0] * 5
+    found = engine_metrics(unknown, PACKED, Correction())
+    assert {(float(total), float(count)) for total, count in found.values()} == {(0.0, 0.0)}
+
+
+def rolled_out(**streams: torch.Tensor) -> Packed:
+    return replace(PACKED, streams={"advantage_N": torch.ones(5).double(), **streams})
+
+
+def test_the_largest_difference() -> None:
+    engine_N = torch.tensor([-1.0, -2.0, NAN, -4.0, -0.5], dtype=torch.float64)
+    scores = Scores(torch.tensor([-1.5, -2.0, -9.0, -3.0, -0.5], dtype=torch.float64))
+    assert largest_difference(scores, rolled_out(engine_logp_N=engine_N)) == 1.0
+
+
+def test_what_the_old_policy_is_told_apart_by() -> None:
+    """Ratios 3/2, 1, 1/2, 1, 1/2 with advantages of 1 and, last, -1: one is held from above, one from below."""
+    logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    ratio_N = torch.tensor([1.5, 1.0, 0.5, 1.0, 0.5], dtype=torch.float64)
+    packed = rolled_out(old_logp_N=logp_N - ratio_N.log())
+    packed.streams["advantage_N"][4] = -1.0
+    found = PolicyGradient(is_fresh=False)(Scores(logp_N), packed).metrics
+    of = {name: float(total) / float(count) for name, (total, count) in found.items()}
+    assert of["ratio"] == pytest.approx(4.5 / 5)
+    assert (of["clip/high"], of["clip/low"]) == (1 / 5, 1 / 5)
+    assert of["old/kl_k1"] == pytest.approx(-log(1.5 * 0.25) / 5)
+    assert of["old/kl"] == pytest.approx((4.5 - 5 - log(1.5 * 0.25)) / 5)
+    assert (of["advantage/mean"], of["advantage/size"]) == (pytest.approx(3 / 5), 1.0)
+    assert of["entropy_estimate"] == 1.0
+
+
+def test_the_critic() -> None:
+    """Returns 0 and 2, values 1 and 1 that were 0 and 1: held to 0.2 the first is 0.2, whose error is the smaller."""
+    packed = replace(
+        PACKED,
+        read_values={
+            "return": torch.tensor([0.0, 2.0]).double(),
+            "value": torch.tensor([0.0, 0.5]).double(),
+        },
+    )
+    scores = Scores(torch.empty(0), scalar_R=torch.tensor([1.0, 1.0]).double())
+    total, found = value_cost(scores, packed, Critic(coef=1.0, clip=0.2))
+    assert float(total) == pytest.approx(0.5 * (1.0 + 1.3**2))
+    of = {name: float(value) / float(count) for name, (value, count) in found.items()}
+    assert of["value/clipped"] == 0.5
+    assert (of["value/mean"], of["value/error"], of["value/error_square"]) == (1.0, 0.0, 1.0)
+    assert (of["return/mean"], of["return/square"]) == (1.0, 2.0)
+    assert explained_variance(of) == pytest.approx(0.0)  # as good as the mean
+    assert explained_variance({**of, "value/error": 1.0}) == 1.0  # off by a constant
+    assert explained_variance({**of, "return/square": 1.0}) is None
+    assert explained_variance({}) is None
+
+
+def test_the_controller() -> None:
+    """A tenth of the error, which counts for a fifth at most."""
+    assert adapted(0.5, observed=2.2, target=2.0) == pytest.approx(0.5 * 1.01)
+    assert adapted(0.5, observed=90.0, target=2.0) == pytest.approx(0.5 * 1.02)
+    assert adapted(0.5, observed=-1.0, target=2.0) == pytest.approx(0.5 * 0.98)
+    assert adapted(0.5, observed=4.0, target=2.0, horizon=2.0) == pytest.approx(0.5 * 1.1)
+    coef = 0.5
+    for _ in range(200):  # a divergence that answers to the coefficient settles at the target
+        coef = adapted(coef, observed=exp(-coef), target=exp(-1.0))
+    assert coef == pytest.approx(1.0, abs=1e-3)

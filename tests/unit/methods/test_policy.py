@@ -1,0 +1,181 @@
+"""What a user says of policy optimisation becomes the loss that was meant, or an error that says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from taut.config import configclass, load
+from taut.errors import ConfigError
+from taut.losses.advantages import ESTIMATORS, pass_at_k
+from taut.losses.correction import Correction
+from taut.losses.policy import Kl, PolicyGradient
+from taut.losses.surrogates import SURROGATES, Bounds
+from taut.losses.value import Critic
+from taut.methods.policy import Advantage, GrpoConfig, PolicyLoss, PpoConfig, RollOut
+
+LOCAL = RollOut(0.8, 64, is_fresh=True, has_engine_logp=True)
+SERVER = LOCAL._replace(is_apart=True)
+
+
+@configclass
+class Sections:
+    grpo: GrpoConfig = GrpoConfig()
+    ppo: PpoConfig = PpoConfig()
+
+
+def sections(*overrides: str) -> Sections:
+    return load(Sections, None, overrides)
+
+
+def test_every_name_can_be_said() -> None:
+    assert set(get_args(PolicyLoss)) == set(SURROGATES)
+    assert set(get_args(Advantage)) == set(ESTIMATORS)
+
+
+def test_defaults() -> None:
+    """DAPO's loss with GRPO's advantages; PPO has a critic besides."""
+    usual = PolicyGradient(
+        "clip", Bounds(0.2, 0.28), "token", has_engine_logp=True, temperature=0.8
+    )
+    assert sections().grpo.make_loss(LOCAL) == usual
+    assert sections().grpo.estimator is ESTIMATORS["group"]
+    found = sections().ppo.make_loss(LOCAL)
+    assert found.critic == Critic(0.1, 0.2)
+    assert found.wants.scalar
+    server = sections().grpo.make_loss(SERVER)
+    assert server.correction == Correction("truncated", "token", 2.0, 0.0)
+
+
+def test_what_a_roll_out_is_reaches_the_loss() -> None:
+    found = sections("grpo.average=constant").grpo.make_loss(RollOut(0.5, 77, False, False))
+    assert (found.temperature, found.constant_length) == (0.5, 77)
+    assert (found.is_fresh, found.has_engine_logp) == (False, False)
+    assert found.needs == ("advantage_N", "old_logp_N")
+
+
+GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("loss=gspo",), {"surrogate": "gspo", "bounds": Bounds(3e-4, 4e-4), "average": "sequence"}),
+    (
+        ("loss=gspo_token", "average=token"),
+        {"surrogate": "gspo_token", "bounds": Bounds(3e-4, 4e-4)},
+    ),
+    (("loss=cispo",), {"surrogate": "cispo", "bounds": Bounds(1.0, 4.0)}),
+    (
+        ("loss=sapo", "sapo_positive=2.0", "sapo_negative=3.0"),
+        {"surrogate": "sapo", "bounds": Bounds(0.2, 0.28, None, 2.0, 3.0), "average": "sequence"},
+    ),
+    (("loss=gmpo",), {"surrogate": "gmpo", "bounds": Bounds(0.4, 0.4), "average": "sequence"}),
+    (("loss=reinforce",), {"surrogate": "reinforce"}),
+    (
+        ("clip_low=0.1", "clip_high=0.3", "dual_clip=3.0"),
+        {"bounds": Bounds(0.1, 0.3, 3.0)},
+    ),
+    (("average=constant", "constant_length=9"), {"average": "constant", "constant_length": 9}),
+    (("kl_coef=0.1",), {"kl": Kl(0.1, "k2", "k3")}),
+    (
+        ("kl_coef=0.1", "kl_gradient=k3", "kl_value=k1"),
+        {"kl": Kl(0.1, "k3", "k1")},
+    ),
+    (("kl_coef=0.1", "kl_in=reward", "kl_target=0.01"), {}),
+    (("entropy_coef=0.01",), {"entropy_coef": 0.01}),
+    (("entropy=true",), {"entropy": True}),
+    (("correction=none",), {"correction": Correction()}),
+    (
+        ("correction=masked", "correction_cap=5.0", "correction_floor=0.5"),
+        {"correction": Correction("masked", "sequence", 5.0, 0.5)},
+    ),
+    (
+        ("correction=masked", "correction_level=token"),
+        {"correction": Correction("masked", "token")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), GRPO)
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_what_is_said_is_in_the_loss(
+    section: str, overrides: tuple[str, ...], said: dict[str, Any]
+) -> None:
+    config = getattr(sections(*(f"{section}.{one}" for one in overrides)), section)
+    found = config.make_loss(SERVER)
+    usual = getattr(sections(), section).make_loss(SERVER)
+    changed = {f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)}
+    assert {name: getattr(found, name) for name in said} == said
+    assert changed <= said.keys()
+
+
+def test_what_the_critic_is_told() -> None:
+    config = sections("ppo.value_coef=0.5", "ppo.value_clip=none").ppo
+    assert config.make_loss(LOCAL).critic == Critic(0.5, None)
+
+
+def test_a_divergence_in_the_reward_is_not_in_the_loss() -> None:
+    found = sections("grpo.kl_coef=0.1", "grpo.kl_in=reward").grpo
+    assert found.penalty_coef == 0.1
+    assert "ref_logp_N" not in found.make_loss(LOCAL).needs
+    assert sections("grpo.kl_coef=0.1").grpo.penalty_coef == 0.0
+
+
+def test_the_best_of_how_many() -> None:
+    reward_S, one_S = torch.tensor([0.0, 1.0, 0.0, 1.0]).double(), torch.zeros(4).long()
+    for said, k in (((), 4), (("grpo.pass_k=2",), 2)):
+        found = sections("grpo.advantage=pass_at_k", *said).grpo.estimator(reward_S, one_S)
+        assert found.tolist() == pass_at_k(reward_S, one_S, k=k).tolist()
+
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (
+        ("loss=sapo", "clip_low=0.1"),
+        r"grpo.clip_low=0.1, which nothing reads; expected loss=clip or",
+    ),
+    (("loss=reinforce", "clip_high=0.1"), r"grpo.clip_high=0.1, which nothing reads"),
+    (
+        ("loss=cispo", "dual_clip=9.0"),
+        r"grpo.dual_clip=9, which nothing reads; expected loss=clip or gspo",
+    ),
+    (
+        ("dual_clip=1.1",),
+        r"grpo: found dual_clip=1.1 with clip_high=0.28; expected more than 1 \+ clip_high",
+    ),
+    (("clip_low=1.5",), r"grpo: found clip_low=1.5 with loss=clip; expected at most 1"),
+    (("sapo_negative=2.0",), r"grpo.sapo_negative=2, which nothing reads; expected loss=sapo"),
+    (
+        ("constant_length=9",),
+        r"grpo.constant_length=9, which nothing reads; expected average=constant",
+    ),
+    (("kl_gradient=k3",), r"grpo.kl_gradient=k3, which nothing reads; expected kl_coef above 0"),
+    (("kl_coef=1.0", "kl_gradient=k1"), r"kl_gradient"),
+    (
+        ("kl_coef=1.0", "kl_in=reward", "kl_gradient=k2"),
+        r"grpo.kl_gradient=k2, which nothing reads",
+    ),
+    (("kl_coef=1.0", "kl_in=reward", "kl_value=k2"), r"grpo.kl_value=k2, which nothing reads"),
+    (("kl_in=reward",), r"grpo.kl_in=reward, which nothing reads; expected kl_coef above 0"),
+    (
+        ("kl_coef=1.0", "kl_target=1.0"),
+        r"grpo.kl_target=1, which nothing reads; expected kl_coef above 0 and kl_in",
+    ),
+    (("correction=none", "correction_cap=3.0"), r"grpo.correction_cap=3, which nothing reads"),
+    (("pass_k=3",), r"grpo.pass_k=3, which nothing reads; expected advantage=pass_at_k"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_what_nothing_reads_and_what_has_no_meaning_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        sections(*(f"grpo.{one}" for one in overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_correction_needs_the_engines_word() -> None:
+    config = sections("grpo.correction=truncated").grpo
+    with pytest.raises(ConfigError, match="correction=truncated with an engine that gives no log"):
+        config.make_loss(LOCAL._replace(has_engine_logp=False))
+    unsaid = SERVER._replace(has_engine_logp=False)
+    assert sections().grpo.make_loss(unsaid).correction.kind == "none"
