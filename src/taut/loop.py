@@ -291,10 +291,10 @@ def made_ready(
 
 
 def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
-    """This rank's micro-batches with the streams of every role, and whether each counts."""
+    """This rank's micro-batches with the streams that roles have to fill in, and whether each counts."""
     planned = padded(microbatches_of(trees, job), trees, job)
-    given = planned[0][0].streams
-    for role in (role for role in job.roles if role.gives not in given):
+    missing = set(job.method.loss.needs) - planned[0][0].streams.keys()
+    for role in (role for role in job.roles if role.gives in missing):
         with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
             streams = [_streams(job, role, packed, trees, where) for packed, _ in planned]
         planned = [

@@ -57,8 +57,10 @@ def sample_of(episode: Episode, name: str, *, has_reads: bool) -> Sample:
 def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role], step: int) -> Said:
     """What the policy, the critic and ``roles`` say of each sample of these trees."""
     where = f"the roll-out of step {step}"
-    planned = padded(microbatches_of(trees, job), trees, job)
     found: Said = {s.id: {} for tree in trees for s in tree.samples}
+    if not (asked.policy or asked.values or roles):
+        return found
+    planned = padded(microbatches_of(trees, job), trees, job)
     if asked.policy or asked.values:
         for packed, is_real in planned:
             scores = _attempted(
