@@ -172,12 +172,19 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, 
 
     ``grad_norm``: of the whole, before; ``grad_norm/critic``: of that part.
     """
-    parts: dict[str, list[nn.Parameter]] = {}
-    for group in optimizer.param_groups:
-        parts.setdefault(group["part"], []).extend(group["params"])
-    norms = {part: parallel.clip_gradients(params, max_norm) for part, params in parts.items()}
+    norms = {
+        part: parallel.clip_gradients(params, max_norm) for part, params in parts(optimizer).items()
+    }
     apart = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
     return {"grad_norm": math.hypot(*norms.values()), **apart}
+
+
+def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
+    """The parameters whose gradients are clipped together; that of most has no name."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        found.setdefault(group["part"], []).extend(group["params"])
+    return found
 
 
 def _is_exempt(name: str, parameter: nn.Parameter) -> bool:

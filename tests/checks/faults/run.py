@@ -80,8 +80,10 @@ def optimizer_settings_that_get_lost(place: Place, is_faulty: bool) -> Session:
     """The optimizer is made with its own defaults beside the learning rate."""
     make = optim.build_optimizer
 
-    def plain(model: nn.Module, config: optim.OptimConfig) -> torch.optim.AdamW:
-        return make(model, optim.OptimConfig(learning_rate=config.learning_rate))
+    def plain(
+        model: nn.Module, config: optim.OptimConfig, pace: optim.Pace | None
+    ) -> torch.optim.AdamW:
+        return make(model, optim.OptimConfig(learning_rate=config.learning_rate), pace)
 
     if is_faulty:
         place.patch.setattr(build, "build_optimizer", plain)

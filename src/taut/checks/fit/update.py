@@ -29,7 +29,8 @@ def ask(session: Session) -> Finding:
     with put_back(session) as copies:
         before = loop.add_gradients(job, session.trees, 1).loss
         optim.clip(job.optimizer, job.clip_grad_norm)
-        length = parallel.clip_gradients(job.trained, None)
+        parts = optim.parts(job.optimizer).values()
+        length = max(parallel.clip_gradients(part, None) for part in parts)
         slopes = {
             name: local(p.grad).clone()
             for name, p in trained(session).items()

@@ -2,6 +2,7 @@
 batch or the start explains it:
 
 - the first matrix of an adapter whose second one is zero and has a gradient;
+- what is behind a critic's head that starts at zero;
 - experts and routers, which a token may not be routed to; single rows, whose token may not be there;
 - everything, where each target's predictor sees one token alone: attention has nothing to choose then.
 """
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.loss.step import Step, step, trained
+from taut.checks.loss.step import Step, norm, step, trained
 from taut.checks.session import Session
+from taut.models.critic import PART, OwnCritic
+from taut.models.heads import scalar_head
 
 SHOWN = 4
 SPARSE = re.compile(r"expert|router|\.gate\.|trainable_tokens")
@@ -44,7 +47,11 @@ def ask(session: Session) -> Finding:
     parameters = trained(session)
     zero = [name for name, value in seen.norms.items() if value == 0.0]
     still = [
-        name for name in zero if not SPARSE.search(name) and not _is_first(parameters, name, seen)
+        name
+        for name in zero
+        if not SPARSE.search(name)
+        and not _is_first(parameters, name, seen)
+        and not _is_behind_zero(session, name)
     ]
     if still and _sees_more_than_one(session):
         return failed(
@@ -69,6 +76,14 @@ def _is_first(parameters: Mapping[str, nn.Parameter], name: str, seen: Step) -> 
         return False
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return not bool(torch.any(local.detach()))
+
+
+def _is_behind_zero(session: Session, name: str) -> bool:
+    """Whether this is of an own critic that says 0 yet."""
+    critic = session.scorer.critic
+    if not isinstance(critic, OwnCritic) or not name.startswith(f"{PART}."):
+        return False
+    return norm(scalar_head(critic.model).weight) == 0.0
 
 
 def _sees_more_than_one(session: Session) -> bool:

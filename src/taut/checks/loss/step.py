@@ -77,8 +77,9 @@ def step(session: Session) -> Step:
 
 
 def trained(session: Session) -> dict[str, nn.Parameter]:
-    """The tensors that train, by name."""
-    return {name: p for name, p in session.scorer.model.named_parameters() if p.requires_grad}
+    """The tensors that train, by name; a critic's names begin with ``critic.``"""
+    named = session.scorer.named_parameters()
+    return {name.removeprefix("model."): p for name, p in named if p.requires_grad}
 
 
 def forget(session: Session) -> None:

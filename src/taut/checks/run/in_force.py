@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from taut.checks.finding import Finding, failed, passed
+from taut.checks.loss.step import trained as every_trained
 from taut.checks.run.adapters import adapters
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
@@ -96,7 +97,7 @@ def trained(session: Session) -> Iterator[Setting]:
         still = [name for name in named if name not in frozen and name not in held]
         found = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", found)
-    wanted = sum(parameter.requires_grad for parameter in named.values())
+    wanted = len(every_trained(session))
     yield Setting("optimizer", f"{wanted} tensors, each once", _members(session))
 
 
