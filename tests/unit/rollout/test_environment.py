@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,18 @@ from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
 from taut.data.tool_calls import ToolCall
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError
+from taut.rollout.deadline import Outcome
 from taut.rollout.engine import OnDone, Sampling
-from taut.rollout.environment import EnvironmentConfig, Step, World, open_world
+from taut.rollout.environment import (
+    EnvironmentConfig,
+    Step,
+    ToolEnvironment,
+    World,
+    open_world,
+)
 from taut.rollout.episode import Episode
 from taut.rollout.play import play
+from taut.rollout.tools import load_tool
 from taut.types import Completion, FinishReason, Prompt
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
@@ -304,3 +313,34 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_tools_need_a_template_that_writes_them() -> None:
     with pytest.raises(RenderError, match="writes no tool calls"):
         world_of(TOOLS, renderer_of("chatml"))
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """The first of two, whose other has ``theirs``."""
+
+    theirs: dict[int, Outcome]
+    rank: int = 0
+    size: int = 2
+
+    def gather(self, mine: dict[int, Outcome]) -> list[dict[int, Outcome]]:
+        return [mine, self.theirs]
+
+
+def test_each_rank_steps_the_environments_it_has() -> None:
+    ranks: Any = TwoRanks({1: Outcome("theirs")})
+    world = replace(world_of(TOOLS, renderer_of()), ranks=ranks)
+    called: list[int] = []
+    jobs = {number: partial(called.append, number) for number in range(3)}
+    assert world.each(jobs) == {0: Outcome(), 1: Outcome("theirs"), 2: Outcome()}
+    assert sorted(called) == [0, 2]
+
+
+def test_calls_that_come_late_in_a_turn_are_not_made() -> None:
+    kit = {"calculator": load_tool("calculator")}
+    step = ToolEnvironment(kit, seconds=-1.0).step(
+        "", [ToolCall("call00000", "calculator", {"expression": "1"})]
+    )
+    assert (
+        step.messages[0]["content"] == "Error: the time of this turn is up; the call was not made"
+    )

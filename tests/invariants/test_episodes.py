@@ -1,0 +1,109 @@
+"""Paths of several turns: what the engine says of each sampled token is what the trainer says of it; what paths share
+is computed once, and their gradient is that of each alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.models import tiny_model
+from tests.tokenizers import tiny_tokenizer
+from tests.unit.rollout.test_environment import Scripted, row_of
+from torch import Tensor
+
+from taut.attention.select import PREFIX
+from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.render import Renderer
+from taut.data.tool_calls import ToolCall
+from taut.models.precision import compute_context
+from taut.models.score import Scorer
+from taut.rollout.bridge import Bridge
+from taut.rollout.engine import Sampling
+from taut.rollout.environment import EnvironmentConfig, Step, World
+from taut.rollout.episode import Episode
+from taut.rollout.local import LocalEngine
+from taut.rollout.play import play
+from taut.types import Packed, Sample
+
+LIMIT = 1e-9
+
+
+class Asks:
+    """Asks on for ever."""
+
+    def step(self, text: str, calls: list[ToolCall]) -> Step:
+        return Step([{"role": "user", "content": "And then?"}])
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Scorer:
+    model = tiny_model("llama", vocab_size=len(tiny_tokenizer()))
+    model.set_attn_implementation(PREFIX + "reference")
+    return Scorer(model)
+
+
+def world(renderer: Renderer, stop_ids: tuple[int, ...], turns: int) -> World:
+    config = EnvironmentConfig(name="asks", max_turns=turns)
+    return World(config, Asks, Bridge(renderer, stop_ids), None, (), 256, None)
+
+
+def sample(episode: Episode, seed: int) -> Sample:
+    size = episode.sampled_at_N.size
+    advantage_N = np.random.default_rng(seed).normal(size=size)
+    name = f"{episode.row.id}#{episode.index}"
+    streams = {"advantage_N": advantage_N, "engine_logp_N": episode.logp_N}
+    return Sample(name, episode.ids_T, episode.sampled_at_N, np.ones(size), streams=streams)
+
+
+def gradient(scorer: Scorer, layouts: list[Packed]) -> dict[str, Tensor]:
+    scorer.zero_grad()
+    for packed in layouts:
+        with compute_context(torch.float64, torch.device("cpu")):
+            (scorer(packed).logp_N * packed.streams["advantage_N"]).sum().backward()
+    return {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+
+
+def test_the_engine_and_the_trainer_agree_on_every_turn(scorer: Scorer) -> None:
+    renderer = Renderer(tiny_tokenizer("qwen3"))
+    stop_ids = (*range(0, len(tiny_tokenizer()), 3), *renderer.stop_ids)  # so that turns end soon
+    engine = LocalEngine(scorer, tiny_tokenizer(), stop_ids, context=256)
+    rows = [row_of(renderer, name) for name in "ab"]
+    sampling = Sampling(n=3, max_new_tokens=20, seed=1)
+    found = play(engine, rows, sampling, world(renderer, stop_ids, turns=3))
+    assert max(episode.num_turns for episode in found) == 3
+    assert len({tuple(episode.ids_T.tolist()) for episode in found}) == 6
+    for policy in (ALONE, PackPolicy(True, 1)):
+        packed = pack([sample(episode, 0) for episode in found], policy)
+        with torch.no_grad():
+            logp_N = scorer(packed).logp_N
+        assert float((logp_N - packed.streams["engine_logp_N"]).abs().max()) < LIMIT
+    again = play(engine, rows, sampling, world(renderer, stop_ids, turns=3))
+    assert [e.ids_T.tolist() for e in again] == [e.ids_T.tolist() for e in found]
+
+
+def test_paths_that_branch_share_their_past(scorer: Scorer) -> None:
+    renderer = Renderer(tiny_tokenizer("qwen3"))
+    engine = Scripted(
+        renderer, lambda name, index, turn: "first" if turn == 0 else f"{name[-3:]} goes on"
+    )
+    left, right = play(
+        engine, [row_of(renderer)], Sampling(n=2), world(renderer, renderer.stop_ids, turns=2)
+    )
+    samples = [sample(left, 1), sample(right, 2)]
+    common = int((left.ids_T != right.ids_T).argmax())
+    first = engine.drawn[0].ids_N.size
+    assert common > engine.asked[0][0].ids_T.size + first  # beyond the first turn and what was said
+
+    shared = pack(samples, PackPolicy(True, 1))
+    assert shared.num_tokens == left.ids_T.size + right.ids_T.size - common
+    assert shared.num_targets == left.sampled_at_N.size + right.sampled_at_N.size
+    inside = shared.predictor_N < common - 1
+    assert torch.bincount(shared.row_N[inside]).tolist() == [first, first]
+
+    together, alone = (
+        gradient(scorer, [shared]),
+        gradient(scorer, [pack([s], ALONE) for s in samples]),
+    )
+    assert together.keys() == alone.keys()
+    for name, expected in alone.items():
+        assert float((together[name] - expected).norm() / expected.norm()) < LIMIT, name
