@@ -8,6 +8,7 @@ May import run and what is below it. build imports it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -107,8 +108,10 @@ def give_critic(
     config = None if online is None else online.critic
     if config is None:
         return []
+    new_ids = inputs.new_ids
     if config.model is not None:
-        require_same_tokenizer(run, inputs, config.model, "critic.model")
+        theirs = same_vocabulary(run, inputs, config.model, "critic.model", new_ids)
+        new_ids = [index for index in new_ids if inputs.token(index) not in theirs]
         context = context_length(load_config(config.model, run.trust_remote_code))
         require_context(f"critic.model={config.model}", context, inputs.longest)
     setting = CriticSetting(
@@ -118,7 +121,7 @@ def give_critic(
         device=ranks.device,
         attention=loaded.attention.implementation,
         longest=inputs.longest,
-        new_ids=inputs.new_ids,
+        new_ids=new_ids,
         one_sample=loaded.one_sample,
         recomputes=run.activation_checkpointing,
         seed=run.seed,
@@ -160,17 +163,29 @@ def load_beside(
 
 
 def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> None:
-    """Raise ModelError where another model's ids mean other tokens, or where there is none."""
+    """Raise ModelError where another language model's ids mean other tokens, or where there is none."""
     try:
         config = load_config(path, run.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
     require_language_model(path, config, key)
-    theirs = load_tokenizer(path, run.trust_remote_code).get_vocab()
+    same_vocabulary(run, inputs, path, key)
+
+
+def same_vocabulary(
+    run: Run, inputs: Inputs, path: str, key: str, added: Sequence[int] = ()
+) -> dict[str, int]:
+    """Another model's vocabulary. Raises ModelError where its ids mean other tokens. ``added``: those it may lack."""
+    try:
+        theirs: dict[str, int] = load_tokenizer(path, run.trust_remote_code).get_vocab()
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
     mine = inputs.tokenizer.get_vocab()
-    differing = next((token for token, index in mine.items() if theirs.get(token) != index), None)
+    lacks = {index for index in added if inputs.token(index) not in theirs}
+    differing = next((t for t, i in mine.items() if theirs.get(t) != i and i not in lacks), None)
     if differing is not None:
         raise ModelError(
             f"{key}={path}: its tokenizer has {theirs.get(differing)} for {differing!r} and that of model={run.model} "
             f"has {mine[differing]}; expected the same tokenizer; name a model of the same family"
         )
+    return theirs
