@@ -12,7 +12,8 @@ deviation s with n - 1); A is one number a sample:
     reinforce_pp_baseline  r - m, whitened over the whole roll-out
                                                             its baseline form
     maxrl                  (r - m) / m; 0 where m is 0      MaxRL, arXiv 2602.02710: for rewards of 0 and 1 unbiased for
-                                                            the likelihood of success, truncated at order n - 1
+                                                            the likelihood of success, truncated at order n - 1 (r / m
+                                                            alone: n, with more noise)
     pass_at_k              n / C(n, k) sum over the k-subsets I with the sample of (max of I - max of I without it)
                                                             PKPO, arXiv 2505.15201, s^(loo-1): unbiased for the expected
                                                             best of k, which is pass@k for rewards of 0 and 1

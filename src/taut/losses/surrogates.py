@@ -5,7 +5,7 @@ clip(x) = x held between 1 - low and 1 + high. The cost, whose gradient goes dow
 
     clip         -min(r A, clip(r) A)                       PPO, arXiv 1707.06347, eq. 7; high apart from low: DAPO's
                                                             clip-higher, 2503.14476. With a dual clip c, not below c A
-                                                            where A < 0: 1912.09729, eq. 5 (TRL's delta)
+                                                            where A < 0: 1912.09729 (TRL's delta)
     gspo         the same of s = e^(mean of u over the sample's targets)
                                                             GSPO, arXiv 2507.18071, eq. 5 to 7
     gspo_token   the same of sg(s) r / sg(r): the sequence's ratio, with each token's own gradient
@@ -13,10 +13,10 @@ clip(x) = x held between 1 - low and 1 + high. The cost, whose gradient goes dow
     cispo        -sg(clip(r)) A log pi                      CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 to 5. low = 1 is
                                                             no lower bound; 1 + high is TRL's epsilon_high
     sapo         -(4 / t) sigmoid(t (r - 1)) A, t another one where A > 0 than elsewhere
-                                                            SAPO, arXiv 2511.20347, eq. 5 to 6
+                                                            SAPO, arXiv 2511.20347
     gmpo         -e^(mean of v over the sample's targets) A, v = u held between -low and high on the side on which clip
                  would hold it: min(u, held u) where A > 0, else max
-                                                            GMPO, arXiv 2507.20673, eq. 4: bounds of log-ratios
+                                                            GMPO, arXiv 2507.20673: bounds of log-ratios
     reinforce    -A log pi                                  REINFORCE (Williams, 1992): reads no ratio
 
 sg: a constant of the gradient. Where the policy is the old one, u = 0, every one has the gradient of reinforce; gspo
