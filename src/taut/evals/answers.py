@@ -72,7 +72,9 @@ def require_scorable(rows: Sequence[PromptRow], panel: Panel, max_errors: float)
     """Raise DataError, before anything is generated, where too many references are none for taut's own rewards."""
     labels = [part.label for part in panel.parts if part.verifier.needs_reference]
     asked = [row for row in rows if row.references]
-    verdicts = panel.grade([as_answer(row, row.references[0]) for row in asked], labels)
+    verdicts = panel.grade(
+        [as_answer(row, row.references[0]) for row in asked], labels, are_bare=True
+    )
     for label in labels:
         scores = [verdict.parts[label] for verdict in verdicts]
         errors = [

@@ -98,21 +98,30 @@ class Panel:
         return [part.label for part in self.parts]
 
     def grade(
-        self, answers: Sequence[Answered], labels: Collection[str] | None = None
+        self,
+        answers: Sequence[Answered],
+        labels: Collection[str] | None = None,
+        *,
+        are_bare: bool = False,
     ) -> list[Verdict]:
-        """The verdict on each answer, in their order; ``labels``: of these rewards only."""
+        """The verdict on each answer, in their order.
+
+        ``labels``: of these rewards only. ``are_bare``: they have no marks around them (``inside``, ``after``).
+        """
         parts = [part for part in self.parts if labels is None or part.label in labels]
         with ExitStack() as stack:
             futures: list[dict[str, Future[Score]]] = []
             for answered in answers:
                 futures.append({})
                 for part in parts:
-                    future = self._start(part, answered)
+                    future = self._start(part, answered if are_bare else part.read(answered))
                     if future is not None:
                         stack.callback(future.cancel)
                         futures[-1][part.label] = future
             done = {
-                part.label: self._at_once(part, answers)
+                part.label: self._at_once(
+                    part, answers if are_bare else [part.read(it) for it in answers]
+                )
                 for part in parts
                 if part.verifier.runs in ("here", "model")
             }

@@ -2,7 +2,7 @@
 
     rewards = "math"
     rewards = ["exact_match", "own.py:function"]
-    rewards = ["math", {name = "length", weight = 0.1, options = {target = 200}}]
+    rewards = ["math", {name = "length_target", weight = 0.1, options = {target = 200}}]
 
 May import config, errors and the verifiers. The panel and those who list rewards import it.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,21 @@ from pydantic import Field
 
 from taut.config import configclass, restore
 from taut.errors import ConfigError
+from taut.rewards.answered import Answered
 from taut.rewards.contains import Contains
 from taut.rewards.exact_match import ExactMatch
+from taut.rewards.gym import Gym
+from taut.rewards.json_schema import JsonSchema
+from taut.rewards.judge import Judge
+from taut.rewards.language import Language
+from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget
+from taut.rewards.maths import Math
 from taut.rewards.numeric import Numeric
+from taut.rewards.regex import Regex
+from taut.rewards.repetition import Repetition
+from taut.rewards.reward_model import RewardModel, RewardServer
+from taut.rewards.stop import Stop
+from taut.rewards.tags import Tags
 from taut.rewards.user import own
 from taut.rewards.verifier import Verifier
 
@@ -29,6 +41,20 @@ REWARDS: dict[str, type[Verifier]] = {
     "exact_match": ExactMatch,
     "contains": Contains,
     "numeric": Numeric,
+    "math": Math,
+    "reasoning_gym": Gym,
+    "format": Tags,
+    "regex": Regex,
+    "json_schema": JsonSchema,
+    "language": Language,
+    "length_target": LengthTarget,
+    "length_overlong": LengthOverlong,
+    "length_cosine": LengthCosine,
+    "repetition": Repetition,
+    "stop": Stop,
+    "reward_model": RewardModel,
+    "reward_server": RewardServer,
+    "judge": Judge,
 }
 """name -> verifier, a configclass of its options. Every entry is held to the properties in tests/unit/rewards."""
 
@@ -45,8 +71,19 @@ class RewardSpec:
     """The name of its metric; by default its own name, or the function's."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds it may take for an answer; by default what suits the reward. Not asked of what cannot hang."""
+    inside: str | None = None
+    """Judge only what stands in the last tag of this name; without it an answer is judged as an empty one."""
+    after: str | None = None
+    """Judge only what comes after the last such mark, as </think>; without it an answer is judged as an empty one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Its own settings; of a function of yours: arguments by name."""
+
+    def __post_init__(self) -> None:
+        if self.inside is not None and self.after is not None:
+            raise ConfigError(
+                f"the reward {self.name} has inside={self.inside} and after={self.after}; expected one of them; "
+                "remove one"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,6 +95,19 @@ class Part:
     weight: float
     timeout: float
     """Seconds."""
+    inside: str | None = None
+    after: str | None = None
+
+    def read(self, answered: Answered) -> Answered:
+        """What of an answer it is shown."""
+        if self.after is not None:
+            _, mark, rest = answered.text.rpartition(self.after)
+            return replace(answered, text=rest.strip() if mark else "")
+        if self.inside is None:
+            return answered
+        _, opened, rest = answered.text.rpartition(f"<{self.inside}>")
+        within, closed, _ = rest.partition(f"</{self.inside}>")
+        return replace(answered, text=within.strip() if opened and closed else "")
 
 
 def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:
@@ -84,13 +134,14 @@ def read_parts(
                 f"found the reward {spec.name!r}, and there is another metric {label!r}; expected each name once; "
                 "leave it out, or give it a label of its own"
             )
-        verifier = _verifier(spec.name, spec.options)
+        verifier = verifier_of(spec.name, spec.options)
         timeout = verifier.seconds if spec.timeout is None else spec.timeout
-        parts.append(Part(label, verifier, spec.weight, timeout))
+        parts.append(Part(label, verifier, spec.weight, timeout, spec.inside, spec.after))
     return parts
 
 
-def _verifier(name: str, options: Mapping[str, Any]) -> Verifier:
+def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
+    """The verifier of a name, with these options."""
     if ":" in name:
         return own(name, options)
     if name not in REWARDS:

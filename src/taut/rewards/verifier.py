@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from taut.rewards.answered import Answered
 
 if TYPE_CHECKING:
-    from taut.rewards.remote import Client
+    from taut.rewards.http import Client
 
 Place: TypeAlias = Literal["here", "process", "remote", "model"]
 """Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where

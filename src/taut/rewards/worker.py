@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from taut.errors import TautError
@@ -26,20 +25,29 @@ PARENT_LOOKED_AT = 1.0
 
 
 def main(descriptor: int) -> None:
-    """Serve what comes through the pipe. The first message is the path of imports and the verifiers by label."""
+    """Serve what comes through the pipe. The first message is the path of imports and the verifiers by label.
+
+    A request is a verifier's number and an answer, or None to load it only. The first reply is what keeps the verifier
+    from being loaded, or None; then comes the score. So that loading takes nothing of an answer's time, and a worker
+    that takes the place of a killed one loads what it is asked for and no more.
+    """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     path, verifiers = pipe.recv()
     sys.path[:] = path
-    trouble = _prepare([verifier for _, verifier in verifiers])
-    pipe.send(trouble)
-    while trouble is None:
+    loaded: dict[int, str | None] = {}
+    while True:
         try:
             number, answered = pipe.recv()
         except EOFError:
             return
         label, verifier = verifiers[number]
+        if number not in loaded:
+            loaded[number] = _prepare(label, verifier)
+        pipe.send(loaded[number])
+        if answered is None or loaded[number] is not None:
+            continue
         score = judged(label, verifier, answered)
         sys.stdout.flush()
         pipe.send(score)
@@ -54,15 +62,14 @@ def judged(label: str, verifier: Verifier, answered: Answered) -> Score:
         return Score(error=reason(error) + place)
 
 
-def _prepare(verifiers: Sequence[Verifier]) -> str | None:
-    """What keeps one of them from being used."""
+def _prepare(label: str, verifier: Verifier) -> str | None:
+    """What keeps it from being used."""
     try:
-        for verifier in verifiers:
-            verifier.prepare()
+        verifier.prepare()
     except TautError as error:
         return str(error)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (told in the parent, which raises)
-        return f"{reason(error)}; expected rewards that can be loaded; correct them"
+        return f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
     return None
 
 

@@ -28,7 +28,7 @@ from taut.rewards.registry import Part
 from taut.rewards.verifier import Score
 
 START_SECONDS = 120.0
-"""How long a worker may take to load its verifiers."""
+"""How long a process may take to start and to load a verifier; no answer's time."""
 COMMAND = "from taut.rewards.worker import main; main({})"
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Of a worker's environment: sets have one order everywhere, and workers do not take the trainer's cores from it."""
@@ -51,7 +51,8 @@ class Workers:
         """Raise ConfigError, now, for a verifier that cannot be loaded."""
         worker = self._idle.get()
         try:
-            worker.start()
+            for number, part in enumerate(self._parts):
+                worker.load(number, part)
         finally:
             self._idle.put(worker)
 
@@ -89,8 +90,39 @@ class _Worker:
         self._pipe: Connection | None = None
         self._is_stopped = False
 
-    def start(self) -> Connection:
-        """The pipe to a process that is ready."""
+    def load(self, number: int, part: Part, answered: Answered | None = None) -> Connection:
+        """The pipe to a process that has loaded a verifier, and is at ``answered``. ConfigError: it cannot be."""
+        remedy = f"expected the reward {part.label} to be loaded; correct it"
+        try:
+            pipe = self._open()
+            pipe.send((number, answered))
+            if not pipe.poll(START_SECONDS):
+                self.clear()
+                raise ConfigError(f"found nothing within {START_SECONDS:g} s; {remedy}")
+            trouble = pipe.recv()
+        except (EOFError, OSError):
+            raise ConfigError(f"a worker {self._ended()} at its start; {remedy}") from None
+        if trouble is not None:
+            raise ConfigError(trouble)
+        return pipe
+
+    def ask(self, number: int, answered: Answered, part: Part) -> Score:
+        """The verifier's word, or what kept it from giving one."""
+        try:
+            pipe = self.load(number, part, answered)
+        except ConfigError as error:
+            return Score(error=str(error))
+        try:
+            if pipe.poll(part.timeout):
+                score: Score = pipe.recv()
+                return score
+        except (EOFError, OSError):
+            return Score(error=f"{part.label} ended its process, which {self._ended()}")
+        self.clear()
+        return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
+
+    def _open(self) -> Connection:
+        """The pipe to the process, which is started where there is none."""
         if self._pipe is not None and self._process is not None and self._process.poll() is None:
             return self._pipe
         self.clear()
@@ -105,36 +137,8 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        labels = ", ".join(label for label, _ in self._verifiers)
-        remedy = f"expected the rewards {labels} to be loaded; correct them"
-        try:
-            self._pipe.send((sys.path, self._verifiers))
-            is_there = self._pipe.poll(START_SECONDS)
-            trouble = (
-                self._pipe.recv() if is_there else f"nothing within {START_SECONDS:g} s; {remedy}"
-            )
-        except (EOFError, OSError):
-            trouble = f"a worker {self._ended()} while it was started; {remedy}"
-        if trouble is not None:
-            self.clear()
-            raise ConfigError(trouble)
+        self._pipe.send((sys.path, self._verifiers))
         return self._pipe
-
-    def ask(self, number: int, answered: Answered, part: Part) -> Score:
-        """The verifier's word, or what kept it from giving one."""
-        try:
-            pipe = self.start()
-        except ConfigError as error:
-            return Score(error=str(error))
-        try:
-            pipe.send((number, answered))
-            if pipe.poll(part.timeout):
-                score: Score = pipe.recv()
-                return score
-        except (EOFError, OSError):
-            return Score(error=f"{part.label} ended its process, which {self._ended()}")
-        self.clear()
-        return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
 
     def stop(self) -> None:
         """End the process, and let no other be started."""

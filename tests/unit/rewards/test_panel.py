@@ -90,6 +90,8 @@ def panel(own: Path) -> Iterator[Panel]:
         f"{own}:where",
         f"{own}:whatever",
         RewardSpec(name="exact_match", label="same", weight=0.5),
+        RewardSpec(name="regex", timeout=0.3, options={"pattern": r"^(a+)+$"}),
+        RewardSpec(name="regex", label="whole", options={"pattern": "a.c", "is_whole": True}),
     ]
     with open_panel(rewards, PanelConfig(workers=2)) as opened:
         yield opened
@@ -171,6 +173,13 @@ def test_time_limits_hold_in_any_thread(panel: Panel) -> None:
 
 def test_workers_load_no_torch_and_hear_no_ctrl_c(panel: Panel) -> None:
     assert said(panel, "where", "a") == [Score(2.0)]
+
+
+def test_an_expression_that_never_ends_is_ended(panel: Panel) -> None:
+    slow = Score(error="regex took longer than 0.3 s and was killed")
+    texts = ["aaaa", "b", "a" * 40 + "b", "a"]
+    assert said(panel, "regex", *texts) == [Score(1.0), Score(0.0), slow, Score(1.0)]
+    assert [it.value for it in said(panel, "whole", "abc", "xabc", "abcx")] == [1.0, 0.0, 0.0]
 
 
 def test_the_same_answers_have_the_same_verdicts(panel: Panel, own: Path) -> None:

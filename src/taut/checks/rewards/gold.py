@@ -112,7 +112,7 @@ def _show(panel: Panel, rows: Sequence[PromptRow]) -> list[Shown]:
         [as_answer(row, text) for text in (*right, *others, "")]
         for row, (right, others) in zip(rows, texts, strict=True)
     ]
-    said = iter(panel.grade(list(chain.from_iterable(asked))))
+    said = iter(panel.grade(list(chain.from_iterable(asked)), are_bare=True))
     return [
         Shown(row, [next(said) for _ in right], [next(said) for _ in others], next(said))
         for row, (right, others) in zip(rows, texts, strict=True)

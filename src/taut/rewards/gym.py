@@ -1,0 +1,96 @@
+"""The score that a task of reasoning-gym gives an answer, by the task's own verifier (arXiv:2505.24760): 0 to 1.
+
+A row is an entry of a task as the library makes it, ``question``, ``answer`` and ``metadata``, beside whatever else
+training needs (``rows`` makes such rows, with a prompt); the task is the one that its metadata name. Most verifiers
+want the bare answer: set ``inside="answer"`` where a model writes tags around it.
+
+reasoning-gym is imported here only. May import config, errors and the verifiers' base.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from taut.config import configclass
+from taut.errors import ConfigError, DataError
+from taut.rewards.answered import Answered
+from taut.rewards.verifier import Place, Question, Verifier
+
+
+@configclass
+class Gym(Verifier):
+    """What the task says."""
+
+    runs: ClassVar[Place] = "process"
+    asks: ClassVar[Question] = "right"
+    seconds: ClassVar[float] = 30.0
+
+    task: str | None = None
+    """Name of the task; by default what each row's metadata name as source_dataset."""
+    entry: str | None = None
+    """The column that holds the entry; by default the row is it."""
+
+    def prepare(self) -> None:
+        """Import the library."""
+        if self.task is not None:
+            self._judges(self.task)
+        assert self._library
+
+    def __call__(self, answered: Answered) -> float | None:
+        """None where the row is no entry of a task."""
+        entry: Any = answered.row if self.entry is None else answered.row.get(self.entry)
+        if isinstance(entry, str):
+            entry = json.loads(entry)
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("metadata"), Mapping):
+            return None
+        task = self.task or entry["metadata"].get("source_dataset")
+        if not isinstance(task, str):
+            raise DataError(
+                "found an entry whose metadata name no source_dataset; expected the name of a task; set options.task"
+            )
+        return float(self._judges(task)(answered.text, dict(entry)))
+
+    @cached_property
+    def _library(self) -> Any:
+        return _library()
+
+    @cached_property
+    def _known(self) -> dict[str, Callable[[str, dict[str, Any]], float]]:
+        return {}
+
+    def _judges(self, task: str) -> Callable[[str, dict[str, Any]], float]:
+        if task not in self._known:
+            try:
+                self._known[task] = self._library.get_score_answer_fn(task)
+            except ValueError as error:
+                raise ConfigError(
+                    f"found the task {task!r} ({error}); expected one of reasoning-gym's; correct it"
+                ) from error
+        return self._known[task]
+
+
+def rows(task: str, count: int, seed: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a task for ``data.train``: ``prompt``, and the entry it is verified by. ``options``: the task's own."""
+    try:
+        made = _library().create_dataset(task, size=count, seed=seed, **options)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"the task {task!r} cannot be made: {error}; expected a task of reasoning-gym and its options; correct them"
+        ) from error
+    for number in range(count):
+        entry = json.loads(json.dumps(made[number], default=str))
+        messages = [{"role": "user", "content": entry["question"]}]
+        yield {"id": f"{task}-{seed}-{number}", "prompt": messages, **entry}
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"the reward reasoning_gym needs reasoning-gym ({error}); expected it installed; pip install 'taut[rl]'"
+        ) from error
+    return reasoning_gym

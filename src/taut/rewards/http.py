@@ -1,0 +1,90 @@
+"""Requests for JSON to servers that say what an answer is worth.
+
+A request that failed in transit or met a server that is busy or broken (408, 429, 5xx) is sent again after a pause that
+doubles, for as long as its caller waits. A key comes from the environment variable that its name is given of, and is in
+no message.
+
+Imports errors. The verifiers that run remotely import it, and the lane they run in (``remote.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import ssl
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import httpx2
+
+from taut.errors import ConfigError, EngineError
+
+BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
+"""Statuses that another attempt may change."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between attempts."""
+SHOWN = 200
+"""Characters of a server's own message that are repeated."""
+
+
+class Client:
+    """Requests for JSON."""
+
+    def __init__(self, http: httpx2.AsyncClient) -> None:
+        self._http = http
+
+    async def post(self, url: str, body: dict[str, Any], key: str | None) -> Any:
+        """The answer to a POST, as often as it takes. ``key``: the environment variable that holds the token."""
+        secret = secret_of(key)
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                answer = await self._http.post(url, json=body, headers=headers)
+            except httpx2.RequestError:
+                answer = None
+            if answer is not None and answer.status_code not in BUSY:
+                return _read(url, answer, secret)
+            await anyio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def require_url(url: str, label: str) -> str:
+    """A URL of host and path, without a slash at its end."""
+    parts = urlsplit(url)
+    is_plain = parts.username is None and not parts.query and not parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
+        raise ConfigError(
+            f"{label}: found a url for {parts.hostname or url!r}; expected one as in http://127.0.0.1:8000/v1, without "
+            "a key in it; correct it"
+        )
+    return url.rstrip("/")
+
+
+def secret_of(key: str | None) -> str | None:
+    """What the environment variable holds. ConfigError where it is not set."""
+    value = os.environ.get(key) if key else None
+    if key and not value:
+        raise ConfigError(
+            f"key={key}: no environment variable of this name is set; expected it to hold the server's key; export it"
+        )
+    return value
+
+
+def _read(url: str, answer: httpx2.Response, secret: str | None) -> Any:
+    said = answer.text.replace(secret, "***") if secret else answer.text
+    said = " ".join(said.split())[:SHOWN]
+    if not answer.is_success:
+        raise EngineError(f"HTTP {answer.status_code} from {url}: {said}")
+    try:
+        return answer.json()
+    except ValueError:
+        raise EngineError(f"{url} answered {said!r}; expected JSON") from None
+
+
+@cache
+def trusted() -> ssl.SSLContext:
+    """The authorities trusted for https; reading them takes longer than a request."""
+    return httpx2.create_ssl_context()

@@ -1,0 +1,154 @@
+"""A number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
+
+The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at temperature 0;
+the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the reward. A reply without
+a number, or with one outside of low to high, is asked for again, ``tries`` times in all; then it is an error. What an
+answer says to the judge is a text like any other to it: a model that trains against a judge learns what pleases it, so
+keep another measure beside it.
+
+May import config, errors, ``http.py`` and the verifiers' base.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import ConfigError, DataError
+from taut.rewards.answered import Answered
+from taut.rewards.http import Client, require_url, secret_of
+from taut.rewards.verifier import Place, Question, Verifier
+
+TEMPLATE = """\
+Judge how good the answer to the question is.
+
+<question>
+{question}
+</question>
+<reference>
+{reference}
+</reference>
+<answer>
+{answer}
+</answer>
+
+The reference, where there is one, is right. Say in a sentence or two what is right and wrong with the answer. Then end
+with a line "Score: N", where N is a whole number from 0 (useless or wrong) to 10 (perfect)."""
+
+
+@configclass
+class Judge(Verifier):
+    """What a language model says."""
+
+    runs: ClassVar[Place] = "remote"
+    asks: ClassVar[Question] = "worth"
+    seconds: ClassVar[float] = 120.0
+
+    url: str
+    """The endpoint, as in http://127.0.0.1:8000/v1."""
+    model: str
+    """The model's name there."""
+    key: str | None = None
+    """Name of the environment variable that holds the API key; none is sent by default."""
+    template: str = TEMPLATE
+    """What it is asked; {question}, {answer} and {reference} are filled in, other braces stay."""
+    pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+    """Finds the number, in its first group."""
+    low: float = 0.0
+    """The number that becomes 0."""
+    high: float = 10.0
+    """The number that becomes 1."""
+    max_tokens: Annotated[int, Field(ge=1)] = 512
+    """Of a reply."""
+    tries: Annotated[int, Field(ge=1)] = 2
+    """Replies asked for until one has a number; after the first with a temperature of 1."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields of a request, as the server knows them."""
+
+    def __post_init__(self) -> None:
+        require_url(self.url, "judge")
+        if self.high <= self.low:
+            raise ConfigError(
+                f"found low={self.low:g} and high={self.high:g}; expected a lower low; correct them"
+            )
+        if "{answer}" not in self.template:
+            raise ConfigError("found a template without {answer}; expected it; put it in")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(
+                f"pattern={self.pattern!r:.80} is no regular expression: {error}; expected one of Python's; correct it"
+            ) from error
+        if groups < 1:
+            raise ConfigError(
+                f"pattern={self.pattern!r:.80} has no group; expected one around the number; put it in brackets"
+            )
+
+    def prepare(self) -> None:
+        """The key has to be there."""
+        secret_of(self.key)
+
+    async def ask(self, client: Client, answered: Answered) -> float:
+        """DataError where no reply has a number."""
+        said = ""
+        for attempt in range(self.tries):
+            said = await self._reply(client, answered, temperature=float(attempt > 0))
+            found = re.findall(self.pattern, said)
+            number = _number(found[-1]) if found else None
+            if number is not None and self.low <= number <= self.high:
+                return (number - self.low) / (self.high - self.low)
+        raise DataError(
+            f"the judge replied {' '.join(said.split())[-120:]!r}; expected a number from {self.low:g} to {self.high:g}"
+        )
+
+    async def _reply(self, client: Client, answered: Answered, temperature: float) -> str:
+        values = {
+            "question": _text(answered.prompt),
+            "answer": answered.text,
+            "reference": "\n".join(answered.references),
+        }
+        asked = re.sub(r"\{(question|answer|reference)\}", lambda it: values[it[1]], self.template)
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": asked}],
+            "temperature": temperature,
+            "max_tokens": self.max_tokens,
+            **self.extra,
+        }
+        url = f"{self.url.rstrip('/')}/chat/completions"
+        said = await client.post(url, body, self.key)
+        try:
+            content = said["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            content = None
+        if not isinstance(content, str):
+            raise DataError(f"{url} answered {said!r:.120}; expected a chat completion with a text")
+        return content
+
+
+def _number(found: str | tuple[str, ...]) -> float | None:
+    try:
+        return float(found if isinstance(found, str) else found[0])
+    except ValueError:
+        return None
+
+
+def _text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
+    """A conversation as it is read; a single user's message by itself."""
+    if isinstance(prompt, str):
+        return prompt
+    texts = [_content(message.get("content")) for message in prompt]
+    if len(prompt) == 1:
+        return texts[0]
+    return "\n\n".join(f"{m.get('role')}: {text}" for m, text in zip(prompt, texts, strict=True))
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return " ".join(part.get("text", "") for part in content if isinstance(part, Mapping))

@@ -1,0 +1,130 @@
+"""How long an answer is, in tokens n as they were sampled. Not for answers that were not sampled.
+
+    length_target     max(0, 1 - |n - target| / width)
+    length_overlong   0 up to max_tokens - buffer; then down by a straight line to -1 at max_tokens, and beyond
+                      (soft overlong punishment, DAPO, arXiv:2503.14476, equation 13)
+    length_cosine     over(exceed) where n >= max_tokens; else with t = n / max_tokens
+                      end + (start - end) (1 + cos(pi t)) / 2
+                      start, end = right[0], right[1] of a right answer, wrong[0], wrong[1] of a wrong one
+                      (arXiv:2502.03373, section 4.1): right answers had better be short, wrong ones long
+
+May import config, errors and the verifiers' base; ``length_cosine`` asks another reward whether an answer is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import field
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import ConfigError, DataError
+from taut.rewards.answered import Answered
+from taut.rewards.verifier import Place, Verifier
+
+
+@configclass
+class LengthTarget(Verifier):
+    """Near a number of tokens."""
+
+    target: Annotated[int, Field(ge=1)] | None = None
+    """Tokens wanted."""
+    column: str | None = None
+    """The column with the row's own number instead."""
+    width: Annotated[int, Field(ge=1)] | None = None
+    """Tokens off at which it is worth nothing; by default the target itself."""
+
+    def __post_init__(self) -> None:
+        if (self.target is None) == (self.column is None):
+            raise ConfigError(
+                "length_target has a target or a column that has it; expected one of them; set one"
+            )
+
+    def __call__(self, answered: Answered) -> float | None:
+        if answered.num_tokens is None:
+            return None
+        target = self._target(answered.row)
+        return max(0.0, 1 - abs(answered.num_tokens - target) / (self.width or target))
+
+    def _target(self, row: Mapping[str, Any]) -> int:
+        if self.column is None:
+            assert self.target is not None
+            return self.target
+        found = row.get(self.column)
+        if not isinstance(found, int) or found < 1:
+            raise DataError(
+                f"found {found!r:.40} in column {self.column!r}; expected a number of tokens; correct the row"
+            )
+        return found
+
+
+@configclass
+class LengthOverlong(Verifier):
+    """Not much longer than allowed."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """From here on it is -1."""
+    buffer: Annotated[int, Field(ge=1)]
+    """Over so many tokens before that it falls from 0."""
+
+    def __post_init__(self) -> None:
+        if self.buffer > self.max_tokens:
+            raise ConfigError(
+                f"found buffer={self.buffer} and max_tokens={self.max_tokens}; expected no larger buffer; set a smaller"
+            )
+
+    def __call__(self, answered: Answered) -> float | None:
+        if answered.num_tokens is None:
+            return None
+        over = answered.num_tokens - (self.max_tokens - self.buffer)
+        return -min(max(over / self.buffer, 0.0), 1.0)
+
+
+@configclass
+class LengthCosine(Verifier):
+    """Short where it is right, long where it is not."""
+
+    runs: ClassVar[Place] = "process"
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """Where it is cut, or ought to be."""
+    judge: str
+    """The reward that says what is right, as math; at least 0.5 is right."""
+    judge_options: dict[str, Any] = field(default_factory=dict)
+    """Its options."""
+    right: tuple[float, float] = (2.0, 1.0)
+    """For a right answer without a token, and one of max_tokens."""
+    wrong: tuple[float, float] = (-10.0, 0.0)
+    """For a wrong one."""
+    exceed: float = -10.0
+    """For one that is max_tokens or longer."""
+
+    def prepare(self) -> None:
+        """As the reward that judges."""
+        self._judge.prepare()
+
+    def __call__(self, answered: Answered) -> float | None:
+        """None where the judging reward does not apply."""
+        value = self._judge(answered)
+        if answered.num_tokens is None or value is None:
+            return None
+        if answered.num_tokens >= self.max_tokens:
+            return self.exceed
+        start, end = self.right if value >= 0.5 else self.wrong
+        share = (1 + math.cos(math.pi * answered.num_tokens / self.max_tokens)) / 2
+        return end + (start - end) * share
+
+    @cached_property
+    def _judge(self) -> Verifier:
+        from taut.rewards.registry import verifier_of  # the registry has this one too
+
+        found = verifier_of(self.judge, self.judge_options)
+        if found.asks == "form" or found.runs not in ("here", "process"):
+            raise ConfigError(
+                f"found judge={self.judge} of length_cosine; expected a reward that says what is right, such as math"
+            )
+        return found

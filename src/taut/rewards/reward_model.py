@@ -1,0 +1,76 @@
+"""The number of a reward model's scalar head: the model in this process, or at ``taut serve-reward``.
+
+In this process it is loaded beside the model that trains and scores a batch of answers at a time
+(``rollout/rated.py``, which may load models; here are its settings only). At a server each answer is a request, and
+the server scores those that wait together.
+
+May import config, errors, ``http.py`` and the verifiers' base.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import EngineError
+from taut.rewards.answered import Answered
+from taut.rewards.http import Client, require_url, secret_of
+from taut.rewards.verifier import Place, Question, Verifier
+
+
+@configclass
+class RewardModel(Verifier):
+    """A reward model in this process."""
+
+    runs: ClassVar[Place] = "model"
+    asks: ClassVar[Question] = "worth"
+
+    model: str
+    """Directory (or hub name) of the reward model."""
+    template: str | None = None
+    """A file with a chat template to use in place of the tokenizer's own."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """By default bfloat16 on a GPU that has it, else float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """auto, reference, varlen or flex."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
+    """Tokens computed at a time; a longer answer is computed alone."""
+
+
+@configclass
+class RewardServer(Verifier):
+    """A reward model at a server."""
+
+    runs: ClassVar[Place] = "remote"
+    asks: ClassVar[Question] = "worth"
+    seconds: ClassVar[float] = 60.0
+
+    url: str
+    """Of taut serve-reward, as in http://127.0.0.1:5000."""
+    key: str | None = None
+    """Name of the environment variable that holds its key; none is sent by default."""
+
+    def __post_init__(self) -> None:
+        require_url(self.url, "reward_server")
+
+    def prepare(self) -> None:
+        """The key has to be there."""
+        secret_of(self.key)
+
+    async def ask(self, client: Client, answered: Answered) -> float:
+        """EngineError where the server says something else than one number."""
+        url = f"{self.url.rstrip('/')}/score"
+        completion = [dict(message) for message in answered.messages] or answered.text
+        prompt = answered.prompt
+        asked = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+        said = await client.post(url, {"prompts": [asked], "completions": [completion]}, self.key)
+        scores = said.get("scores") if isinstance(said, dict) else None
+        if not isinstance(scores, list) or len(scores) != 1:
+            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
+        return float(scores[0])

@@ -1,0 +1,148 @@
+"""Verifiers of form: tags, length, repetition, stop; and what of an answer a reward is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taut.config import from_mapping
+from taut.errors import ConfigError
+from taut.rewards import Answered, RewardSpec, open_panel
+from taut.rewards.length import LengthOverlong, LengthTarget
+from taut.rewards.repetition import Repetition
+from taut.rewards.stop import Stop
+from taut.rewards.tags import Tags
+
+WHOLE = "<think>2 + 2</think>\n<answer>4</answer>\n"
+
+
+def sampled(num_tokens: int, **known: Any) -> Answered:
+    return Answered(text="", num_tokens=num_tokens, **known)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "partial"),
+    [
+        (WHOLE, 1.0, 1.0),
+        ("<think></think><answer></answer>", 1.0, 1.0),
+        (f"So: {WHOLE}", 0.0, 0.5),
+        (f"{WHOLE} That is all.", 0.0, 0.5),
+        ("<think>2 + 2</think> 4", 0.0, 0.25),
+        ("<think>2 + 2", 0.0, 0.125),
+        ("<answer>4</answer><think>2 + 2</think>", 0.0, 0.25),
+        ("<think>a<think>b</think><answer>4</answer>", 0.0, 0.375),
+        (WHOLE * 2, 0.0, 0.0),
+        ("4", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_tags_stand_once_in_order_and_alone(text: str, whole: float, partial: float) -> None:
+    assert Tags()(Answered(text=text)) == whole
+    assert Tags(partial=True)(Answered(text=text)) == partial
+
+
+def test_the_first_tag_may_be_opened_by_the_prompt() -> None:
+    rest = WHOLE.removeprefix("<think>")
+    assert Tags()(Answered(text=rest)) == 0.0
+    assert Tags(is_opened=True)(Answered(text=rest)) == 1.0
+    assert Tags(is_opened=True)(Answered(text=WHOLE)) == 0.0
+
+
+@given(st.text("<think>/answer 4", max_size=60))
+def test_a_part_of_the_form_is_worth_half_at_most(text: str) -> None:
+    whole, partial = (Tags(partial=it)(Answered(text=text)) for it in (False, True))
+    assert partial == 1.0 if whole else partial <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "value"), [(100, 1.0), (75, 0.5), (125, 0.5), (50, 0.0), (150, 0.0), (1000, 0.0)]
+)
+def test_length_near_a_target(num_tokens: int, value: float) -> None:
+    assert LengthTarget(target=100, width=50)(sampled(num_tokens)) == value
+    row = {"wanted": 100}
+    assert LengthTarget(column="wanted", width=50)(sampled(num_tokens, row=row)) == value
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "value"),
+    [(0, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (500, -1.0)],
+)
+def test_soft_overlong_punishment(num_tokens: int, value: float) -> None:
+    assert LengthOverlong(max_tokens=100, buffer=20)(sampled(num_tokens)) == value
+
+
+def test_length_is_asked_of_sampled_answers_only() -> None:
+    assert LengthTarget(target=5)(Answered(text="a b c")) is None
+    assert LengthOverlong(max_tokens=5, buffer=5)(Answered(text="a b c")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("one two three four five", 0.0),
+        ("one two", 0.0),
+        ("", 0.0),
+        ("a a a a a", -0.75),
+        ("A b\na B a b", -0.6),
+    ],
+)
+def test_repetition_is_the_share_of_pairs_there_were_before(text: str, value: float) -> None:
+    assert Repetition(n=2)(Answered(text=text)) == pytest.approx(value)
+
+
+def test_repetition_of_characters() -> None:
+    assert Repetition(n=1, units="characters")(Answered(text="\u54c8\u54c8\u54c8\u54c8")) == -0.75
+
+
+def test_stop() -> None:
+    ends = [Answered(text="", finish_reason=reason) for reason in ("stop", "length")]  # type: ignore[arg-type]
+    assert [Stop()(it) for it in ends] == [1.0, 0.0]
+    assert [Stop(ended=0, otherwise=-1)(it) for it in ends] == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "after"),
+    [
+        ("<think>5</think> <answer> 4 </answer>", 1.0, 0.0),
+        ("<answer>5</answer><answer>4</answer> so", 1.0, 0.0),
+        ("<answer>4", 0.0, 0.0),
+        ("4", 0.0, 0.0),
+        ("5</think>4", 0.0, 1.0),
+        ("5</think></think> 4\n", 0.0, 1.0),
+    ],
+)
+def test_a_reward_may_be_shown_a_part_of_an_answer(text: str, inside: float, after: float) -> None:
+    specs: list[str | RewardSpec] = [
+        RewardSpec(name="exact_match", label="inside", inside="answer"),
+        RewardSpec(name="exact_match", label="after", after="</think>"),
+    ]
+    with open_panel(specs) as panel:
+        (verdict,) = panel.grade([Answered(text=text, references=("4",))])
+        (bare,) = panel.grade([Answered(text="4", references=("4",))], are_bare=True)
+    assert [score.value for score in verdict.parts.values()] == [inside, after]
+    assert bare.total == 2.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "format", "options": {"tags": ["a", "a"]}}, "expected names, each once"),
+        ({"name": "length_target"}, "a target or a column"),
+        (
+            {"name": "length_overlong", "options": {"max_tokens": 5, "buffer": 6}},
+            "no larger buffer",
+        ),
+        ({"name": "length_overlong", "options": {"max_tokens": 5}}, "buffer"),
+    ],
+)
+def test_options_that_cannot_be(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_panel([RewardSpec(**spec)])
+
+
+def test_one_part_of_an_answer_is_shown() -> None:
+    with pytest.raises(ConfigError, match="inside=a and after=b"):
+        from_mapping(RewardSpec, {"name": "math", "inside": "a", "after": "b"})

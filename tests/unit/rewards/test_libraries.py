@@ -1,0 +1,204 @@
+"""Verifiers that stand on a library, each through a panel: in one worker process, with its time limit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from taut.config import from_mapping
+from taut.errors import ConfigError
+from taut.rewards import Answered, Panel, PanelConfig, RewardSpec, Score, open_panel
+from taut.rewards.gym import rows
+from taut.rewards.language import Language
+
+ENGLISH = "We add the two numbers first, and then we divide what we have found by three."
+GERMAN = "Wir addieren zuerst die beiden Zahlen und teilen dann das Ergebnis durch drei."
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def panel() -> Iterator[Panel]:
+    specs: list[str | RewardSpec] = [
+        "math",
+        RewardSpec(name="math", label="hasty", timeout=0.5),
+        RewardSpec(name="math", label="boxed", options={"boxed": True}),
+        RewardSpec(name="reasoning_gym", inside="answer"),
+        RewardSpec(name="json_schema", options={"schema": SCHEMA}),
+        RewardSpec(name="json_schema", label="fenced", options={"column": "s", "is_fenced": True}),
+        RewardSpec(name="language", options={"language": "en"}),
+        RewardSpec(name="language", label="de", options={"language": "de", "among": ["en"]}),
+        RewardSpec(
+            name="length_cosine", options={"max_tokens": 100, "judge": "math", "wrong": [-1, 0]}
+        ),
+    ]
+    with open_panel(specs, PanelConfig(workers=1)) as opened:
+        yield opened
+
+
+def said(panel: Panel, label: str, text: str, **known: Any) -> Score:
+    (verdict,) = panel.grade([Answered(text=text, **known)], [label])
+    return verdict.parts[label]
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "value"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        ("The answer is 1/2.", r"\frac12", 1.0),
+        (r"$(x-1)(x+1)$", "$x^2-1$", 1.0),
+        (r"$x = 3$", "3", 1.0),
+        ("$2$", r"2\sqrt{3}", 0.0),
+        (r"$\sqrt{12}$", r"2\sqrt{3}", 1.0),
+        ("$[2, 5)$", "[2,5)", 1.0),
+        (r"$\{2, 1\}$", r"$\{1, 2\}$", 1.0),
+        (r"\boxed{7} after 12 steps", "7", 1.0),
+        (r"$\frac{1}{3}$", "0.33", 0.0),
+        ("no idea", "5", 0.0),
+        ("", "5", 0.0),
+        (r"\boxed{\frac{}", "5", 0.0),
+    ],
+)
+def test_math(panel: Panel, text: str, reference: str, value: float) -> None:
+    assert said(panel, "math", text, references=(reference,)) == Score(value)
+    assert said(panel, "math", text, references=("12345", reference)) == Score(value)
+
+
+def test_math_without_a_reference_does_not_apply_and_one_that_is_none_is_an_error(
+    panel: Panel,
+) -> None:
+    assert said(panel, "math", "5") == Score()
+    error = said(panel, "math", "5", references=("no idea",)).error
+    assert error is not None
+    assert error.startswith("DataError: found the reference 'no idea', which is no mathematics")
+
+
+def test_only_what_is_boxed_may_be_asked_for(panel: Panel) -> None:
+    assert said(panel, "boxed", r"\boxed{5}", references=("5",)) == Score(1.0)
+    assert said(panel, "boxed", "it is 5", references=("5",)) == Score(0.0)
+
+
+def test_math_works_in_any_thread_and_ends_in_time_where_sympy_does_not(panel: Panel) -> None:
+    found: list[Score] = []
+
+    def ask() -> None:
+        tower = r"\boxed{9^{9^{9^{9}}}}"
+        found.extend(said(panel, "hasty", text, references=("4",)) for text in (tower, r"$2^2$"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(30)
+    assert found == [Score(error="hasty took longer than 0.5 s and was killed"), Score(1.0)]
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "countdown", "basic_arithmetic"])
+def test_a_task_of_reasoning_gym_knows_its_answer_and_no_other(panel: Panel, task: str) -> None:
+    first, second = rows(task, 2, seed=7)
+    assert first["prompt"] == [{"role": "user", "content": first["question"]}]
+    assert first["id"] != second["id"]
+    right = f"<think>hm</think><answer>{first['answer']}</answer>"
+    assert said(panel, "reasoning_gym", right, row=first) == Score(1.0)
+    for text in (first["answer"], "<answer>nothing</answer>", ""):
+        value = said(panel, "reasoning_gym", text, row=first).value
+        assert value is not None
+        assert value < 0.5
+    assert list(rows(task, 2, seed=7)) == [first, second]
+
+
+def test_a_row_of_something_else_is_left_out_and_a_task_that_is_not_there_an_error(
+    panel: Panel,
+) -> None:
+    assert said(panel, "reasoning_gym", "5", row={"answer": "5"}) == Score()
+    strange = {"question": "", "answer": "", "metadata": {"source_dataset": "chain_sums"}}
+    assert "found the task 'chain_sums'" in str(
+        said(panel, "reasoning_gym", "5", row=strange).error
+    )
+    with pytest.raises(ConfigError, match="the task 'chain_sums' cannot be made"):
+        list(rows("chain_sums", 1, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"n": 3}', 1.0),
+        (' {"n": 3}\n', 1.0),
+        ('{"n": -3}', 0.0),
+        ('{"n": NaN}', 0.0),
+        ('{"n": 3, "m": 3}', 0.0),
+        ('so {"n": 3}', 0.0),
+        ("[" * 100_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_json_that_a_schema_allows(panel: Panel, text: str, value: float) -> None:
+    assert said(panel, "json_schema", text) == Score(value)
+
+
+def test_a_schema_of_the_row_and_json_in_a_block_of_code(panel: Panel) -> None:
+    text = 'Here:\n```json\n{"n": 3}\n```\nDone.'
+    assert said(panel, "fenced", text, row={"s": SCHEMA}) == Score(1.0)
+    assert said(panel, "fenced", text, row={"s": '{"type": "array"}'}) == Score(0.0)
+    assert said(panel, "fenced", '{"n": 3}', row={"s": SCHEMA}) == Score(0.0)
+    assert said(panel, "fenced", text, row={}) == Score()
+    error = said(panel, "fenced", text, row={"s": {"type": "number?"}}).error
+    assert str(error).startswith("DataError: found a schema that is none")
+
+
+def test_the_share_of_an_answer_in_a_language(panel: Panel) -> None:
+    assert said(panel, "language", ENGLISH) == Score(1.0)
+    assert said(panel, "language", GERMAN) == Score(0.0)
+    mixed = said(panel, "language", f"{ENGLISH}\n{GERMAN}\n$x = {GERMAN}$\n```\n{GERMAN}\n```")
+    assert mixed.value == pytest.approx(0.5, abs=0.05)
+    assert said(panel, "de", f"{ENGLISH}\n{GERMAN}\n{GERMAN}").value == pytest.approx(
+        2 / 3, abs=0.05
+    )
+    assert said(panel, "language", "$x^2$ = 49") == Score()
+
+
+def test_a_language_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="found the language 'tlh'; expected codes of ace, af, am"
+    ):
+        Language(language="tlh").prepare()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "value"),
+    [
+        ("5", 0, 2.0),
+        ("5", 50, 1.5),
+        ("5", 99, 1.0),
+        ("6", 0, -1.0),
+        ("6", 50, -0.5),
+        ("6", 99, 0.0),
+        ("5", 100, -10.0),
+        ("6", 101, -10.0),
+    ],
+)
+def test_right_answers_had_better_be_short_and_wrong_ones_long(
+    panel: Panel, text: str, num_tokens: int, value: float
+) -> None:
+    score = said(panel, "length_cosine", text, references=("5",), num_tokens=num_tokens)
+    assert score.value == pytest.approx(value, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("regex", {"pattern": "("}, "is no regular expression"),
+        ("json_schema", {}, "a schema or a column"),
+        ("length_cosine", {"max_tokens": 9, "judge": "stop"}, "found judge=stop"),
+        ("json_schema", {"schema": {"type": "number?"}}, "found a schema that is none"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
+    spec = from_mapping(RewardSpec, {"name": name, "options": options})
+    with pytest.raises(ConfigError, match=message):
+        open_panel([spec], PanelConfig(workers=1))
