@@ -51,10 +51,8 @@ LOSSES: dict[str, Loss] = {
         f"policy_{name}": PolicyGradient(name, Bounds(0.3, 0.4), "sequence", is_fresh=False)
         for name in SURROGATES
     },
-    **{
-        f"policy_{name}_fresh": PolicyGradient(name)
-        for name in ("clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo")
-    },
+    "policy_fresh": PolicyGradient(),
+    "policy_gspo_fresh": PolicyGradient("gspo"),
     "policy_dual": PolicyGradient(bounds=Bounds(0.2, 0.28, 3.0), is_fresh=False),
     "policy_constant": PolicyGradient(average="constant", constant_length=64),
     "policy_kl": PolicyGradient(kl=Kl(0.1), is_fresh=False),
