@@ -1,0 +1,180 @@
+"""Judged paths become trees: what each token is given credit for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taut.data.prompts import PromptRow
+from taut.errors import CheckFailed
+from taut.losses.advantages import ESTIMATORS
+from taut.losses.policy import PolicyGradient
+from taut.losses.sft import CrossEntropy
+from taut.online.credit import All, Best, Pairs, Path, paths_of
+from taut.online.gradients import Gae, KlPenalty, Policy, ShapingConfig, Ways
+from taut.online.rollouts import Group
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
+from taut.rollout.episode import Episode
+from taut.types import FinishReason
+
+PROMPT = np.array([7, 8, 9])
+REWARDS = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]
+
+
+def episode(name: str, index: int, size: int, finish: FinishReason = "stop") -> Episode:
+    return Episode(
+        row=PromptRow(name, name, PROMPT, "", (), None, {}),
+        index=index,
+        ids_T=np.concatenate([PROMPT, 10 + np.arange(size) + index]),
+        sampled_at_N=np.arange(3, 3 + size),
+        logp_N=-np.arange(1.0, size + 1),
+        version_N=np.full(size, 4),
+        finish_reason=finish,
+        text="",
+    )
+
+
+def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Path]:
+    """Groups a, b, ...; the path of reward i has i + 2 tokens. ``cut``: a1="length"."""
+    groups = []
+    for name, of in zip("abc", rewards, strict=False):
+        episodes = [episode(name, i, i + 2, cut.get(f"{name}{i}", "stop")) for i in range(len(of))]
+        verdicts = [Verdict({"r": Score(value)}, value) for value in of]
+        groups.append(Group(tuple(episodes), tuple(verdicts)))
+    return paths_of(groups, 0)
+
+
+def policy(**keys: Any) -> Policy:
+    given: dict[str, Any] = {
+        "estimate": ESTIMATORS["mean"],
+        "shaping": ShapingConfig(),
+        "max_new_tokens": 4,
+        "temperature": 1.0,
+        "has_old": False,
+    }
+    return Policy(PolicyGradient(), Ways(**{**given, **keys}))
+
+
+def said(every: Sequence[Path], **values: float) -> dict[str, dict[str, Any]]:
+    """The same number for every token of every path; of ``value_R`` one more where it was cut."""
+    return {
+        path.name: {
+            name: np.full(path.episode.sampled_at_N.size + (name == "value_R" and path.is_cut), it)
+            for name, it in values.items()
+        }
+        for path in every
+    }
+
+
+def test_every_token_has_its_paths_advantage_and_the_prompt_none() -> None:
+    every = paths()
+    given = policy().trees(every, said(every))
+    first, second = given.trees
+    assert [s.id for s in first.samples] == [f"a#{i} of roll-out 1" for i in range(3)]
+    advantages = [s.streams["advantage_N"].tolist() for s in first.samples]
+    np.testing.assert_allclose(advantages[0], [2 / 3] * 2)
+    np.testing.assert_allclose(advantages[2], [-1 / 3] * 4)
+    assert all(not s.streams["advantage_N"].any() for s in second.samples)
+    assert given.with_signal == [(4, first)]
+    for sample, path in zip(first.samples, every, strict=False):
+        assert sample.target_at_N.tolist() == path.episode.sampled_at_N.tolist()
+        np.testing.assert_equal(sample.streams["engine_logp_N"], path.episode.logp_N)
+
+
+def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
+    every = paths([[1.0, 1.0]])
+    made = policy(penalty=KlPenalty(0.5))
+    given = made.trees(every, said(every, old_logp_N=-1.0, ref_logp_N=-1.2))
+    lost = [0.5 * 0.2 * 2, 0.5 * 0.2 * 3]
+    mean = sum(lost) / 2
+    found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
+    np.testing.assert_allclose(found, [mean - lost[0], mean - lost[1]])
+    assert given.metrics["kl"] == pytest.approx(0.2)
+    assert given.metrics["kl_answer"] == pytest.approx(0.5)
+    assert "ref_logp_N" not in given.trees[0].samples[0].streams
+
+
+def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> None:
+    every = paths([[1.0, 0.0]])
+    made = policy(penalty=KlPenalty(0.5, target=0.1))
+    given = made.trees(every, said(every, old_logp_N=-1.0, ref_logp_N=-2.0))
+    assert made.remember()["coef"] == 0.5
+    made.learn(given)
+    state = json.loads(json.dumps(made.remember()))
+    assert state["coef"] > 0.5
+    other = policy(penalty=KlPenalty(0.5, target=0.1))
+    other.recall(state)
+    assert other.remember() == state
+
+
+def test_a_critic_charges_each_token_and_is_asked_for_what_a_cut_path_lacks() -> None:
+    every = paths([[1.0, 1.0]], a1="length")
+    made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
+    given = made.trees(every, said(every, value_R=0.25))
+    ended, cut = given.trees[0].samples
+    np.testing.assert_allclose(ended.streams["advantage_N"], [0.75, 0.75])
+    np.testing.assert_allclose(cut.streams["advantage_N"], [1.0, 1.0, 1.0])
+    np.testing.assert_allclose(cut.read_values["return"], [1.25] * 3)
+    np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
+    assert cut.read_at_R is not None and cut.read_at_R.tolist() == [2, 3, 4]
+    (tree,) = made.bare(every)
+    reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
+    assert reads == [[2, 3], [2, 3, 4, 5]]
+
+
+def test_rewards_are_shaped_in_order() -> None:
+    every = paths([[1.0, 1.0]], a1="length")
+    how = ShapingConfig(missing_stop=0.5, length_cost=0.4, clip=0.6)
+    given = policy(shaping=how).trees(every, said(every))
+    shaped = [min(0.6, 1.0 - 0.2), min(0.6, 1.0 - 0.5 - 0.3)]
+    found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
+    np.testing.assert_allclose(found, [shaped[0] - sum(shaped) / 2, shaped[1] - sum(shaped) / 2])
+    assert given.metrics["reward_shaped"] == pytest.approx(sum(shaped) / 2)
+
+
+def test_a_cut_path_may_be_compared_and_not_learned_from() -> None:
+    every = paths([[1.0, 0.0]], a1="length")
+    given = policy(shaping=ShapingConfig(overlong="drop")).trees(every, said(every))
+    (sample,) = given.trees[0].samples
+    np.testing.assert_allclose(sample.streams["advantage_N"], [0.5, 0.5])
+    both = paths([[1.0, 0.0]], a0="length", a1="length")
+    with pytest.raises(CheckFailed, match="overlong=drop"):
+        policy(shaping=ShapingConfig(overlong="drop")).trees(both, said(both))
+
+
+def test_running_scale_is_of_all_rewards_so_far() -> None:
+    every = paths([[2.0, 0.0]])
+    made = policy(shaping=ShapingConfig(scale="running"))
+    for _ in range(2):
+        given = made.trees(every, said(every))
+        made.learn(given)
+    assert made.remember()["scale"][0] == 4
+
+
+def test_the_best_and_the_worst_are_a_pair() -> None:
+    given = Pairs(CrossEntropy()).trees(paths([[0.2, 0.9, 0.5], [0.5, 0.5]]), {})
+    (tree,) = given.trees
+    assert tree.is_atom
+    assert [s.values["preference"] for s in tree.samples] == [0.9, 0.2]
+    with pytest.raises(CheckFailed, match="pair"):
+        Pairs(CrossEntropy()).trees(paths([[0.5, 0.5]]), {})
+
+
+def test_the_best_that_are_good_enough_are_kept() -> None:
+    made = Best(CrossEntropy(), keep=2, at_least=0.4)
+    given = made.trees(paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
+    (tree,) = given.trees
+    assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
+    with pytest.raises(CheckFailed, match="at_least"):
+        made.trees(paths([[0.1, 0.2]]), {})
+
+
+def test_all_are_kept_as_they_are() -> None:
+    given = All(CrossEntropy()).trees(paths(), {})
+    assert [len(tree.samples) for tree in given.trees] == [3, 3]
+    assert all(not s.streams for tree in given.trees for s in tree.samples)
