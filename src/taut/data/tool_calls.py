@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -159,7 +159,8 @@ class CallFormat:
             if isinstance(piece, Malformed):
                 calls.append(ToolCall(_own_id(number), "", error=str(piece)))
             else:
-                calls.append(ToolCall(_id(piece.id, number), piece.name, piece.arguments))
+                taken = {call.id for call in calls}
+                calls.append(ToolCall(_id(piece.id, number, taken), piece.name, piece.arguments))
         return "".join(plain).strip(), calls
 
     def _pieces(self, text: str, tools: Sequence[Tool]) -> Iterator[str | _Found | Malformed]:
@@ -264,5 +265,6 @@ def _own_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def _id(found: str, number: int) -> str:
-    return found if re.fullmatch(r"[A-Za-z0-9]{9}", found) else _own_id(number)
+def _id(found: str, number: int, taken: Collection[str]) -> str:
+    is_good = re.fullmatch(r"[A-Za-z0-9]{9}", found) is not None and found not in taken
+    return found if is_good else _own_id(number)

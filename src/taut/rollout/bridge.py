@@ -50,7 +50,7 @@ class Bridge:
         Raises RenderError where the template does not take these messages.
         """
         assert history[-1]["role"] == "assistant" and said
-        word = _unused(WORD, said)
+        word = _unused(WORD, said, tools)
         canonical = _canonical(history, said, word)
         whole = self.template.apply((*canonical, *said), tools, PLACE, is_prompt=True)
         after = whole.text.rfind(word) + len(word)
@@ -160,9 +160,9 @@ def _call(name: str, index: str) -> Tool:
     return {"id": index, "type": "function", "function": {"name": name, "arguments": {"text": "x"}}}
 
 
-def _unused(word: str, said: Sequence[Message]) -> str:
-    """The word, made longer until no message has it: it is looked for from the end."""
-    text = str(said)
+def _unused(word: str, said: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """The word, made longer until nothing has it that may come after a turn: it is looked for from the end."""
+    text = str([said, tools])
     while word in text:
         word += "x"
     return word

@@ -171,7 +171,13 @@ def read_reset(value: object, place: str) -> tuple[Message, ...] | None:
     """The first messages; None: the row's prompt. Raises DataError for what is neither."""
     if value is None:
         return None
-    return read_conversation(value, f"{place}: reset", column="messages").messages
+    messages = read_conversation(value, f"{place}: reset").messages
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise DataError(
+            f"{place}: reset ends with a message of role {messages[-1]['role']}; expected a user or tool message, "
+            "for the policy to answer"
+        )
+    return messages
 
 
 def read_step(value: object, place: str) -> Step:

@@ -13,6 +13,7 @@ May import rollout and what it may. Methods import it.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -204,7 +205,8 @@ def _place(
 def _begin(path: Path, world: World) -> Any:
     path.environment = world.make()
     reset = getattr(path.environment, "reset", None)
-    return None if reset is None else read_reset(reset(dict(path.row.columns)), path.row.place)
+    row = copy.deepcopy(dict(path.row.columns))  # no path sees what another has done to it
+    return None if reset is None else read_reset(reset(row), path.row.place)
 
 
 def _answer(paths: Sequence[Path], world: World) -> None:

@@ -137,6 +137,8 @@ def test_the_models_own_id_is_kept_where_it_is_one() -> None:
     text = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1B2c3D4e"}]'
     _, (call,) = format_of("mistral3").read(text, TOOLS)
     assert call.id == "a1B2c3D4e"
+    _, twice = format_of("mistral3").read(text + text, TOOLS)
+    assert [call.id for call in twice] == ["a1B2c3D4e", "call00001"]
 
 
 def test_a_special_token_may_stand_before_a_bare_call() -> None:

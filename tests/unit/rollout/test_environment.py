@@ -58,6 +58,8 @@ class Scripted:
     script: Callable[[str, int, int], str]
     """(prompt's id, sample, turn) -> text"""
     finish: FinishReason = "stop"
+    most: int | None = None
+    """Tokens a turn may have."""
     asked: list[list[Prompt]] = field(default_factory=list)
     drawn: list[Completion] = field(default_factory=list)
 
@@ -75,7 +77,7 @@ class Scripted:
         ids = [i for c in text for i in self.renderer.tokenizer(c)["input_ids"]]
         if self.finish == "stop":
             ids += self.renderer.stop_ids
-        most = prompt.max_new_tokens
+        most = min((n for n in (self.most, prompt.max_new_tokens) if n is not None), default=None)
         reason: FinishReason = self.finish if most is None or len(ids) <= most else "length"
         ids_N = np.array(ids[:most])
         logp_N = -np.arange(1.0, ids_N.size + 1)
@@ -234,6 +236,23 @@ def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
     assert "SystemExit" in str(reasons[5])
     assert [e.finish_reason for e in found] == ["error"] * 6 + ["stop"]
     assert not any(e.rewards for e in found)
+
+
+@pytest.mark.parametrize(
+    ("reset", "error"),
+    [
+        (lambda row: 1 / 0, "raised ZeroDivisionError"),
+        (lambda row: "Hi", "is text but not JSON"),
+        (lambda row: [{"role": "assistant", "content": "Hi"}], "expected a user or tool message"),
+        (lambda row: [{"role": "user", "text": "Hi"}], "unknown key 'text'"),
+    ],
+)
+def test_a_reset_that_fails_is_an_error(reset: Callable[[Any], Any], error: str) -> None:
+    world = own(lambda text, calls: Step(done=True))
+    world.make.reset = lambda self, row: reset(row)  # type: ignore[attr-defined]
+    (found,) = played(world, lambda *_: "x")
+    assert (found.finish_reason, found.sampled_at_N.size) == ("error", 0)
+    assert error in str(found.error)
 
 
 def test_too_many_calls_that_hang_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
