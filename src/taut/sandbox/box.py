@@ -123,6 +123,7 @@ def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         line += ["--unshare-user"]
+    line += ["--perms", "1777", "--size", str(limits.scratch_mb * 2**20), "--tmpfs", "/tmp"]
     bound = [*readable, str(Path(__file__).parent)]
     for folder in sorted(
         {str(it) for path in bound for it in Path(path).parents} - {"/"} | {"/dev"}
@@ -134,5 +135,4 @@ def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
         line += ["--dev-bind", path, path]
     for link, target in workers.links():
         line += ["--symlink", target, link]
-    line += ["--perms", "1777", "--size", str(limits.scratch_mb * 2**20), "--tmpfs", "/tmp"]
     return [*line, "--remount-ro", "/", "--chdir", "/tmp", "--"]

@@ -40,6 +40,8 @@ from typing import Any, NoReturn
 
 NAME = "program.py"
 _CHUNK = 65536
+_SHOWN = 30
+"""Frames of a traceback, the innermost."""
 _MEMORY = b"memory"
 _DONE = b"done "
 
@@ -274,4 +276,4 @@ def _tell(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace)
+    traceback.print_exception(type(error), error, trace, limit=-_SHOWN)

@@ -78,6 +78,7 @@ def _own_ends() -> tuple[int, int]:
     """The two ends under numbers of their own; 0 and 1 become the null device, for the children to replace."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # ignored by a process 1, whatever a program sends it
+    os.umask(0o022)
     requests, answers = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -211,6 +212,9 @@ def _build_root(request: Mapping[str, Any]) -> None:
     folders = {path for path in request["readable"] if os.path.isdir(path)}  # noqa: PTH112
     root, limits = _SCRATCH, request["limits"]
     kernel.mount("tmpfs", root, 6, "size=1m,nr_inodes=1000,mode=755")
+    Path(root + _SCRATCH).mkdir()
+    options = f"size={limits['scratch_mb']}m,nr_inodes={limits['scratch_files']},mode=1777"
+    kernel.mount("tmpfs", root + _SCRATCH, 6, options)
     for path in sorted(trees, key=len):
         at = Path(root + path)
         if path in folders:
@@ -223,9 +227,6 @@ def _build_root(request: Mapping[str, Any]) -> None:
     for link, target in request["links"]:
         Path(root + link).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(target, root + link)  # noqa: PTH211
-    Path(root + _SCRATCH).mkdir(exist_ok=True)
-    options = f"size={limits['scratch_mb']}m,nr_inodes={limits['scratch_files']},mode=1777"
-    kernel.mount("tmpfs", root + _SCRATCH, 6, options)
     kernel.enter(root)
 
 

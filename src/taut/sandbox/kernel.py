@@ -284,15 +284,15 @@ def forbid(is_alone: bool) -> None:
     ``is_alone``: the program has no namespace of its own, so it may not have children or threads, signal others or
     change a file's owner, mode, times or attributes.
     """
-    program = b"".join(struct.pack("=HBBI", *op) for op in _filter(is_alone))
+    program = _RULES + _encoded([*(_rules_alone() if is_alone else []), (_RETURN, 0, 0, _ALLOW)])
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
     pointer = ctypes.create_string_buffer(header, len(header))
     _prctl("PR_SET_SECCOMP", 22, 2, ctypes.addressof(pointer))
 
 
-def _filter(is_alone: bool) -> list[_Op]:
-    """A classic BPF program on struct seccomp_data: nr at 0, arch at 4, arguments from 16."""
+def _rules() -> list[_Op]:
+    """A classic BPF program on struct seccomp_data: nr at 0, arch at 4, arguments from 16. It falls through its end."""
     ops: list[_Op] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, 0xC00000B7 if _IS_ARM else 0xC000003E)]
     ops += [(_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if not _IS_ARM:  # the x32 names of the same calls
@@ -304,17 +304,26 @@ def _filter(is_alone: bool) -> list[_Op]:
     ops += _unless("clone", 0, NEW_USER | NEW_OTHERS, 0)
     ops += _unless("prlimit64", 0, 0xFFFFFFFF, 0)
     ops += _unless("socketpair", 1, 0xF, 1)
-    ops += _unless("sendto", 4, 0xFFFFFFFF, 0) + _unless("sendto", 4, 0xFFFFFFFF, 0, high=True)
-    if is_alone:
-        for numbers in _ALONE.values():
-            if numbers[_IS_ARM] != _ABSENT:
-                ops += _refuse(numbers[_IS_ARM])
-        for name, commands in _ALONE_WHERE:
-            for command in commands:
-                ops += _where(name, 1, command)
-        ops += _unless("kill", 0, 0xFFFFFFFF, os.getpid())
-        ops += _unless("tgkill", 0, 0xFFFFFFFF, os.getpid())
-    return [*ops, (_RETURN, 0, 0, _ALLOW)]
+    return (
+        ops + _unless("sendto", 4, 0xFFFFFFFF, 0) + _unless("sendto", 4, 0xFFFFFFFF, 0, high=True)
+    )
+
+
+def _rules_alone() -> list[_Op]:
+    """More of them, for this process."""
+    ops: list[_Op] = []
+    for numbers in _ALONE.values():
+        if numbers[_IS_ARM] != _ABSENT:
+            ops += _refuse(numbers[_IS_ARM])
+    for name, commands in _ALONE_WHERE:
+        for command in commands:
+            ops += _where(name, 1, command)
+    ops += _unless("kill", 0, 0xFFFFFFFF, os.getpid())
+    return ops + _unless("tgkill", 0, 0xFFFFFFFF, os.getpid())
+
+
+def _encoded(ops: Iterable[_Op]) -> bytes:
+    return b"".join(struct.pack("=HBBI", *op) for op in ops)
 
 
 def _refuse(number: int, answer: int = _REFUSE) -> list[_Op]:
@@ -342,3 +351,6 @@ def _where(name: str, argument: int, value: int) -> list[_Op]:
         (_RETURN, 0, 0, _REFUSE),
         (_LOAD, 0, 0, 0),
     ]
+
+
+_RULES = _encoded(_rules()) if IS_KNOWN else b""
