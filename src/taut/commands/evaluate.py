@@ -38,6 +38,7 @@ from taut.evals.report import STOPPED, Answer, Report, build_report
 from taut.evals.table import show_report
 from taut.rewards import Panel, RewardSpec, open_panel
 from taut.rollout.open import ModelUse, open_renderer
+from taut.rollout.rated import open_rater
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
@@ -108,7 +109,8 @@ def run(config: Evaluate) -> int:
 
 def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
     """Generate, judge and write. ``console``: as for ``generate.generate``."""
-    with open_panel(config.rewards, reserved=[STOPPED]) as panel, _directory(config) as directory:
+    opened = open_panel(config.rewards, reserved=[STOPPED], open_rater=open_rater)
+    with opened as panel, _directory(config) as directory:
         rows = _load_rows(config, panel)
         require_scorable(rows, panel, config.max_errors)
         afterwards = generate.FINISH if config.out else LOST

@@ -36,6 +36,7 @@ from taut.memory import require_room
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rollout.engine import Engine, require_usable
 from taut.rollout.local import LocalConfig, LocalEngine
+from taut.rollout.rated import open_rater
 
 SAMPLES_LOGGED = 4
 ROOMIER = "set a smaller eval.answers.local.sequences or eval.answers.local.prefill_tokens"
@@ -181,7 +182,7 @@ def build_answering(
     """
     if not config.rewards:
         return None
-    panel = open_panel(config.rewards, reserved=RESERVED)
+    panel = open_panel(config.rewards, reserved=RESERVED, open_rater=open_rater)
     needs_reference = any(part.verifier.needs_reference for part in panel.parts)
     rows = _load_rows(config, data, renderer, needs_reference, kind)
     require_scorable(rows, panel, config.max_errors)

@@ -114,14 +114,12 @@ class Panel:
             for answered in answers:
                 futures.append({})
                 for part in parts:
-                    future = self._start(part, answered if are_bare else part.read(answered))
+                    future = self._start(part, part.read(answered, are_bare))
                     if future is not None:
                         stack.callback(future.cancel)
                         futures[-1][part.label] = future
             done = {
-                part.label: self._at_once(
-                    part, answers if are_bare else [part.read(it) for it in answers]
-                )
+                part.label: self._at_once(part, [part.read(it, are_bare) for it in answers])
                 for part in parts
                 if part.verifier.runs in ("here", "model")
             }

@@ -98,8 +98,10 @@ class Part:
     inside: str | None = None
     after: str | None = None
 
-    def read(self, answered: Answered) -> Answered:
-        """What of an answer it is shown."""
+    def read(self, answered: Answered, is_bare: bool) -> Answered:
+        """What of an answer it is shown; ``is_bare``: it has no marks around it."""
+        if is_bare:
+            return replace(answered, text=self.verifier.dress(answered.text))
         if self.after is not None:
             _, mark, rest = answered.text.rpartition(self.after)
             return replace(answered, text=rest.strip() if mark else "")

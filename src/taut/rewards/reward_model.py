@@ -9,7 +9,7 @@ May import config, errors, ``http.py`` and the verifiers' base.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -66,10 +66,12 @@ class RewardServer(Verifier):
     async def ask(self, client: Client, answered: Answered) -> float:
         """EngineError where the server says something else than one number."""
         url = f"{self.url.rstrip('/')}/score"
-        completion = [dict(message) for message in answered.messages] or answered.text
-        prompt = answered.prompt
-        asked = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
-        said = await client.post(url, {"prompts": [asked], "completions": [completion]}, self.key)
+        prompt: Any = answered.prompt
+        completion: Any = answered.text
+        if not isinstance(prompt, str):
+            prompt = [dict(message) for message in prompt]
+            completion = [dict(message) for message in answered.messages] or answered.text
+        said = await client.post(url, {"prompts": [prompt], "completions": [completion]}, self.key)
         scores = said.get("scores") if isinstance(said, dict) else None
         if not isinstance(scores, list) or len(scores) != 1:
             raise EngineError(f"{url} answered {said!r:.120}; expected one score")

@@ -47,6 +47,10 @@ class Verifier:
     def prepare(self) -> None:
         """Called once where it will run, before the first answer. ConfigError: it cannot."""
 
+    def dress(self, reference: str) -> str:
+        """A reference as an answer that gives it would be written; asked before a run, whether it is known as right."""
+        return reference
+
     def __call__(self, answered: Answered) -> float | None:
         """Its word on one answer."""
         raise NotImplementedError

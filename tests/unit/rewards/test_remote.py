@@ -1,0 +1,224 @@
+"""Verifiers that ask a server: what is sent, what comes back, and all that may come between."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from taut.errors import ConfigError
+from taut.rewards import Answered, PanelConfig, RewardSpec, Score, open_panel
+
+Reply = tuple[int, Any] | None
+"""Status and what is sent; None: the connection is dropped."""
+
+
+@dataclass
+class Server:
+    """Replies as it is told to; ``asked`` has the path, the key and the body of every request."""
+
+    url: str = ""
+    reply: Callable[[dict[str, Any]], Reply] = lambda body: (200, {})
+    asked: list[tuple[str, str | None, dict[str, Any]]] = field(default_factory=list)
+    at_a_time: int = 0
+    most: int = 0
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made, lock = Server(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                made.asked.append((self.path, self.headers["Authorization"], body))
+                made.at_a_time += 1
+                made.most = max(made.most, made.at_a_time)
+            reply = made.reply(body)
+            with lock:
+                made.at_a_time -= 1
+            if reply is None:
+                self.close_connection = True
+                return
+            data = (reply[1] if isinstance(reply[1], str) else json.dumps(reply[1])).encode()
+            self.send_response(reply[0])
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening.daemon_threads = True
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    made.url = f"http://127.0.0.1:{listening.server_address[1]}"
+    yield made
+    listening.shutdown()
+    thread.join()
+    listening.server_close()
+
+
+def said(
+    name: str, *answers: Answered, timeout: float = 10, concurrency: int = 16, **options: Any
+) -> list[Score]:
+    spec = RewardSpec(name=name, timeout=timeout, options=options)
+    with open_panel([spec], PanelConfig(concurrency=concurrency)) as panel:
+        return [verdict.parts[name] for verdict in panel.grade(answers)]
+
+
+def chat(text: object) -> Reply:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+ASKED = Answered(
+    text="It is {reference}.",
+    references=("4", "four"),
+    prompt=({"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]},),
+)
+
+
+def test_a_reward_server_is_sent_prompt_and_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPEN", "sesame")
+    server.reply = lambda body: (200, {"scores": [len(body["completions"][0]) / 2]})
+    turns = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
+    answers = [
+        Answered(text="abc", prompt="Go on: "),
+        ASKED,
+        Answered(text="c", prompt=ASKED.prompt, messages=(*turns, turns[0])),
+    ]
+    scores = said("reward_server", *answers, url=f"{server.url}/", key="OPEN", concurrency=1)
+    assert [score.value for score in scores] == [1.5, len(ASKED.text) / 2, 1.5]
+    assert {(path, key) for path, key, _ in server.asked} == {("/score", "Bearer sesame")}
+    sent = [body for _, _, body in server.asked]
+    assert sent[0] == {"prompts": ["Go on: "], "completions": ["abc"]}
+    assert sent[1] == {"prompts": [[dict(ASKED.prompt[0])]], "completions": [ASKED.text]}  # type: ignore[arg-type]
+    assert sent[2]["completions"] == [[*turns, turns[0]]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ((400, {"error": {"message": "too long"}}), "EngineError: HTTP 400 from .*too long"),
+        ((401, "sesame is wrong"), r"HTTP 401 from .*: \*\*\* is wrong"),
+        ((200, "<html>"), "answered '<html>'; expected JSON"),
+        ((200, {"scores": []}), "expected one score"),
+        ((200, {"scores": ["high"]}), "ValueError"),
+        ((200, {"scores": [None]}), "TypeError"),
+        ((200, [1.0]), "expected one score"),
+        ((200, '{"scores": [NaN]}'), "reward_server returned nan; expected a finite number"),
+    ],
+)
+def test_what_is_no_score_is_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch, reply: Reply, error: str
+) -> None:
+    monkeypatch.setenv("OPEN", "sesame")
+    server.reply = lambda body: reply
+    (score,) = said("reward_server", ASKED, url=server.url, key="OPEN")
+    assert score.value is None
+    assert re.search(error, str(score.error))
+
+
+def test_a_server_that_is_busy_or_hangs_up_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taut.rewards.http.FIRST_PAUSE", 0.01)
+    replies: list[Reply] = [(503, "wait"), None, (429, ""), (200, {"scores": [2]})]
+    server.reply = lambda body: replies[min(len(server.asked), 4) - 1]
+    assert said("reward_server", ASKED, url=server.url) == [Score(2.0)]
+    assert len(server.asked) == 4
+
+
+def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) -> None:
+    """Eight at a time, of which one is never answered in time, in a thread that is not the main one."""
+    go = threading.Event()
+
+    def reply(body: dict[str, Any]) -> Reply:
+        if body["completions"] == ["late"]:
+            go.wait(5)
+        return 200, {"scores": [1]}
+
+    server.reply = reply
+    texts = ["late", *map(str, range(20))]
+    found: list[Score] = []
+
+    def ask() -> None:
+        answers = [Answered(text=text, prompt="") for text in texts]
+        found.extend(said("reward_server", *answers, url=server.url, timeout=1, concurrency=8))
+
+    begun = time.monotonic()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(10)
+    go.set()
+    assert time.monotonic() - begun < 4
+    assert found[0] == Score(error="reward_server had no answer within 1 s")
+    assert found[1:] == [Score(1.0)] * 20
+    assert 1 < server.most <= 8
+
+
+def test_a_server_that_is_not_there_is_an_error_in_time() -> None:
+    (score,) = said("reward_server", ASKED, url="http://127.0.0.1:9", timeout=0.3)
+    assert score == Score(error="reward_server had no answer within 0.3 s")
+
+
+def test_a_judge_is_asked_about_the_answer_and_its_last_number_counts(server: Server) -> None:
+    server.reply = lambda body: chat("A score: 3 would be too low. **Score: 8**")
+    options = {"url": f"{server.url}/v1", "model": "m", "extra": {"top_p": 1}}
+    assert said("judge", ASKED, **options) == [Score(0.8)]
+    ((path, key, body),) = server.asked
+    assert (path, key) == ("/v1/chat/completions", None)
+    assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.0, 1)
+    (message,) = body["messages"]
+    assert "<question>\n2 + 2?\n</question>\n<reference>\n4\nfour\n" in message["content"]
+    assert "<answer>\nIt is {reference}.\n</answer>" in message["content"]
+
+
+def test_a_judge_without_a_number_is_asked_again_and_then_an_error(server: Server) -> None:
+    replies = ["Good!", "Score: 11", "Score: 10"]
+    server.reply = lambda body: chat(replies[len(server.asked) - 1])
+    asked = {"url": server.url, "model": "m"}
+    assert said("judge", ASKED, **asked, tries=3) == [Score(1.0)]
+    assert [body["temperature"] for _, _, body in server.asked] == [0.0, 1.0, 1.0]
+    server.asked.clear()
+    assert said("judge", ASKED, **asked) == [
+        Score(error="DataError: the judge replied 'Score: 11'; expected a number from 0 to 10")
+    ]
+    server.reply = lambda body: chat(None)
+    (score,) = said("judge", ASKED, **asked)
+    assert "expected a chat completion with a text" in str(score.error)
+
+
+def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:
+    server.reply = lambda body: chat("verdict=-1")
+    options = {"template": '{"a": {answer}}', "pattern": "verdict=(-?[01])", "low": -1, "high": 1}
+    assert said("judge", ASKED, url=server.url, model="m", **options) == [Score(0.0)]
+    assert server.asked[0][2]["messages"][0]["content"] == '{"a": It is {reference}.}'
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("reward_server", {"url": "127.0.0.1:9"}, "expected one as in http://"),
+        ("reward_server", {"url": "http://me:key@host"}, "without a key in it"),
+        ("reward_server", {"url": "http://host", "key": "NOT_SET"}, "no environment variable"),
+        ("judge", {"url": "http://host"}, "model"),
+        ("judge", {"url": "http://host", "model": "m", "low": 10}, "expected a lower low"),
+        ("judge", {"url": "http://host", "model": "m", "template": "?"}, "without {answer}"),
+        ("judge", {"url": "http://host", "model": "m", "pattern": "5"}, "has no group"),
+        ("reward_model", {"model": "dir"}, "a model in this process, where none can be"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_panel([RewardSpec(name=name, options=options)])
