@@ -3,9 +3,9 @@
     next prompt = what there was, as sampled | rest of the turn's end | messages | generation prompt
 
 Sampled text is never tokenised again. What comes after a turn does not depend on what was said in it: the conversation
-is rendered with a marked word in place of the turn (in its last call, where it has calls), tokenised whole, and what
-comes after the word from the token that ends the turn on is taken. A completion that has sampled the end of its turn is
-followed by the rest.
+is rendered with a known word in place of the turn (in its last call, where it has calls), and what comes after the
+word, from the token that ends the turn on, is tokenised: a special token is one wherever it stands, and what is after
+it does not know what was before. A completion that has sampled the end of its turn is followed by the rest.
 
 Some templates write a turn differently once it is history (thinking is taken out). What was sampled stays as it is: the
 policy is trained on what it saw. ``rewrites`` says which kind a template is.
@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from taut.data.formats import Message, Tool
 from taut.data.render import Renderer
-from taut.data.template import PROBE, Ids, common_length
+from taut.data.template import PROBE, Ids, Text, common_length
 from taut.errors import RenderError
 
 WORD = "Understood"
@@ -59,13 +59,15 @@ class Bridge:
                 "the chat template does not write what an assistant says; expected its content, or its calls; give "
                 f"another template with {self.template.key}=FILE"
             )
+        tail = Text(whole.text[after:], is_rendering=True)
+        first = 0
         if "tool_calls" in canonical[-1]:
-            after = self._end_of_calls(canonical[-1], tools, word, whole.text[after:]) + after
-        spans, ids = self.template.spans(whole), self.template.encode([whole])[whole]
+            first = self._end_of_calls(canonical[-1], tools, word, tail.text)
+        spans, ids = self.template.spans(tail), self.template.encode([tail])[tail]
         end = next(
             i
             for i, span in enumerate(spans)
-            if span[0] >= after and ids[i] in self.template.end_ids
+            if span[0] >= first and ids[i] in self.template.end_ids
         )
         return ids[end + 1 :] if last in self.stop_ids else ids[end:]
 
@@ -88,34 +90,32 @@ class Bridge:
             return self.template.quoted(row_ids[start:][:8])
         end = self.template.end_of_turn(row_ids, start, PLACE)
         ids = row_ids[: end + 1]
-        path = [*ids, *self.between((*asked, turn), [said], tools, last=ids[-1])]
-        whole = self.prompt((*asked, turn, said), tools)
+        between = self.between((*asked, turn), [said], tools, last=ids[-1])
+        path, whole = [*ids, *between], self.prompt((*asked, turn, said), tools)
         if path == whole:
             return None
         same = common_length(path, whole)
-        if same > end:
+        if same > end or whole[len(whole) - len(between) :] != between:
             raise RenderError(
-                f"after a turn the chat template writes {self.template.quoted(whole[same:][:8])}, and after another "
-                f"{self.template.quoted(path[same:][:8])}; expected that it does not depend on what was said; give "
-                f"another template with {self.template.key}=FILE"
+                f"after one turn the chat template writes {self.template.quoted(between[:16])}, and after another "
+                f"{self.template.quoted(whole[end + 1 :][:16])}; expected that it does not depend on what was said; "
+                f"give another template with {self.template.key}=FILE"
             )
         return self.template.quoted(whole[same:][:8])
 
     def _end_of_calls(self, turn: Message, tools: Sequence[Tool], word: str, tail: str) -> int:
         """Where the token that ends a turn with calls begins in ``tail``, what is written after the word: markers of
         calls may be special tokens, too."""
-        row = self.template.apply((*PROBE[:1], turn), tools, PLACE)
-        after = row.text.rfind(word) + len(word)
-        ids, spans = self.template.encode([row])[row], self.template.spans(row)
-        start = next(i for i, span in enumerate(spans) if span[0] >= after)
-        first, stop = spans[self.template.end_of_turn(ids, start, PLACE)]
-        if not tail.startswith(row.text[after:stop]):
+        row = self.template.apply((*PROBE[:1], turn), tools, PLACE).text
+        alone = Text(row[row.rfind(word) + len(word) :], is_rendering=True)
+        end = self.template.end_of_turn(self.template.encode([alone])[alone], 0, PLACE)
+        first, stop = self.template.spans(alone)[end]
+        if not tail.startswith(alone.text[:stop]):
             raise RenderError(
-                f"the chat template ends a turn with calls with {row.text[after:stop]!r:.80}, and once it is history "
-                f"with {tail[: stop - after]!r:.80}; expected the same; give another template with "
-                f"{self.template.key}=FILE"
+                f"the chat template ends a turn with calls with {alone.text[:stop]!r:.80}, and once it is history with "
+                f"{tail[:stop]!r:.80}; expected the same; give another template with {self.template.key}=FILE"
             )
-        return first - after
+        return first
 
 
 def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:
