@@ -78,6 +78,11 @@ class Code(Verifier):
         """SandboxError where programs cannot be held here."""
         shared(self.mechanism, self.packages)
 
+    def dress(self, reference: str) -> str:
+        """A program alone, in the block it is looked for in."""
+        is_bare = self.program == "last_block" and last_block(reference) is None
+        return f"```python\n{reference}\n```" if is_bare else reference
+
     def __call__(self, answered: Answered) -> float | None:
         """None where the row has no tests."""
         judged = self.judge(answered)

@@ -20,6 +20,7 @@ from pydantic import Field
 from taut.config import configclass, restore
 from taut.errors import ConfigError
 from taut.rewards.answered import Answered
+from taut.rewards.code import Code
 from taut.rewards.contains import Contains
 from taut.rewards.exact_match import ExactMatch
 from taut.rewards.gym import Gym
@@ -42,6 +43,7 @@ REWARDS: dict[str, type[Verifier]] = {
     "contains": Contains,
     "numeric": Numeric,
     "math": Math,
+    "code": Code,
     "reasoning_gym": Gym,
     "format": Tags,
     "regex": Regex,

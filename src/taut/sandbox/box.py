@@ -78,12 +78,12 @@ class Sandbox:
             worker.close()
 
     def _take(self, limits: Limits) -> workers.Worker:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed; expected it open; open another")
         if self.mechanism.name == "bubblewrap":
             line = _bubblewrap(self._readable, limits) + workers.command("once()", self._packages)
             return workers.Worker(line)
         with self._lock:
-            if self._is_closed:
-                raise SandboxError("the sandbox is closed; expected it open; open another")
             while self._idle:
                 worker = self._idle.pop()
                 if worker.pid == os.getpid():

@@ -1,0 +1,168 @@
+"""The code reward on rows as the common data sets have them, and on programs that fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from taut.errors import DataError, SandboxError
+from taut.rewards.answered import Answered
+from taut.rewards.code import Code, last_block
+from taut.rewards.testcases import read_cases
+from taut.rewards.worker import judged
+from taut.sandbox import Limits, close_shared, shared, workers
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+FUNCTION = "def add(a, b):\n    return a + b"
+METHOD = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
+LIMITS = Limits(wall_seconds=5.0, memory_mb=256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandbox() -> Iterator[None]:
+    try:
+        shared()
+    except SandboxError:
+        pytest.skip("no mechanism holds programs here; sandbox/test_mechanism.py has the refusal")
+    yield
+    close_shared()
+
+
+def value_of(program: str, row: dict[str, Any], **options: Any) -> float | None:
+    text = f"Here it is:\n```python\n{program}\n```\nIt adds."
+    return Code(limits=LIMITS, **options)(Answered(text=text, row=row))
+
+
+APPS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+LIVE = [{"input": "1 2", "output": "3", "testtype": "stdin"}]
+FUNCTIONAL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+HUMAN = {
+    "prompt": 'def add(a, b):\n    """The sum."""\n',
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3",
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "row"),
+    [
+        (ADD, {"tests": APPS}),
+        (ADD, {"input_output": json.dumps(APPS)}),
+        (ADD, {"tests": {"inputs": [["1 2"]], "outputs": [["3"]]}}),
+        (ADD, {"public_test_cases": json.dumps(LIVE)}),
+        (
+            METHOD,
+            {"public_test_cases": FUNCTIONAL, "metadata": json.dumps({"func_name": "add"})},
+        ),
+        (FUNCTION, {"tests": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}}),
+        (METHOD, {"tests": {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}}),
+        (FUNCTION, {"test_list": ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]}),
+        (
+            FUNCTION,
+            {"test_list": ["assert add(0, pi) == pi"], "test_imports": ["from math import pi"]},
+        ),
+        (FUNCTION, HUMAN),
+        ("    return a + b", HUMAN),
+    ],
+)
+def test_the_forms_of_common_data_sets(program: str, row: dict[str, Any]) -> None:
+    assert value_of(program, row) == 1
+    wrong = program.replace("a + b", "a - b")
+    assert value_of(wrong, row) == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "",
+        "1 +",
+        "def other(): pass",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "def add(a, b):\n    while True: pass",
+        "def add(a, b):\n    return bytearray(2**40)",
+        "def add(a, b):\n    return {1, 2}",
+        "def add(a, b):\n    return [[]] * 3 + [add]",
+        "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    ],
+)
+def test_whatever_a_program_does_is_a_zero_and_no_error(program: str) -> None:
+    row = {"tests": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}}
+    reward = Code(limits=Limits(wall_seconds=0.5, memory_mb=256))
+    answered = Answered(text=f"```\n{program}\n```", row=row)
+    assert reward(answered) == 0
+    found = reward.judge(answered)
+    assert found is not None
+    assert found.reasons[0] != ""
+
+
+def test_a_share_or_all() -> None:
+    row = {"test_list": ["assert add(1, 2) == 3", "assert add(1, 1) == 0", "assert add(0, 0) == 0"]}
+    assert value_of(FUNCTION, row) == 0
+    assert value_of(FUNCTION, row, score="share") == pytest.approx(2 / 3)
+    assert value_of(FUNCTION, row, max_tests=1) == 1
+
+
+def test_how_output_is_compared() -> None:
+    def compared(printed: str, expected: str, how: str) -> float | None:
+        row = {"tests": {"inputs": [""], "outputs": [expected]}}
+        return value_of(f"print({printed!r})", row, compare=how)
+
+    assert compared("1  2 \n3\n\n", "1 2\n3", "tokens") == 1
+    assert compared("1  2", "1 2", "lines") == 0
+    assert compared("1 2  \n3\n", "1 2\n3\n\n", "lines") == 1
+    assert compared("0.3333333", "0.33333333333", "tokens") == 1
+    assert compared("0.333", "0.33333333333", "tokens") == 0
+    assert compared("0.3333333", "0.33333333333", "lines") == 0
+    assert compared("1000000000001", "1000000000002", "tokens") == 0
+    assert compared("nan", "1.5", "tokens") == 0
+    assert compared("x.y", "x.z", "tokens") == 0
+    assert compared("1", "1 2", "tokens") == 0
+
+
+def test_the_program_is_the_last_closed_block_of_python() -> None:
+    assert last_block("```python\n1\n```\n```py\n2\n```\n```output\n3\n```") == "2\n"
+    assert last_block("```\n1\n```\nand ```python\n2") == "1\n"
+    assert last_block("```python\n1") is None
+    assert last_block("1") is None
+    row = {"tests": APPS}
+    assert Code()(Answered(text=ADD, row=row)) == 0
+    assert Code(program="text")(Answered(text=ADD, row=row)) == 1
+    assert Code()(Answered(text=Code().dress(ADD), row=row)) == 1
+    assert Code(program="text").dress(ADD) == ADD
+    assert value_of("print(len(List))", row, before="List = [1, 2, 3]", max_tests=1) == 1
+
+
+def test_rows_without_tests_and_with_tests_nobody_can_read() -> None:
+    assert value_of(ADD, {"question": "?"}) is None
+    assert value_of(ADD, {"tests": []}) is None
+    with pytest.raises(DataError, match="2 inputs and 1 outputs in the column tests"):
+        value_of(ADD, {"tests": {"inputs": ["1", "2"], "outputs": ["1"]}})
+    for tests in (
+        {"inputs": [1]},
+        [{"input": 3}],
+        "[1",
+        {"inputs": [1], "outputs": [1], "fn_name": "f"},
+    ):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_cases({"tests": tests}, None)
+
+
+def test_a_sandbox_that_fails_is_an_error_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_shared()
+    box = shared()
+    box.close()
+    score = judged("code", Code(), Answered(text=f"```\n{ADD}\n```", row={"tests": APPS}))
+    close_shared()
+    assert score.value is None
+    assert score.error is not None
+    assert "the sandbox is closed" in score.error
+    monkeypatch.setattr(workers, "interpreter", lambda: "/no/such/python")
+    score = judged("code", Code(), Answered(text=f"```\n{ADD}\n```", row={"tests": APPS}))
+    assert score.value is None
+    assert score.error is not None
+    assert "found no way to hold a program" in score.error
+    close_shared()
