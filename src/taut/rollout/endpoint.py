@@ -79,9 +79,9 @@ class Endpoint:
         """The same, waited for."""
         return _awaited(self.start(path, body))
 
-    def tell(self, path: str, body: dict[str, Any]) -> None:
-        """POST what needs no answer but that it was done."""
-        _awaited(self._portal.start_task_soon(self._ask, path, body, self._nothing))
+    def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
+        """POST what needs no answer but that it was done. Raises TimeoutError after ``within`` seconds."""
+        _awaited(self._portal.start_task_soon(self._ask, path, body, self._nothing), within)
 
     def _cancel(self) -> None:
         for scope in self._under_way:
@@ -176,9 +176,9 @@ class Endpoint:
         return text.replace(self._secret, "***") if self._secret else text
 
 
-def _awaited(future: Future[Any]) -> Any:
+def _awaited(future: Future[Any], within: float | None = None) -> Any:
     try:
-        return future.result()
+        return future.result(within)
     finally:
         future.cancel()
 

@@ -11,6 +11,7 @@ May import errors, types and what is beside it. ``sync.py`` imports it.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,10 @@ EMPTYING = 5
 """How often a server is asked to empty its prefix cache: what has just ended may hold a block for a moment."""
 PAUSE = 0.2
 """Seconds between."""
+PUSHED = "-taut-"
+"""In the names of adapters that were pushed; a killed run leaves its last one behind."""
+LEAVING = 5.0
+"""Seconds that a server is given to unload the last adapter."""
 
 
 class Held(BaseModel):
@@ -111,12 +116,17 @@ class Asked:
     def unload_adapter(self, name: str) -> None:
         self.openai.tell("unload_lora_adapter", {"lora_name": name})
 
-    def takes_weights(self) -> bool:
-        """Whether it has taut's extension."""
+    def leave(self, name: str) -> None:
+        """Unload an adapter, if that is soon done."""
+        with suppress(EngineError, TimeoutError):
+            self.root.tell("v1/unload_lora_adapter", {"lora_name": name}, LEAVING)
+
+    def dtype(self) -> str:
+        """What it computes in, as far as taut's extension is there to say; else unknown."""
         try:
-            return bool(self.held())
+            return self.held()[0].dtype
         except EngineError:
-            return False
+            return "unknown"
 
     def takes_adapters(self) -> bool:
         """Whether adapters can be loaded while it runs; an empty request is refused where they can."""
@@ -168,7 +178,8 @@ class Asked:
 
 def served_card(endpoint: Endpoint, name: str | None) -> Card:
     """The model to be asked."""
-    cards = parsed(Models, endpoint.ask("models")).data
+    served = parsed(Models, endpoint.ask("models")).data
+    cards = [card for card in served if card.id == name or PUSHED not in card.id]
     names = ", ".join(card.id for card in cards) or "none"
     if name is None and len(cards) == 1:
         return cards[0]

@@ -41,8 +41,8 @@ from taut.models.score import Scorer
 from taut.parallel import Ranks
 from taut.rollout import worker
 from taut.rollout.answer import TOLERANCE
-from taut.rollout.parcel import Folder, checkpoint_tensors, require_arrived, write
-from taut.rollout.served import Asked, Report
+from taut.rollout.parcel import PREFIX, Folder, checkpoint_tensors, require_arrived, write
+from taut.rollout.served import PUSHED, Asked, Report
 from taut.types import FloatArray, IntArray, Sample
 
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
@@ -146,10 +146,13 @@ class Sync:
         """How often the server had lost what it was given, and got it again."""
         self.mode: Mode = _together(trained.ranks, self._choose)
         self._folder = Folder(config.folder) if trained.ranks.is_writer else None
+        self._dtype = asked.dtype() if trained.ranks.is_writer else "unknown"
         self._count = 0
         self._sent: _Sent | None = None
 
     def close(self) -> None:
+        if self._sent is not None and self.mode == "adapter":
+            self.asked.leave(self._sent.name)
         self.asked.root.close()
         if self._folder is not None:
             self._folder.close()
@@ -189,7 +192,7 @@ class Sync:
             )
         if wanted != "full" and obstacle is None and asked.takes_adapters():
             return "adapter"
-        if wanted != "adapter" and asked.takes_weights():
+        if wanted != "adapter" and asked.dtype() != "unknown":
             return "full"
         needs = "adapters" if wanted == "adapter" else "weights"
         raise EngineError(
@@ -204,14 +207,15 @@ class Sync:
         began = time.monotonic()
         last, asked = self._sent, self.asked
         before_N = asked.log_probs(asked.base, self.probe_T) if last is None else last.said_N
-        folder = self._folder.new(f"{version}-{self._count}")
+        folder = self._folder.new(f"{version}-{self._count}")  # a path that never was before
         if self.mode == "full":
             sent, num_bytes, arrived = self._push_full(version, state, folder)
         else:
             sent, num_bytes, arrived = self._push_adapter(version, state, folder), 0, (0, [])
             num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         said_N = asked.log_probs(sent.name, self.probe_T)
-        self._require_same(said_N, expected_N, before_N, sent.dtype)
+        old_N = None if last is None else before_N
+        self._require_same(said_N, expected_N, old_N, sent.dtype)
         self._sent = replace(sent, said_N=said_N)
         self._folder.keep_only(folder)
         proof = Proof(
@@ -251,23 +255,23 @@ class Sync:
         """Under a name and a path of its own, so that nothing kept of another version is taken for it."""
         save_adapter(self.trained.scorer.model, folder, dict(state))
         make_readable(folder)
-        name = f"{self.asked.base}-taut-{folder.name}"
+        name = f"{self.asked.base}{PUSHED}{folder.parent.name.removeprefix(PREFIX)}-{folder.name}"
         self.asked.load_adapter(name, folder)
         if self._sent is not None and self.asked.serves(self._sent.name):
             self.asked.unload_adapter(self._sent.name)
-        return _Sent(version, name, folder, "unknown", np.empty(0), [], [])
+        return _Sent(version, name, folder, self._dtype, np.empty(0), [], [])
 
     def _require_same(
-        self, said_N: FloatArray, wanted_N: FloatArray, before_N: FloatArray | None, dtype: str
+        self, said_N: FloatArray, wanted_N: FloatArray, old_N: FloatArray | None, dtype: str
     ) -> None:
-        """The server's log-probs of the probe must be those of the model in training."""
+        """The server's log-probs of the probe must be those of the model in training. ``old_N``: of the push before."""
         trained = str(self.trained.dtype).removeprefix("torch.")
         limit = max(_tolerance(dtype), _tolerance(trained))
         far = np.abs(said_N - wanted_N)
         at = int(far.argmax())
         if far[at] <= limit:
             return
-        kept = before_N is not None and np.abs(said_N - before_N).max() == 0
+        kept = old_N is not None and np.abs(said_N - old_N).max() == 0
         what = "as before the push: it keeps the old weights" if kept else "of another model"
         raise EngineError(
             f"server: log-prob {said_N[at]:.4f} for id {self.probe_T[at + 1]} of the probe, {what}; expected "

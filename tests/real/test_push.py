@@ -1,0 +1,96 @@
+"""Weights pushed to a real vLLM, whole and as an adapter: what it then samples has the training model's log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.real.vllm import needs_vllm, served
+from tests.weights import CPU, change
+from torch import nn
+
+from taut.attention.select import select
+from taut.config import replace
+from taut.data.pack import pack
+from taut.data.render import Renderer
+from taut.models.load import load_config, load_model, load_tokenizer
+from taut.models.lora import LoraConfig, apply_lora
+from taut.models.score import Scorer
+from taut.parallel import Ranks
+from taut.rollout import worker
+from taut.rollout.answer import TOLERANCE
+from taut.rollout.engine import Sampling
+from taut.rollout.server import ServerConfig, ServerEngine
+from taut.rollout.sync import Trained
+from taut.types import Prompt, Sample, Wants
+
+LIMIT = TOLERANCE["float32"]
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, needs_vllm]
+
+
+@pytest.fixture(scope="module")
+def url(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    options = (
+        "--worker-extension-cls=taut_worker.TautWorker",
+        "--enable-lora",
+        "--max-lora-rank=8",
+    )
+    variables = {
+        "PYTHONPATH": str(Path(worker.__file__).parent),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    named = ("--served-model-name=smol", "--logprobs-mode=processed_logprobs")
+    with served(real_model, log, (*options, *named), variables) as url:
+        yield url
+
+
+def loaded(directory: Path) -> nn.Module:
+    attention = select("auto", CPU, torch.float32, load_config(str(directory))).implementation
+    return load_model(str(directory), dtype=torch.float32, device=CPU, attention=attention)
+
+
+@pytest.mark.parametrize("mode", ["full", "adapter"])
+def test_what_is_sampled_after_a_push_is_the_training_model_s(
+    url: str, real_model: Path, mode: str
+) -> None:
+    model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_rows="never"))
+    asked = Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32)
+    tokenizer = load_tokenizer(str(real_model))
+    renderer = Renderer(tokenizer)
+    config = replace(ServerConfig(), {"sync.mode": mode})
+    chat = [{"role": "user", "content": "Name a colour."}]
+    prompt = Prompt("a", renderer.prompt_ids(chat))
+    sampling = Sampling(max_new_tokens=16, temperature=0.7, seed=1)
+    engine = ServerEngine.open(url, config, tokenizer, renderer.stop_ids, 1024)
+    try:
+        engine = engine.follow(asked)
+        assert engine.sync is not None
+        for version in (0, 1):
+            engine.update(version)
+            proof = engine.sync.proof
+            assert proof is not None and proof.mode == mode and proof.largest_error < LIMIT
+            assert (proof.largest_change > 100 * LIMIT) == (version == 1)
+            assert (proof.num_equal, proof.unread) == ((272, ()) if mode == "full" else (0, ()))
+            (completion,) = engine.generate([prompt], sampling)
+            ids_T = np.concatenate([prompt.ids_T, completion.ids_N])
+            mine_N = _at(asked, ids_T, 0.7)[-completion.ids_N.size :]
+            assert completion.version == version and completion.logp_N is not None
+            assert np.abs(mine_N - completion.logp_N).max() < LIMIT
+            change(model, size=0.01)
+    finally:
+        engine.close()
+
+
+def _at(asked: Trained, ids_T: np.ndarray, temperature: float) -> np.ndarray:
+    """log-probs of all ids but the first at a temperature."""
+    at_N = np.arange(1, ids_T.size)
+    packed = pack([Sample("a", ids_T, at_N, np.ones(at_N.size))])
+    with torch.no_grad():
+        logp_N = asked.scorer.eval()(packed, wants=Wants(temperature=temperature)).logp_N
+    return logp_N.double().numpy()

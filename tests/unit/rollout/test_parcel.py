@@ -1,0 +1,136 @@
+"""Files of weights, the checksums of what became of them, and the folder they lie in."""
+
+from __future__ import annotations
+
+import fcntl
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.models import tiny_model
+from tests.weights import change, tiny
+from torch import Tensor
+
+from taut.errors import EngineError, OutputError
+from taut.models.lora import LoraConfig, apply_lora
+from taut.rollout import parcel
+from taut.rollout.parcel import PREFIX, Folder, checkpoint_tensors, require_arrived, write
+from taut.rollout.served import Report
+from taut.rollout.worker.taut_worker import checksum
+
+FLOAT = torch.float32
+
+
+def report(name: str, value: Tensor, *parts: str, columns: list[int] | None = None) -> Report:
+    return Report(name=name, parts=list(parts), columns=columns, checksum=f"{checksum(value):016x}")
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_names_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, dtype=FLOAT)
+    tensors = checkpoint_tensors(model)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert tensors.keys() == saved.keys()
+    assert all(torch.equal(tensors[key], saved[key]) for key in saved)
+
+
+def test_an_adapter_is_merged() -> None:
+    plain = tiny().state_dict()
+    model = apply_lora(tiny(), LoraConfig(rank=2, targets=["q_proj"], train_rows="never"))
+    change(model)
+    tensors = checkpoint_tensors(model)
+    changed = {name for name in plain if not torch.equal(plain[name], tensors[name])}
+    assert tensors.keys() == plain.keys()
+    assert changed == {name for name in plain if "q_proj" in name}
+
+
+def test_files_hold_them_in_the_server_s_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parcel, "FILE_BYTES", 4096)
+    tensors = checkpoint_tensors(tiny())
+    num_bytes = write(tensors, torch.bfloat16, tmp_path)
+    files = sorted(tmp_path.iterdir())
+    read = {name: value for file in files for name, value in load_file(file).items()}
+    assert len(files) > 1 and read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name].bfloat16()) for name in tensors)
+    assert num_bytes == sum(value.nbytes for value in read.values())
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o644}
+
+
+# Checksums
+
+
+def test_what_is_fused_or_sharded_adds_up() -> None:
+    q, k = torch.randn(4, 6), torch.randn(2, 6)
+    whole = torch.cat([q, k])
+    tensors = {"q": q, "k": k, "o": whole.T.contiguous()}
+    left = [report("qk", whole[:3], "q", "k"), report("o", whole.T[:, :2], "o")]
+    right = [report("qk", whole[3:], "q", "k"), report("o", whole.T[:, 2:], "o")]
+    assert require_arrived(tensors, FLOAT, [left, right]) == (3, [])
+    both = [report("qk", whole, "q", "k"), report("o", whole.T, "o")]
+    assert require_arrived(tensors, FLOAT, [both, both]) == (3, [])
+
+
+def test_columns_are_compared_with_columns() -> None:
+    q = torch.randn(4, 6)
+    reports = [[report("q", q[:, [0, 3]].T, "q", columns=[0, 3])]]
+    assert require_arrived({"q": q}, FLOAT, reports) == (1, [])
+    with pytest.raises(EngineError, match=r"q \(q\) has checksum"):
+        require_arrived({"q": q + 1}, FLOAT, reports)
+
+
+def test_one_bit_is_enough_and_its_tensor_is_named() -> None:
+    q, k = torch.randn(4, 6), torch.randn(2, 6)
+    changed = q.clone()
+    changed[1, 2] = torch.nextafter(changed[1, 2], torch.tensor(9.0))
+    changed[3, 4] = torch.nextafter(changed[3, 4], torch.tensor(-9.0))
+    reports = [[report("a.qk", torch.cat([changed, k]), "a.q", "a.k")]]
+    with pytest.raises(
+        EngineError, match=r"server: a\.qk \(a\.q, a\.k\) has checksum [0-9a-f]{16}; expected"
+    ):
+        require_arrived({"a.q": q, "a.k": k}, FLOAT, reports)
+
+
+def test_what_cannot_be_read_is_said_to_be_unread() -> None:
+    q, k = torch.randn(4, 6), torch.randn(2, 6)
+    unread = Report(name="k", parts=["k"], columns=None, checksum=None)
+    assert require_arrived({"q": q, "k": k}, FLOAT, [[report("q", q, "q"), unread]]) == (1, ["k"])
+
+
+# The folder
+
+
+def test_a_folder_is_open_to_a_server_of_another_user_and_goes_with_its_owner(
+    tmp_path: Path,
+) -> None:
+    folder = Folder(str(tmp_path / "deep" / "er"))
+    assert folder.path.parent == tmp_path / "deep" / "er"
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o755
+    first, second = folder.new("1"), folder.new("2")
+    folder.keep_only(second)
+    assert not first.exists() and second.exists()
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    left, used = tmp_path / f"{PREFIX}left", tmp_path / f"{PREFIX}used"
+    for folder in (left, used):
+        (folder / "1").mkdir(parents=True)
+    with (used / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        Folder(str(tmp_path)).close()
+        assert not left.exists() and (used / "1").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"server\.sync\.folder: .*file.* cannot be written"):
+        Folder(str(tmp_path / "file"))

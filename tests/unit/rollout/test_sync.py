@@ -1,0 +1,294 @@
+"""Weights pushed to a server: what shows that they arrived, and every way in which they may not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.server import CONFIG, GREEDY, FakeServer, after_probe, prompt
+from tests.tokenizers import tiny_tokenizer
+from tests.weights import CPU, WeightServer, change, tiny, trained
+
+from taut.config import replace
+from taut.errors import ConfigError, EngineError
+from taut.models.lora import LoraConfig, apply_lora
+from taut.parallel import Ranks
+from taut.rollout import served
+from taut.rollout.server import ServerEngine
+from taut.rollout.sync import Sync, Trained
+from taut.rollout.worker import taut_worker
+
+LORA = LoraConfig(rank=2, train_rows="never")
+
+
+@contextmanager
+def following(server: FakeServer, asked: Trained, **sync: Any) -> Iterator[ServerEngine]:
+    """An engine whose server follows a model."""
+    config = replace(CONFIG, {f"sync.{name}": value for name, value in sync.items()})
+    with server:
+        engine = ServerEngine.open(server.url, config, tiny_tokenizer(), [7], 64)
+        try:
+            engine = engine.follow(asked)
+            yield engine
+        finally:
+            engine.close()
+
+
+def sync_of(engine: ServerEngine) -> Sync:
+    assert engine.sync is not None
+    return engine.sync
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "weights")
+
+
+# What arrives
+
+
+def test_a_push_is_proven_by_every_tensor_and_by_log_probs(folder: str) -> None:
+    model, server = tiny(), WeightServer()
+    with following(server, trained(model), folder=folder) as engine:
+        engine.update(0)
+        first = sync_of(engine).proof
+        change(model)
+        engine.update(3)
+        second = sync_of(engine).proof
+        (completion,) = engine.generate([prompt("a", 1, 20)], GREEDY)
+    assert first is not None and second is not None
+    assert (first.mode, first.version, first.largest_change) == ("full", 0, 0.0)
+    assert first.num_equal == len(list(model.parameters())) and first.unread == ()
+    assert second.largest_change > 0.1 and second.largest_error < 1e-4
+    assert second.num_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert completion.version == 3
+    assert server.told.count("/reset_prefix_cache") == 2
+
+
+def test_an_adapter_goes_merged_to_a_server_that_loads_none(folder: str) -> None:
+    model = apply_lora(tiny(), LORA)
+    change(model)
+    with following(WeightServer(), trained(model), folder=folder) as engine:
+        engine.update(1)
+        proof = sync_of(engine).proof
+    assert proof is not None and proof.mode == "full" and proof.largest_change > 0.01
+
+
+def test_an_adapter_alone_goes_under_a_name_of_its_own(folder: str) -> None:
+    model = apply_lora(tiny(), LORA)
+    server = WeightServer(has=("full", "adapter"))
+    with following(server, trained(model), folder=folder) as engine:
+        engine.update(0)
+        before = sync_of(engine).name
+        change(model)
+        engine.update(1)
+        after = sync_of(engine).name
+        proof = sync_of(engine).proof
+        engine.generate([prompt("a", 1, 20)], GREEDY)
+        assert list(server.adapters) == [after] != [before]
+        assert server.requests[-1]["model"] == after
+    assert proof is not None and proof.mode == "adapter" and proof.largest_change > 0.01
+    assert server.adapters == {}
+    assert server.told.count("/collective_rpc") == 1  # for the dtype
+
+
+def test_what_vllm_loads_no_adapter_of_goes_whole(folder: str) -> None:
+    model = apply_lora(tiny(), LoraConfig(rank=2, dora=True, train_rows="never"))
+    with following(WeightServer(has=("full", "adapter")), trained(model), folder=folder) as engine:
+        assert sync_of(engine).mode == "full"
+    with (
+        pytest.raises(
+            EngineError, match=r"vLLM loads no adapter with DoRA; .* server\.sync\.mode=full"
+        ),
+        following(WeightServer(), trained(model), folder=folder, mode="adapter"),
+    ):
+        pass
+
+
+def test_nothing_is_left_in_the_folder(folder: str) -> None:
+    with following(WeightServer(), trained(tiny()), folder=folder) as engine:
+        for version in range(3):
+            engine.update(version)
+        kept = [path.name for path in Path(folder).glob("*/*/*")]
+    assert kept == ["weights-0000.safetensors"]
+    assert list(Path(folder).iterdir()) == []
+
+
+# What does not
+
+
+def test_a_plain_server_is_refused_with_the_command_that_starts_another() -> None:
+    with (
+        pytest.raises(
+            EngineError,
+            match=r"takes no weights while it runs; .*--worker-extension-cls taut_worker\.",
+        ) as e,
+        following(FakeServer(), trained(tiny())),
+    ):
+        pass
+    place = str(e.value).partition("PYTHONPATH=")[2].split()[0]
+    assert (Path(place) / "taut_worker.py").exists()
+    with FakeServer() as server:
+        engine = ServerEngine.open(server.url, CONFIG, tiny_tokenizer(), [7], 64)
+        with pytest.raises(EngineError, match="keeps the weights it was started with"):
+            engine.update(1)
+        engine.close()
+
+
+def test_a_server_that_keeps_a_tensor_is_told_by_its_name(folder: str) -> None:
+    model, server = tiny(), WeightServer()
+    with following(server, trained(model), folder=folder) as engine:
+        engine.update(0)
+        server.worker.keeps = lambda name: name == "model.layers.1.mlp.up_proj.weight"
+        change(model, size=1e-7)  # far below what log-probs show
+        with pytest.raises(
+            EngineError,
+            match=r"weights after step 1: .*model\.layers\.1\.mlp\.up_proj\.weight \(.* has checksum",
+        ):
+            engine.update(1)
+
+
+def test_a_server_that_answers_from_other_weights_is_found_by_its_log_probs(folder: str) -> None:
+    model, server = tiny(), WeightServer(is_stale=True)
+    with following(server, trained(model), folder=folder) as engine:
+        engine.update(0)
+        change(model)
+        with pytest.raises(EngineError, match="as before the push: it keeps the old weights"):
+            engine.update(1)
+    with (
+        following(WeightServer(model=tiny(seed=5), is_stale=True), trained(model)) as engine,
+        pytest.raises(EngineError, match=r"weights after step 0: .*log-prob"),
+    ):
+        engine.update(0)
+
+
+def test_an_adapter_on_another_base_is_found(folder: str) -> None:
+    model = apply_lora(tiny(), LORA)
+    server = WeightServer(model=tiny(seed=5), has=("adapter",))
+    with (
+        following(server, trained(model), folder=folder) as engine,
+        pytest.raises(EngineError, match=r"of another model; expected .* by the model in training"),
+    ):
+        engine.update(0)
+
+
+def test_a_folder_the_server_does_not_see(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taut_worker, "_files", lambda folder: [])
+    with (
+        following(WeightServer(), trained(tiny()), folder=folder) as engine,
+        pytest.raises(EngineError, match=r"it sees no file in .*; set server\.sync\.folder"),
+    ):
+        engine.update(0)
+
+
+def test_a_cache_that_cannot_be_emptied(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "PAUSE", 0.0)
+    with (
+        following(WeightServer(is_busy=True), trained(tiny()), folder=folder) as engine,
+        pytest.raises(EngineError, match="prefix cache cannot be emptied"),
+    ):
+        engine.update(0)
+
+
+# What happens later
+
+
+@pytest.mark.parametrize("way", ["full", "adapter"])
+def test_a_server_that_was_started_again_gets_the_same_weights(folder: str, way: str) -> None:
+    model = tiny() if way == "full" else apply_lora(tiny(), LORA)
+    server = WeightServer(has=(way,))
+    with following(server, trained(model), folder=folder) as engine:
+        change(model)
+        engine.update(1)
+        change(model, seed=2)  # what is in training now is not what was pushed
+        pushed = sync_of(engine).asked.log_probs(sync_of(engine).name, np.arange(3, 12))
+        server.restart()
+        engine.generate([prompt("a", 1, 20)], GREEDY)
+        assert sync_of(engine).restarts == 1
+        again = sync_of(engine).asked.log_probs(sync_of(engine).name, np.arange(3, 12))
+        assert np.array_equal(again, pushed)
+        engine.generate([prompt("a", 1, 20)], GREEDY)
+        assert sync_of(engine).restarts == 1
+
+
+def test_a_server_started_again_from_another_model_is_refused(folder: str) -> None:
+    model = apply_lora(tiny(), LORA)
+    server = WeightServer(has=("adapter",))
+    with following(server, trained(model), folder=folder) as engine:
+        engine.update(0)
+        server.started_with = tiny(seed=5)
+        server.restart()
+        with pytest.raises(EngineError, match="of another model"):
+            engine.generate([prompt("a", 1, 20)], GREEDY)
+
+
+def test_answers_of_a_server_that_was_started_again_meanwhile_are_not_used(folder: str) -> None:
+    server = WeightServer()
+    with following(server, trained(tiny()), folder=folder) as engine:
+        engine.update(0)
+        server.faults = after_probe(lambda body, count: server.restart())
+        with pytest.raises(EngineError, match="started again while it answered"):
+            engine.generate([prompt("a", 1, 20)], GREEDY)
+
+
+def test_somebody_else_s_push_is_noticed(folder: str) -> None:
+    server = WeightServer()
+    with following(server, trained(tiny()), folder=folder) as engine:
+        engine.update(4)
+        server.worker.taut_version = 9
+        with pytest.raises(EngineError, match="holds weights of version 9; expected those of 4"):
+            engine.generate([prompt("a", 1, 20)], GREEDY)
+
+
+def test_a_server_that_is_gone_ends_the_push(folder: str) -> None:
+    server = WeightServer()
+    with following(server, trained(tiny()), folder=folder) as engine:
+        engine.update(0)
+        server.is_gone = True
+        with pytest.raises(EngineError, match=r"weights after step 1: server: no answer"):
+            engine.update(1)
+
+
+# Several ranks
+
+
+class Second(Ranks):
+    """The second of two ranks, the first of which says ``said`` each time."""
+
+    said: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        assert value is None
+        return [type(self).said, None]
+
+
+def test_a_rank_that_does_not_write_hears_of_the_writer_s_failure() -> None:
+    class Failing(Second):
+        said = EngineError("server: gone")
+
+    with (
+        pytest.raises(EngineError, match="gone"),
+        following(WeightServer(), trained(tiny(), Failing(1, 2, CPU))),
+    ):
+        pass
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.mode"):
+        replace(CONFIG, {"sync.mode": "half"})
+
+
+def test_bfloat16_is_allowed_its_rounding() -> None:
+    asked = trained(tiny())
+    wide = Trained(asked.scorer, asked.ranks, torch.bfloat16)
+    server = WeightServer(model=tiny(), is_stale=True)
+    with following(server, wide) as engine:
+        change(asked.scorer, size=1e-3)
+        engine.update(1)
+        proof = sync_of(engine).proof
+    assert proof is not None and 1e-3 < proof.largest_error < 0.5

@@ -1,0 +1,147 @@
+"""An endpoint that has weights: a tiny model behind ``FakeServer``, in the hands of taut's own worker extension.
+
+    with WeightServer(model=tiny()) as server:
+        engine = ServerEngine.open(server.url, ...).follow(Trained(...))
+
+What it says of a prompt (prompt_logprobs) is the model's own; completions stay those of the rule. ``restart`` puts the
+weights it was started with back, in a process that calls itself another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from tests.models import tiny_model
+from tests.server import Body, FakeServer, _send
+from tests.tokenizers import tiny_tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from taut.attention.select import PREFIX
+from taut.models.score import Scorer
+from taut.parallel import Ranks
+from taut.rollout.sync import Trained
+from taut.rollout.worker import taut_worker
+
+CPU = torch.device("cpu")
+
+
+def tiny(seed: int = 0, name: str = "llama") -> PreTrainedModel:
+    return tiny_model(name, vocab_size=len(tiny_tokenizer()), dtype=torch.float32, seed=seed)
+
+
+def trained(model: nn.Module, ranks: Ranks | None = None) -> Trained:
+    """A model in training."""
+    inner: Any = model
+    inner.set_attn_implementation(PREFIX + "reference")
+    return Trained(Scorer(model), ranks or Ranks(0, 1, CPU), torch.float32)
+
+
+def change(model: nn.Module, seed: int = 1, size: float = 0.1) -> None:
+    """What an update would do, only larger."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn(parameter.shape, generator=random))
+
+
+class Worker(taut_worker.TautWorker):
+    """vLLM's worker, as far as the extension looks at it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.keeps: Callable[[str], bool] = lambda name: False
+        """Which tensors stay as they are, whatever is loaded."""
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: self.model, model_config=SimpleNamespace(dtype=torch.float32)
+        )
+
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
+        state = {name: value for name, value in weights_iterator if not self.keeps(name)}
+        self.model.load_state_dict(state, strict=False)
+
+
+@dataclass
+class WeightServer(FakeServer):
+    """Serves ``model`` under the first of ``names``. ``has``: which ways its weights can be changed."""
+
+    model: PreTrainedModel = field(default_factory=tiny)
+    has: tuple[str, ...] = ("full",)
+    is_stale: bool = False
+    """Whether it goes on saying what it said of the weights it was started with."""
+    is_busy: bool = False
+    """Whether its prefix cache cannot be emptied."""
+    is_gone: bool = False
+    """Whether it hangs up on everybody."""
+    num_restarts: int = 0
+    told: list[str] = field(default_factory=list)
+    """The paths beside completions, in order."""
+
+    def __post_init__(self) -> None:
+        self.started_with = copy.deepcopy(self.model)
+        self.restart()
+
+    def restart(self) -> None:
+        self.worker = Worker(copy.deepcopy(self.started_with))
+        self.adapters: dict[str, Any] = {}
+        self.names = self.names[:1]
+        self.num_restarts += 1
+
+    def handle(self, handler: Any, body: Body | None) -> None:
+        way = {"/collective_rpc": "full", "/v1/load_lora_adapter": "adapter"}
+        way |= {"/v1/unload_lora_adapter": "adapter", "/reset_prefix_cache": "full"}
+        if self.is_gone:
+            handler.close_connection = True
+            return None
+        if way.get(handler.path) not in self.has or body is None:
+            return super().handle(handler, body)
+        self.told.append(handler.path)
+        if handler.path == "/collective_rpc":
+            status, text = self._call(body)
+        elif handler.path == "/reset_prefix_cache":
+            status, text = 200, json.dumps({"success": not self.is_busy})
+        else:
+            status, text = self._adapter(handler.path, body)
+        return _send(handler, status, text)
+
+    def _call(self, body: Body) -> tuple[int, str]:
+        result = getattr(self.worker, body["method"])(**body["kwargs"])
+        if body["method"] == "taut_held":
+            result["start"] += f"{self.num_restarts}"
+        return 200, json.dumps({"results": [result]})
+
+    def _adapter(self, path: str, body: Body) -> tuple[int, str]:
+        if "lora_name" not in body:
+            return 400, json.dumps({"error": {"message": "lora_name is missing"}})
+        name = body["lora_name"]
+        if path.endswith("unload_lora_adapter"):
+            if self.adapters.pop(name, None) is None:
+                return 404, json.dumps({"error": {"message": f"{name} is not loaded"}})
+        else:
+            base: Any = copy.deepcopy(self.worker.model)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the library, for peft
+                self.adapters[name] = PeftModel.from_pretrained(base, Path(body["lora_path"]))
+        self.names = (self.names[0], *self.adapters)
+        return 200, f"Success: {name}"
+
+    def choice(self, body: Body) -> Body:
+        if "prompt_logprobs" not in body:
+            return super().choice(body)
+        model = self.adapters.get(body["model"], self.worker.model)
+        model = self.started_with if self.is_stale else model
+        ids = torch.tensor(body["prompt"])
+        with torch.no_grad():
+            logp = model.eval()(ids[None], use_cache=False).logits[0].log_softmax(-1)
+        said = [{f"{i}": {"logprob": float(row[i])}} for i, row in zip(ids[1:], logp, strict=False)]
+        return {"prompt_logprobs": [None, *said]}
