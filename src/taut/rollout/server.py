@@ -31,13 +31,11 @@ from itertools import islice
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import configclass
 from taut.errors import ConfigError, EngineError, RequestRefused
-from taut.parallel import Ranks
 from taut.rollout.answer import (
     ABOVE_ZERO,
     Answer,
@@ -103,8 +101,6 @@ class ServerEngine:
     sends_stops: bool = True
     sync: Sync | None = None
     """Where its weights follow those in training."""
-    ranks: Ranks | None = None
-    """Who generates together, each its share."""
 
     @classmethod
     def open(
@@ -147,11 +143,7 @@ class ServerEngine:
         except BaseException:
             asked.root.close()
             raise
-        return replace(self, sync=sync, ranks=trained.ranks)
-
-    def alone(self) -> ServerEngine:
-        """The same for a thread beside the one that trains: this process generates everything, without the others."""
-        return replace(self, ranks=None)
+        return replace(self, sync=sync)
 
     def update(self, version: int) -> None:
         """Push the weights in training and prove that they arrived (``sync.proof``)."""
@@ -214,14 +206,14 @@ class ServerEngine:
         self, sync: Sync, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
     ) -> Outcome:
         """This rank's share, then everybody's; of weights that are known before and after."""
-        ranks = self.ranks or Ranks(0, 1, torch.device("cpu"))
-        sync.hold(ranks)
+        ranks = sync.trained.ranks
+        sync.hold()
         outcomes = ranks.gather(
             self._generate(prompts[ranks.rank :: ranks.size], sampling, on_done)
         )
         failure = next((failure for _, failure in outcomes if failure is not None), None)
         if failure is None:
-            sync.require_kept(ranks)
+            sync.require_kept()
         return {key: one for done, _ in outcomes for key, one in done.items()}, failure
 
     def _generate(

@@ -175,13 +175,13 @@ class Sync:
         self.proof = proof
         return proof
 
-    def hold(self, ranks: Ranks) -> None:
-        """Before ``ranks`` generate: the server must have what was pushed. Started again, it gets it once more."""
-        self.restarts += _together(ranks, self._hold)
+    def hold(self) -> None:
+        """Before generation: the server must have what was pushed. Started again, it gets it once more."""
+        self.restarts += _together(self.trained.ranks, self._hold)
 
-    def require_kept(self, ranks: Ranks) -> None:
+    def require_kept(self) -> None:
         """After that: it must be the same process with the same weights still."""
-        _together(ranks, self._require_kept)
+        _together(self.trained.ranks, self._require_kept)
 
     def _choose(self) -> Mode:
         asked, wanted, model = self.asked, self.config.mode, self.trained.scorer.model
