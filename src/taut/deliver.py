@@ -1,4 +1,5 @@
-"""What a run leaves behind: ``model/`` and ``adapter/`` at its end, ``best/`` meanwhile, each complete and proven.
+"""What a run leaves behind: ``model/`` and ``adapter/`` at its end, ``best/`` meanwhile, each complete and proven; and
+``critic/``, complete.
 
 A model is written beside its place, its contract into it, and takes its place when both are there. Where the end cannot
 be written or proven, the training state is kept. Under several ranks all of them call; one writes.
@@ -27,8 +28,11 @@ from taut.data.prompt_set import PromptSet
 from taut.errors import CheckFailed, OutputError, TautError
 from taut.golden import Question, choose_questions
 from taut.loop import Job
+from taut.methods.critic import save_critic
+from taut.models.critic import Critic
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import make_readable, saving, serving_tokenizer
+from taut.outdir import CRITIC
 from taut.reloaded import Comparison, Trained, load_adapted, room_for, samples_to_compare, score
 
 
@@ -54,6 +58,8 @@ def save_model(
     Where that cannot be done or proven, the training state is kept and the run fails, on all ranks.
     """
     ranks, inputs = built.job.ranks, built.inputs
+    if built.scorer.critic is not None:
+        _save_critic(built, built.scorer.critic, directory.with_name(CRITIC), checkpoints)
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(built.scorer, samples)
@@ -70,6 +76,24 @@ def save_model(
     if failure:
         raise CheckFailed(f"{failure}; {checkpoints.rescue(built.job.done, built.job.random)}")
     return directory
+
+
+def _save_critic(built: Built, critic: Critic, directory: Path, checkpoints: Checkpoints) -> None:
+    """Before the model, whose directory says that a run is complete."""
+    inputs = built.inputs
+    try:
+        save_critic(
+            critic,
+            directory,
+            inputs.tokenizer,
+            built.job.ranks,
+            stop_ids=inputs.stops.ids,
+            template=inputs.renderer.template.template,
+            dtype=built.saved_dtype,
+        )
+    except OutputError as error:
+        rescued = checkpoints.rescue(built.job.done, built.job.random)
+        raise CheckFailed(f"{error}; {rescued}") from error
 
 
 def _write(built: Built, model: Path, trained: Trained, questions: Sequence[Question]) -> None:

@@ -37,13 +37,13 @@ LATEST = "latest"
 """In checkpoints/: names the newest complete one."""
 META = "meta.json"
 """In a checkpoint: what it is of."""
-MODEL, ADAPTER, BEST = "model", "adapter", "best"
+MODEL, ADAPTER, BEST, CRITIC = "model", "adapter", "best", "critic"
 LOCK = ".lock"
 LOOK, LOOKS = 0.01, 10
 """Seconds that looking who has the lock may take, and how often one who wants it waits so long."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """What the system says of a lock that another process has."""
-WRITTEN = (MODEL, ADAPTER, BEST, CHECKPOINTS, EVENTS, "tensorboard", "wandb", MARK)
+WRITTEN = (MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, EVENTS, "tensorboard", "wandb", MARK)
 """What a run writes, and so what ``overwrite`` removes: the mark last, so that what a kill leaves is still a run."""
 
 

@@ -27,7 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
 from taut.config import configclass
-from taut.errors import ConfigError, ModelError
+from taut.errors import ConfigError, ModelError, OutputError
 from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, begin_at_zero
 from taut.models.heads import scalar_head
 from taut.models.load import is_reward_config, load_config
@@ -122,6 +122,7 @@ def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[R
     if config.head == "normal":
         initialise(shared.score, setting.seed)
     reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
+    reason += "; checkpoints have it, and it is not saved beside the model"
     return shared, [("critic", "a head on the policy's hidden states", reason), _head(config)]
 
 
@@ -182,24 +183,31 @@ def save_critic(
     stop_ids: Sequence[int],
     template: str | None,
     dtype: torch.dtype,
-) -> str:
-    """Write an own critic as reward models are written, adapters merged; what became of it, in words. All ranks call.
+) -> Path | None:
+    """Write an own critic as reward models are written, adapters merged; where it is. All ranks call, and all raise
+    OutputError where it cannot be written.
 
     A shared one means nothing without the policy it was trained with, at the step it was: it is in checkpoints only.
     """
     if not isinstance(critic, OwnCritic):
-        return "not saved: a head on the policy's hidden states; checkpoints have it"
-    state = parallel.whole_state_dict(critic.model, ranks)
+        return None
+    state, failure = parallel.whole_state_dict(critic.model, ranks), ""
     if ranks.is_writer:
-        with saving(
-            critic.model,
-            tokenizer,
-            directory,
-            stop_ids=stop_ids,
-            template=template,
-            dtype=dtype,
-            state_dict=state if ranks.size > 1 else None,
-        ):
-            pass  # there is nothing to add
-    ranks.barrier()
-    return f"saved to {directory}"
+        whole = state if ranks.size > 1 else None
+        try:
+            with saving(
+                critic.model,
+                tokenizer,
+                directory,
+                stop_ids=stop_ids,
+                template=template,
+                dtype=dtype,
+                state_dict=whole,
+            ):
+                pass  # there is nothing to add
+        except OutputError as error:
+            failure = str(error)
+    failure = ranks.gather(failure)[0]
+    if failure:
+        raise OutputError(failure)
+    return directory

@@ -75,7 +75,8 @@ def test_its_pace_is_told_relative_to_the_others() -> None:
                 (
                     "critic",
                     "a head on the policy's hidden states",
-                    "critic.kind=shared, which does not train them",
+                    "critic.kind=shared, which does not train them; checkpoints have it, and it is not saved "
+                    "beside the model",
                 ),
                 ("critic.head", "zero", "a new head: V = 0 at the start"),
             ],
