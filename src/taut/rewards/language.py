@@ -35,7 +35,7 @@ class Language(Verifier):
     language: str
     """Its code of ISO 639-1: en, de, zh, ..."""
     among: tuple[str, ...] = ()
-    """Languages it is told from; fewer are told apart more surely. By default all 97 that are known."""
+    """Languages it is told from; fewer are told apart more surely. By default all that are known."""
 
     def prepare(self) -> None:
         """Load the model."""
