@@ -127,11 +127,7 @@ def assemble(
         alone = _alone(method, model, dtype, ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
-    if run.activation_checkpointing:
-        contexts = partial(recompute_contexts, dtype, ranks.device)
-        anatomy.unwrap(model).activation_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": contexts}
-        )
+    _recompute(run, model, dtype, ranks)
     if one_sample and run.objective.are_compared:
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and taut {run.method} compares samples; "
@@ -167,18 +163,26 @@ def assemble(
     )
     built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
     if isinstance(method, Online):
-        job.alarms = [*job.alarms, method.guard]
-        method.join(_crew(built, method.prompts))
+        _join(built, method)
     return built
 
 
-def _crew(built: Built, prompts: PromptSet) -> Crew:
-    """What a method that generates works with."""
+def _recompute(run: Run, model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Have activations computed again in backward, where that is asked for."""
+    if run.activation_checkpointing:
+        contexts = partial(recompute_contexts, dtype, ranks.device)
+        anatomy.unwrap(model).activation_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": contexts}
+        )
+
+
+def _join(built: Built, method: Online) -> None:
+    """Give a method that generates what it works with, and its watch."""
     run, inputs, job = built.run, built.inputs, built.job
     recipe = run.objective.online
     assert recipe is not None
     setting = crew.Setting(
-        prompts=prompts.asked,
+        prompts=method.prompts.asked,
         make_local=engine_of(built),
         renderer=inputs.renderer,
         stops=inputs.stops,
@@ -190,7 +194,8 @@ def _crew(built: Built, prompts: PromptSet) -> Crew:
         ranks=job.ranks,
     )
     roles = job.roles if recipe.is_reference_asked_first else ()
-    return Crew(job, roles, partial(crew.open_roller, recipe, setting))
+    method.join(Crew(job, roles, partial(crew.open_roller, recipe, setting)))
+    job.alarms = [*job.alarms, method.guard]
 
 
 def engine_of(built: Built) -> Callable[..., LocalEngine]:

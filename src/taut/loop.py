@@ -167,7 +167,7 @@ def _take_step(job: Job, step: int) -> None:
         step=step,
         loss=report.loss,
         grad_norm=report.grad_norm,
-        learning_rate=job.learning_rate(step),
+        learning_rate=job.optimizer.param_groups[0]["lr"],
         num_targets=report.num_targets,
         num_tokens=report.num_tokens,
         num_tokens_unshared=report.num_tokens_unshared,
@@ -364,10 +364,11 @@ def summarise(
     found = seen.totals(job.ranks)
     terms = {term: found.pop(f"term {term}").total for term in scales}
     sizes = {name: int(found.pop(name).total) for name in SIZES}
+    metrics = {name: one.mean for name, one in found.items() if one.over}
     return StepReport(
         step=step,
         loss=sum(scale * terms[term] for term, scale in scales.items()),
-        metrics={name: one.mean for name, one in found.items() if one.over},
+        metrics=metrics | job.method.loss.derived(metrics),
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),
         **sizes,

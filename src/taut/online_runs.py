@@ -188,6 +188,12 @@ class GrpoRun(PolicyRun):
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
             )
 
+        if (self.grpo.pass_k or 0) > self.rollout.n:
+            raise ConfigError(
+                f"grpo.pass_k={self.grpo.pass_k} and rollout.n={self.rollout.n}: the best of more than there "
+                "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
+            )
+
     @property
     def objective(self) -> Objective:
         return self.policy(self.grpo, self.grpo.estimator)

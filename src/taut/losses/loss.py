@@ -78,6 +78,10 @@ class Loss:
         """The sums of the terms and the metrics."""
         raise NotImplementedError
 
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Numbers that are made of a step's means."""
+        return {}
+
     def predictions(self, scores: Scores, packed: Packed) -> Predictions | None:
         """What held-out data show of the model's probabilities; None: it gives none."""
         return None

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from taut.errors import ConfigError
 from taut.losses.answers import Metrics, mean
-from taut.losses.correction import Correction, engine_metrics, weights
+from taut.losses.correction import Correction, effective_share, engine_metrics, weights
 from taut.losses.kl import KlGradient, KlValue, estimate
 from taut.losses.loss import Loss, Unit
 from taut.losses.surrogates import (
@@ -54,7 +54,7 @@ from taut.losses.surrogates import (
     mean_of_sample,
     ratio_of,
 )
-from taut.losses.value import Critic, value_cost
+from taut.losses.value import Critic, explained_variance, value_cost
 from taut.types import LossSum, Packed, Scores, Wants
 
 Average: TypeAlias = Literal["token", "sequence", "constant"]
@@ -151,6 +151,13 @@ class PolicyGradient(Loss):
             terms["value"], of_value = value_cost(scores, packed, self.critic)
             metrics |= of_value
         return LossSum(terms, metrics)
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        made = {
+            "engine/effective": effective_share(metrics),
+            "value/explained": explained_variance(metrics),
+        }
+        return {name: value for name, value in made.items() if value is not None}
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
         is_corrected = self.correction.kind != "none"

@@ -68,7 +68,7 @@ class KlPenalty(NamedTuple):
 
     coef: float
     target: float | None = None
-    """What an adaptive coefficient aims at, in nats an answer; None: it stays."""
+    """What an adaptive coefficient aims at, in nats a token; None: it stays."""
 
 
 class _Learned(NamedTuple):
@@ -198,7 +198,6 @@ class Policy(Credit):
             pairs = [(said[p.name][POLICY], said[p.name][REFERENCE]) for p in paths]
             gap_N = torch.cat([_tensor(own - reference) for own, reference in pairs])
             metrics["kl"] = float(kl.estimate(gap_N, "k1").mean())
-            metrics["kl_answer"] = float(gap_N.sum()) / len(paths)
             metrics["kl_k3"] = float(kl.estimate(gap_N, "k3").mean())
             metrics["kl_coef"] = self._coef
         return metrics
@@ -207,7 +206,7 @@ class Policy(Credit):
         penalty = self.ways.penalty
         if penalty is None or penalty.target is None:
             return self._coef
-        return kl.adapted(self._coef, observed=metrics["kl_answer"], target=penalty.target)
+        return kl.adapted(self._coef, observed=metrics["kl"], target=penalty.target)
 
 
 def _by_critic(

@@ -21,6 +21,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import CheckFailed
 from taut.loop import Job, StepReport
+from taut.losses.correction import largest_difference
 from taut.online.rollouts import Group
 
 BEGINNING = 3
@@ -123,6 +124,9 @@ class Guard:
         found = report.metrics.get(DIFFERENCE)
         if found is None:
             return
+        own = [largest_difference(scores, packed) for packed, scores in report.scored]
+        most = max(own, default=0.0)
+        report.metrics["engine/largest"] = job.ranks.max([most])[0]
         if not found <= self.config.max_difference:
             raise CheckFailed(
                 f"step {report.step}: the engine's log-probs differ from the trainer's by {found:.3g} nats a token on "
