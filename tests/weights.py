@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class WeightServer(FakeServer):
     """Whether it goes on saying what it said of the weights it was started with."""
     is_busy: bool = False
     """Whether its prefix cache cannot be emptied."""
+    slow: float = 0.0
+    """Seconds before it loads."""
     is_gone: bool = False
     """Whether it hangs up on everybody."""
     num_restarts: int = 0
@@ -115,6 +118,7 @@ class WeightServer(FakeServer):
         return _send(handler, status, text)
 
     def _call(self, body: Body) -> tuple[int, str]:
+        time.sleep(self.slow if body["method"] == "taut_load" else 0.0)
         result = getattr(self.worker, body["method"])(**body["kwargs"])
         if body["method"] == "taut_held":
             result["start"] += f"{self.num_restarts}"

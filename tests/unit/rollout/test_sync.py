@@ -254,6 +254,15 @@ def test_a_server_that_is_gone_ends_the_push(folder: str) -> None:
             engine.update(1)
 
 
+def test_a_server_that_loads_for_too_long_ends_the_push(folder: str) -> None:
+    server = WeightServer(slow=0.4)
+    with (
+        following(server, trained(tiny()), folder=folder, timeout=0.2) as engine,
+        pytest.raises(EngineError, match=r"no answer within 0\.2 s .*\(2 attempts\)"),
+    ):
+        engine.update(0)
+
+
 # Several ranks
 
 
