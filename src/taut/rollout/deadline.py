@@ -20,7 +20,8 @@ class Outcome(NamedTuple):
 
     value: Any = None
     error: str | None = None
-    is_late: bool = False
+    thread: threading.Thread | None = None
+    """The one that was abandoned, where the call did not return in time."""
 
 
 def each(jobs: Sequence[Callable[[], Any]], timeout: float, workers: int) -> list[Outcome]:
@@ -28,18 +29,21 @@ def each(jobs: Sequence[Callable[[], Any]], timeout: float, workers: int) -> lis
     found: dict[int, Outcome] = {}
     done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
     deadlines: dict[int, float] = {}
+    threads: dict[int, threading.Thread] = {}
     waiting = list(reversed(range(len(jobs))))
     while len(found) < len(jobs):
         while waiting and len(deadlines) < workers:
             number = waiting.pop()
             deadlines[number] = time.monotonic() + timeout
-            threading.Thread(target=_run, args=(number, jobs[number], done), daemon=True).start()
+            job = (number, jobs[number], done)
+            threads[number] = threading.Thread(target=_run, args=job, daemon=True)
+            threads[number].start()
         try:
             left = min(deadlines.values()) - time.monotonic()
             number, outcome = done.get(timeout=max(left, 0.0))
         except Empty:
             number = min(deadlines, key=deadlines.__getitem__)
-            outcome = Outcome(error=f"did not return within {timeout:g} s", is_late=True)
+            outcome = Outcome(None, f"did not return within {timeout:g} s", threads[number])
         if deadlines.pop(number, None) is not None:  # else it is one given up before
             found[number] = outcome
     return [found[number] for number in range(len(jobs))]

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
+from threading import Thread
 from typing import Annotated, Any, Protocol, TypeAlias
 
 from pydantic import Field
@@ -53,7 +54,7 @@ Decision: TypeAlias = tuple[str, str, str]
 REWARD = "environment"
 """The name of a reward that is a bare number."""
 MOST_LATE = 32
-"""So many calls may be abandoned before the run is stopped: their threads go on running beside the training."""
+"""When so many calls that were abandoned run beside the training, it is stopped."""
 
 
 @configclass
@@ -124,25 +125,30 @@ class World:
     context: int | None
     ranks: Ranks | None
     decisions: tuple[Decision, ...] = ()
-    late: list[str] = field(default_factory=list)
-    """Calls that were abandoned."""
+    late: list[Thread] = field(default_factory=list)
+    """Of calls that were abandoned, those that still run."""
 
     def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
         """Call them all. A key is a path's number: the rank that has the path's environment is the one that calls."""
         rank, size = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         mine = [number for number in jobs if number % size == rank]
         outcomes = each([jobs[number] for number in mine], self.config.timeout, self.config.workers)
-        self.late.extend(outcome.error or "" for outcome in outcomes if outcome.is_late)
+        self._require_few_late(outcomes)
+        plain = [outcome._replace(thread=None) for outcome in outcomes]
+        found = dict(zip(mine, plain, strict=True))
+        if self.ranks is None or size == 1:
+            return found
+        shares: list[dict[int, Outcome]] = self.ranks.gather(found)
+        return {number: outcome for share in shares for number, outcome in share.items()}
+
+    def _require_few_late(self, outcomes: Sequence[Outcome]) -> None:
+        late = [outcome.thread for outcome in outcomes if outcome.thread is not None]
+        self.late[:] = [thread for thread in (*self.late, *late) if thread.is_alive()]
         if len(self.late) >= MOST_LATE:
             raise CheckFailed(
                 f"{len(self.late)} calls of the environment {self.config.name} did not return in time, and still run "
                 "beside the training; expected them to return; correct it, or raise rollout.environment.timeout"
             )
-        found = dict(zip(mine, outcomes, strict=True))
-        if self.ranks is None or size == 1:
-            return found
-        shares: list[dict[int, Outcome]] = self.ranks.gather(found)
-        return {number: outcome for share in shares for number, outcome in share.items()}
 
 
 def open_world(

@@ -48,6 +48,8 @@ class Path:
     tools: tuple[Tool, ...] = ()
     limit: int | None = None
     """Tokens it may have."""
+    sampled: list[IntArray] = field(default_factory=list)
+    """Of each turn, as the engine gave it."""
     sampled_at: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
@@ -66,10 +68,16 @@ class Path:
         """Tokens it may still have."""
         return None if self.limit is None else self.limit - len(self.ids)
 
+    @property
+    def last(self) -> int:
+        """The last token of its last turn; -1: that has none."""
+        return int(self.sampled[-1][-1]) if self.sampled[-1].size else -1
+
     def take(self, completion: Completion) -> None:
         """Append what was sampled. A path goes on only after a completion that ended by itself."""
         size = completion.ids_N.size
         logp_N = np.full(size, np.nan) if completion.logp_N is None else completion.logp_N
+        self.sampled.append(completion.ids_N)
         self.sampled_at += range(len(self.ids), len(self.ids) + size)
         self.ids += completion.ids_N.tolist()
         self.logp += logp_N.tolist()
@@ -94,11 +102,14 @@ class Path:
     def episode(self) -> Episode:
         """What has come of it."""
         assert self.finish is not None, f"{self.row.id}: the path has not ended"
+        ids_T, at_N = _integers(self.ids), _integers(self.sampled_at)
+        sampled_N = np.concatenate([_integers([]), *self.sampled])
+        assert (ids_T[at_N] == sampled_N).all(), f"{self.row.id}: other ids than were sampled"
         return Episode(
             row=self.row,
             index=self.index,
-            ids_T=_integers(self.ids),
-            sampled_at_N=_integers(self.sampled_at),
+            ids_T=ids_T,
+            sampled_at_N=at_N,
             logp_N=_numbers(self.logp),
             version_N=_integers(self.version),
             finish_reason=self.finish,
@@ -259,7 +270,7 @@ def _go_on(path: Path, step: Step, world: World) -> None:
         path.finish = "length"
         return
     try:
-        between = world.bridge.between(history, step.messages, path.tools, path.ids[-1])
+        between = world.bridge.between(history, step.messages, path.tools, path.last)
     except RenderError as error:
         path.fail(str(error))
         return
