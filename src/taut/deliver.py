@@ -30,7 +30,6 @@ from taut.golden import Question, choose_questions
 from taut.loop import Job
 from taut.methods.critic import save_critic
 from taut.models.critic import Critic
-from taut.methods.critic import save_critic
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.outdir import CRITIC
@@ -95,22 +94,6 @@ def _save_critic(built: Built, critic: Critic, directory: Path, checkpoints: Che
     except OutputError as error:
         rescued = checkpoints.rescue(built.job.done, built.job.random)
         raise CheckFailed(f"{error}; {rescued}") from error
-
-
-def save_own_critic(built: Built, directory: Path) -> str | None:
-    """Write the critic beside the model, where it is a model of its own; what became of it. None: there is none."""
-    critic, inputs = built.scorer.critic, built.inputs
-    if critic is None:
-        return None
-    return save_critic(
-        critic,
-        directory,
-        inputs.tokenizer,
-        built.job.ranks,
-        stop_ids=inputs.stops.ids,
-        template=inputs.renderer.template.template,
-        dtype=built.saved_dtype,
-    )
 
 
 def _write(built: Built, model: Path, trained: Trained, questions: Sequence[Question]) -> None:

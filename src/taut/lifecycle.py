@@ -23,7 +23,7 @@ from taut.build import Built
 from taut.checkpoint import Checkpoints, Memory
 from taut.checks.examine import Examination
 from taut.config import to_dict
-from taut.deliver import answer_for_best, choose_goldens, save_model, save_own_critic
+from taut.deliver import answer_for_best, choose_goldens, save_model
 from taut.errors import (
     CheckFailed,
     Interrupted,
@@ -41,7 +41,6 @@ from taut.online.method import Online
 from taut.outdir import (
     BEST,
     CHECKPOINTS,
-    CRITIC,
     EVENTS,
     MARK,
     MODEL,
@@ -198,7 +197,6 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
             state = checkpoints.rescue(job.done, job.random)
             raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
         model = save_model(built, out / MODEL, questions, checkpoints)
-        critic = save_own_critic(built, out / CRITIC)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()
@@ -213,7 +211,6 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         metrics=metrics,
         seconds=time.perf_counter() - began,
         model=str(model),
-        critic=critic,
         stop=stops.as_fields() if stops is not None else None,
     )
     return Ended(job.done, job.loss, metrics, stops)
