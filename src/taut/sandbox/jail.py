@@ -255,7 +255,11 @@ def _become_nobody(uid: int) -> None:
     """Root becomes a user that is nobody's, so that limits count; then no capability is left."""
     if os.getuid() == 0:
         os.setgroups([])
-        os.setresgid(uid, uid, uid)
+        try:
+            os.setresgid(uid, uid, uid)
+        except OSError:  # a container that has 65,536 users
+            uid = 20000 + uid % 40000
+            os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     kernel.drop_capabilities()
     kernel.never_gain()

@@ -162,7 +162,6 @@ for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
 while True: pass
 """
-    assert tried(box, loop, Limits(cpu_seconds=1, wall_seconds=30.0)).outcome == "cpu"
     assert tried(box, loop, SHORT).outcome == "time"
     ran = tried(box, "print('begun', flush=True)\nimport time; time.sleep(1000)", SHORT)
     assert (ran.outcome, ran.stdout) == ("time", "begun\n")

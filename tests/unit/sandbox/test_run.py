@@ -116,6 +116,11 @@ def test_what_follows_a_failure_or_the_end_of_the_time_is_not_run(box: Sandbox) 
     assert [it.outcome for it in ran] == ["time", "not_run", "not_run"]
 
 
+def test_processor_time_is_bounded(box: Sandbox) -> None:
+    (ran,) = box.run("while True: pass", [Trial()], Limits(cpu_seconds=1, wall_seconds=30.0))
+    assert ran.outcome == "cpu"
+
+
 def test_megabytes_go_in_and_come_out(box: Sandbox) -> None:
     text = "word " * 400_000
     limits = Limits(output_kb=4096)
