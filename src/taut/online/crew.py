@@ -14,7 +14,7 @@ import torch
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
-from taut.errors import EngineError
+from taut.errors import ConfigError, EngineError
 from taut.models.score import Scorer
 from taut.online.recipe import Recipe
 from taut.online.rollouts import Roller
@@ -22,6 +22,7 @@ from taut.parallel import Ranks
 from taut.rewards.panel import Panel, open_panel
 from taut.rollout.environment import open_world
 from taut.rollout.local import LocalEngine
+from taut.rollout.rated import open_rater
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Trained
 
@@ -49,7 +50,8 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     ranks = setting.ranks.apart() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and recipe.rewards:
-        panel = open_panel(recipe.rewards, recipe.panel, reserved=RESERVED)
+        panel = open_panel(recipe.rewards, recipe.panel, reserved=RESERVED, open_rater=open_rater)
+        _require_apart(panel, recipe)
     engine = None
     try:
         engine = _engine(recipe, setting, ranks)
@@ -75,6 +77,17 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
 
 RESERVED = ("shaped", "kept")
 """Names of other numbers of a roll-out."""
+
+
+def _require_apart(panel: Panel, recipe: Recipe) -> None:
+    """Raise ConfigError for a model that would judge in this process while another trains in it."""
+    models = [part.label for part in panel.parts if part.verifier.runs == "model"]
+    if models and recipe.rollout.ahead:
+        panel.close()
+        raise ConfigError(
+            f"rollout.ahead=true and the reward {models[0]}, a model in this process: it would judge while another "
+            "model trains here; expected it at a server; use `taut serve-reward` and the reward reward_server"
+        )
 
 
 def _engine(recipe: Recipe, setting: Setting, ranks: Ranks) -> LocalEngine | ServerEngine:
