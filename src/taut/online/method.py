@@ -14,6 +14,7 @@ May import online, loop, data, rollout. build makes it and hands it its crew.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -131,18 +132,22 @@ class Online:
     def _rolled_out(self, number: int, step: int) -> Phase:
         """Roll out, score, credit. Nothing that is remembered changes before all of it is done."""
         job, version = self.crew.job, step - 1
-        rolled = self._rolled(number, version)
+        with job.interrupts.at_once(job.ranks):
+            rolled = self._rolled(number, version)
         self.guard.require_rewards(rolled.groups, step)
         paths = paths_of(rolled.groups, number)
         trees = self.credit.bare(paths)
+        began = time.perf_counter()
         said = scored(job, trees, self.credit.asked, self.crew.roles, step)
+        seconds = time.perf_counter() - began
         given = self.credit.trees(paths, said)
         fields = telling.fields(rolled, paths, given, version, self.config)
         replayed = [kept for kept in self.replayed if self._is_young(kept, version)]
         self.credit.learn(given)
         fresh = [Kept(v, tree) for v, tree in given.with_signal]
         self.replayed = [*fresh, *replayed][: self.config.replay]
-        job.emit("rollout", step=step, num_replayed=len(replayed), **fields)
+        fields |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
+        job.emit("rollout", step=step, **fields)
         self.guard.look(step, fields, job.emit)
         return Phase(number, [*given.trees, *(kept.tree for kept in replayed)])
 
@@ -173,7 +178,8 @@ class Online:
         return partial(self.roller.roll, number, self._indices(number))
 
     def _update(self, version: int) -> None:
-        self.roller.engine.update(version)
+        with self.crew.job.interrupts.held():  # half of the weights would be nobody's
+            self.roller.engine.update(version)
 
     def _indices(self, number: int) -> list[int]:
         return self.order.step(number + 1)
