@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from taut.data.tool_calls import ToolCall
 from taut.errors import ConfigError, EngineError
 from taut.rollout import tools
 from taut.rollout.tools import Tool, answer, calculator, load_tool
+from taut.sandbox import close_shared
 
 OWN = '''
 import json
@@ -28,6 +30,12 @@ def area(width: float, height: float = 1.0) -> float:
 def undescribed(x):
     return x
 '''
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _closed() -> Iterator[None]:
+    yield
+    close_shared()
 
 
 @pytest.mark.parametrize(
