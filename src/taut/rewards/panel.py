@@ -14,9 +14,8 @@ May import config, errors and its lanes. Methods, evals, checks and commands imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, TypeAlias
@@ -109,28 +108,26 @@ class Panel:
         ``labels``: of these rewards only. ``are_bare``: they have no marks around them (``inside``, ``after``).
         """
         parts = [part for part in self.parts if labels is None or part.label in labels]
-        with ExitStack() as stack:
-            futures: list[dict[str, Future[Score]]] = []
-            for answered in answers:
-                futures.append({})
+        pending: list[dict[str, Future[Score]]] = [{} for _ in answers]
+        try:
+            for answered, futures in zip(answers, pending, strict=True):
                 for part in parts:
                     future = self._start(part, part.read(answered, are_bare))
                     if future is not None:
-                        stack.callback(future.cancel)
-                        futures[-1][part.label] = future
+                        futures[part.label] = future
             done = {
                 part.label: self._at_once(part, [part.read(it, are_bare) for it in answers])
                 for part in parts
                 if part.verifier.runs in ("here", "model")
             }
-            return [
-                _verdict(
-                    parts,
-                    {label: scores[index] for label, scores in done.items()}
-                    | {label: future.result() for label, future in pending.items()},
-                )
-                for index, pending in enumerate(futures)
-            ]
+            found = [{label: it.result() for label, it in each.items()} for each in pending]
+        except BaseException:  # Ctrl-C above all: nobody waits for the rest
+            self._drop(future for each in pending for future in each.values())
+            raise
+        return [
+            _verdict(parts, {label: scores[index] for label, scores in done.items()} | own)
+            for index, own in enumerate(found)
+        ]
 
     def close(self) -> None:
         """End what runs for it."""
@@ -156,6 +153,12 @@ class Panel:
                 part.verifier.prepare()
         if self._workers is not None:
             self._workers.require_loadable()
+
+    def _drop(self, futures: Iterable[Future[Score]]) -> None:
+        for future in futures:
+            future.cancel()
+        if self._workers is not None:
+            self._workers.drop()
 
     def _start(self, part: Part, answered: Answered) -> Future[Score] | None:
         if part.verifier.runs == "process":

@@ -10,6 +10,7 @@ ends with its parent. It imports neither torch nor transformers. ``workers.py`` 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,14 +23,17 @@ from taut.rewards.verifier import Score, Verifier, reason, scored
 
 PARENT_LOOKED_AT = 1.0
 """Seconds."""
+SPARE = 2.0
+"""A worker whose parent was killed, in a loop of C code that lets no thread run, is ended by the kernel: after so many
+times its limit in processor time (SIGPROF's default)."""
 
 
 def main(descriptor: int) -> None:
     """Serve what comes through the pipe. The first message is the path of imports and the verifiers by label.
 
-    A request is a verifier's number and an answer, or None to load it only. The first reply is what keeps the verifier
-    from being loaded, or None; then comes the score. So that loading takes nothing of an answer's time, and a worker
-    that takes the place of a killed one loads what it is asked for and no more.
+    A request is a verifier's number, an answer, or None to load it only, and the seconds it may take. The first reply
+    is what keeps the verifier from being loaded, or None; then comes the score. So loading takes nothing of an answer's
+    time, and a worker in the place of a killed one loads what it is asked for and no more.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.set_inheritable(descriptor, False)
@@ -39,7 +43,7 @@ def main(descriptor: int) -> None:
     loaded: dict[int, str | None] = {}
     while True:
         try:
-            number, answered = pipe.recv()
+            number, answered, seconds = pipe.recv()
         except EOFError:
             return
         label, verifier = verifiers[number]
@@ -48,7 +52,9 @@ def main(descriptor: int) -> None:
         pipe.send(loaded[number])
         if answered is None or loaded[number] is not None:
             continue
+        signal.setitimer(signal.ITIMER_PROF, SPARE * (seconds + 1))
         score = judged(label, verifier, answered)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.flush()
         pipe.send(score)
 

@@ -60,6 +60,11 @@ class Workers:
         """The word of ``parts[number]`` on an answer, to be."""
         return self._threads.submit(self._ask, number, answered)
 
+    def drop(self) -> None:
+        """End what is under way: nobody waits for it any more. The next answer gets a new process."""
+        for worker in self._workers:
+            worker.kill()
+
     def close(self) -> None:
         """End all processes, in the middle of an answer where there is one."""
         for worker in self._workers:
@@ -82,7 +87,7 @@ def _let_go(workers: Sequence[_Worker]) -> None:
 
 
 class _Worker:
-    """One process at a time. One thread at a time uses it; ``stop`` may be called from any."""
+    """One process at a time. One thread at a time uses it; ``kill`` and ``stop`` may be called from any."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._verifiers = [(part.label, part.verifier) for part in parts]
@@ -95,7 +100,7 @@ class _Worker:
         remedy = f"expected the reward {part.label} to be loaded; correct it"
         try:
             pipe = self._open()
-            pipe.send((number, answered))
+            pipe.send((number, answered, part.timeout))
             if not pipe.poll(START_SECONDS):
                 self.clear()
                 raise ConfigError(f"found nothing within {START_SECONDS:g} s; {remedy}")
@@ -140,12 +145,16 @@ class _Worker:
         self._pipe.send((sys.path, self._verifiers))
         return self._pipe
 
-    def stop(self) -> None:
-        """End the process, and let no other be started."""
-        self._is_stopped = True
+    def kill(self) -> None:
+        """End the process; whoever waits for it is told."""
         process = self._process
         if process is not None:
             _kill(process)
+
+    def stop(self) -> None:
+        """The same, and let no other be started."""
+        self._is_stopped = True
+        self.kill()
 
     def clear(self) -> None:
         """End the process with what it started, and forget it."""
