@@ -45,6 +45,7 @@ from taut.models.score import Scorer
 from taut.rollout.engine import Engine
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.rollout.server import ServerConfig, ServerEngine
+from taut.rollout.sync import SyncConfig
 
 PROVED = 64
 """Tokens of the proofs' longest sample where a model names no context."""
@@ -85,6 +86,10 @@ class ModelUse:
             raise ConfigError(
                 f"adapter={self.adapter} would be ignored by engine=server; expected the server to serve the "
                 "adapter; remove it here and name it there with server.name"
+            )
+        if self.server.sync != SyncConfig():
+            raise ConfigError(
+                "server.sync would be ignored: nothing is trained here, and the server keeps its weights; remove it"
             )
         if self.engine == "local" and self.url is not None:
             raise ConfigError(

@@ -56,6 +56,15 @@ def test_nothing_is_padded_and_a_prompt_is_computed_once() -> None:
     assert scorer.sizes == [5 + 20 + 11, *[12] * 5]
 
 
+def test_a_completion_names_the_update_before_it() -> None:
+    local = engine(Watched())
+    versions = []
+    for version in (0, 5):
+        local.update(version)
+        versions += [one.version for one in local.generate(prompts(3), DRAWN)]
+    assert versions == [0, 5]
+
+
 def test_a_common_beginning_is_computed_once() -> None:
     scorer = Watched()
     common = ids(30)

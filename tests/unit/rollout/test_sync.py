@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.server import CONFIG, GREEDY, FakeServer, after_probe, prompt
+from tests.server import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
 from tests.tokenizers import tiny_tokenizer
 from tests.weights import CPU, WeightServer, change, tiny, trained
 
@@ -19,9 +19,11 @@ from taut.errors import ConfigError, EngineError
 from taut.models.lora import LoraConfig, apply_lora
 from taut.parallel import Ranks
 from taut.rollout import served
+from taut.rollout.open import ModelUse
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Sync, Trained
 from taut.rollout.worker import taut_worker
+from taut.types import Completion
 
 LORA = LoraConfig(rank=2, train_rows="never")
 
@@ -287,6 +289,30 @@ def test_a_rank_that_does_not_write_hears_of_the_writer_s_failure() -> None:
         pass
 
 
+def test_ranks_share_the_prompts_and_have_all_answers(folder: str) -> None:
+    class First(Ranks):
+        """The first of two ranks, the second of which has the answers to the other prompts."""
+
+        def gather(self, value: Any) -> list[Any]:
+            if not isinstance(value, tuple) or not isinstance(value[0], dict):
+                return [value, None]
+            return [value, ({("b", 0): completion("b"), ("d", 0): completion("d")}, None)]
+
+    server = WeightServer()
+    with following(server, trained(tiny(), First(0, 2, CPU)), folder=folder) as engine:
+        engine.update(0)
+        prompts = [prompt(name, 1, 20) for name in "abcd"]
+        heard: list[str] = []
+        found = engine.generate(prompts, GREEDY, lambda one: heard.append(one.prompt_id))
+        asked = [body for body in server.requests[PROBED:] if "prompt_logprobs" not in body]
+    assert [one.prompt_id for one in found] == list("abcd")
+    assert sorted(heard) == ["a", "c"] and len(asked) == 2
+
+
+def completion(name: str) -> Completion:
+    return Completion(name, 0, np.array([7]), None, None, "stop")
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sync\.mode"):
         replace(CONFIG, {"sync.mode": "half"})
@@ -301,3 +327,9 @@ def test_bfloat16_is_allowed_its_rounding() -> None:
         engine.update(1)
         proof = sync_of(engine).proof
     assert proof is not None and 1e-3 < proof.largest_error < 0.5
+
+
+def test_a_command_that_trains_nothing_refuses_settings_of_pushing() -> None:
+    config = replace(CONFIG, {"sync.mode": "full"})
+    with pytest.raises(ConfigError, match=r"server\.sync would be ignored: nothing is trained"):
+        ModelUse(model="m", engine="server", url="http://h/v1", server=config)
