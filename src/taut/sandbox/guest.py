@@ -40,6 +40,8 @@ from typing import Any, NoReturn
 
 NAME = "program.py"
 _CHUNK = 65536
+_OUTPUTS = 16
+"""All tests of a program together may print so many times what one may."""
 _SHOWN = 30
 """Frames of a traceback, the innermost."""
 _MEMORY = b"memory"
@@ -52,7 +54,13 @@ def run(request: Mapping[str, Any], confine: Callable[[], None], is_first: bool)
     results: list[Any] = []
     for test in request["tests"]:
         left = end - time.monotonic()
-        stopped = left <= 0 or (request["stop_early"] and results and results[-1][0] != "ok")
+        printed = sum(len(stdout) + len(stderr) for _, stdout, stderr, *_ in results)
+        is_too_much = printed > _OUTPUTS * 1024 * request["limits"]["output_kb"]
+        stopped = (
+            left <= 0
+            or is_too_much
+            or (request["stop_early"] and results and results[-1][0] != "ok")
+        )
         if stopped:
             results.append(["not_run", "", "", 0.0, None])
         else:

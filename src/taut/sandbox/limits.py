@@ -42,7 +42,7 @@ class Limits:
     scratch_files: _Positive = 1000
     """Files and folders in the scratch folder."""
     output_kb: _Positive = 256
-    """What a test may print, standard output and error together."""
+    """What a test may print, standard output and error together; the tests of a program, 16 times it."""
 
     def as_mapping(self) -> dict[str, Any]:
         """For the jail, which knows no classes of ours."""

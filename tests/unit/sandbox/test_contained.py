@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -305,8 +306,10 @@ def _descendants(pid: int, at_least: int) -> list[int]:
     while time.monotonic() < end:
         found, queue = [], [pid]
         while queue:
-            children = Path(f"/proc/{queue[0]}/task/{queue[0]}/children").read_text().split()
-            queue = [*queue[1:], *map(int, children)]
+            first, children = queue.pop(0), []
+            with contextlib.suppress(OSError):  # it has just ended
+                children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+            queue += map(int, children)
             found += map(int, children)
         if len(found) >= at_least:
             return found

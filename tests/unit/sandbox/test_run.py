@@ -114,6 +114,8 @@ def test_what_follows_a_failure_or_the_end_of_the_time_is_not_run(box: Sandbox) 
     limits = Limits(wall_seconds=5.0, total_seconds=0.3)
     ran = box.run("import time; time.sleep(9)", trials, limits)
     assert [it.outcome for it in ran] == ["time", "not_run", "not_run"]
+    ran = box.run("print('x' * 1000)", [Trial()] * 20, Limits(output_kb=1))
+    assert [it.outcome for it in ran] == ["ok"] * 17 + ["not_run"] * 3
 
 
 def test_processor_time_is_bounded(box: Sandbox) -> None:
