@@ -14,7 +14,7 @@ from tests.server import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
 from tests.tokenizers import tiny_tokenizer
 from tests.weights import CPU, WeightServer, change, tiny, trained
 
-from taut.config import replace
+from taut.config import from_mapping, replace
 from taut.errors import ConfigError, EngineError
 from taut.models.lora import LoraConfig, apply_lora
 from taut.parallel import Ranks
@@ -330,6 +330,6 @@ def test_bfloat16_is_allowed_its_rounding() -> None:
 
 
 def test_a_command_that_trains_nothing_refuses_settings_of_pushing() -> None:
-    config = replace(CONFIG, {"sync.mode": "full"})
+    keys = {"model": "m", "engine": "server", "url": "http://h/v1", "server.sync.mode": "full"}
     with pytest.raises(ConfigError, match=r"server\.sync would be ignored: nothing is trained"):
-        ModelUse(model="m", engine="server", url="http://h/v1", server=config)
+        from_mapping(ModelUse, keys)
