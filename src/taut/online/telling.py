@@ -51,6 +51,8 @@ def fields(
     }
     if config.environment.is_on:
         found["turns_mean"] = fmean(one.num_turns for one in whole)
+        found["calls"] = sum(one.num_calls for one in whole)
+        found["malformed_calls"] = sum(one.num_malformed_calls for one in whole)
     if errors:
         found["first_error"] = errors[0]
     return {**found, "samples": [sample(path, given) for path in shown(paths)]}
