@@ -1,0 +1,121 @@
+"""What rewards say of right answers, of wrong ones and of none, before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taut.checks.finding import Finding
+from taut.checks.rewards.gold import preflight
+from taut.data.prompts import PromptRow
+from taut.rewards import Panel, PanelConfig, RewardSpec, open_panel
+
+OWN = """
+def right(text, references):
+    return float(text in references)
+
+def wrong(text, references):
+    return float(text not in references)
+
+def brief(text):
+    return 1 / (1 + len(text))
+
+def constant():
+    return 1.0
+
+def failing(row):
+    return row["absent"]
+
+def never():
+    return None
+"""
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
+    """Every function, as rewards to choose from."""
+    path = tmp_path_factory.mktemp("gold") / "own.py"
+    path.write_text(OWN)
+    names = ["right", "wrong", "brief", "constant", "failing", "never"]
+    own: list[str | RewardSpec] = [f"{path}:{name}" for name in names]
+    form = RewardSpec(name="format", weight=0.1)
+    marked = RewardSpec(name="exact_match", label="marked", inside="answer")
+    with open_panel([*own, "numeric", form, marked], PanelConfig(workers=1)) as opened:
+        yield opened
+
+
+def rows(*references: str, **columns: Any) -> list[PromptRow]:
+    return [
+        PromptRow(f"q:{k}", f"q:{k}", np.array([1]), "?", (reference,), "answer", columns)
+        for k, reference in enumerate(references)
+    ]
+
+
+def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> Finding:
+    """As a panel of these rewards only."""
+    parts = [part for part in panel.parts if part.label in labels]
+
+    class Some(Panel):
+        def __init__(self) -> None:
+            self.parts = tuple(parts)
+
+        def grade(self, answers: Any, labels: Any = None, *, are_bare: bool = False) -> Any:
+            return panel.grade(answers, self.names, are_bare=are_bare)
+
+    return preflight(Some(), asked, 0.0, key)
+
+
+@pytest.mark.parametrize("key", ["", "eval.answers"])
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["right"], "right answers are known as right by"),
+        (["numeric", "format", "marked"], "right answers are known as right by numeric, marked"),
+        (["wrong"], "less than other rows' answers"),
+        (["right", "failing"], "failing fails on 3 of 3 right answers"),
+        (["format"], "no reward says what is right"),
+    ],
+)
+def test_what_is_said_of_rewards_on_right_answers(
+    panel: Panel, labels: list[str], says: str, key: str
+) -> None:
+    finding = found(panel, labels, key, rows("1", "22", "333"))
+    assert says in finding.says
+    assert (finding.outcome == "passed") == ("known as right" in says)
+
+
+@pytest.mark.parametrize(
+    ("labels", "alone", "added"),
+    [
+        (["brief"], "failed", "failed"),
+        (["numeric", "brief"], "failed", "passed"),
+        (["constant"], "passed", "failed"),
+        (["numeric", "constant"], "passed", "passed"),
+        (["never"], "failed", "failed"),
+        (["numeric", "never"], "failed", "passed"),
+        (["right", "wrong"], "failed", "failed"),
+    ],
+)
+def test_each_metric_stands_alone_and_in_training_the_total_counts(
+    panel: Panel, labels: list[str], alone: str, added: str
+) -> None:
+    asked = rows("1", "22", "333")
+    assert found(panel, labels, "eval.answers", asked).outcome == alone
+    assert found(panel, labels, "", asked).outcome == added
+
+
+def test_a_reward_of_taut_s_own_that_does_not_know_its_reference(panel: Panel) -> None:
+    """The references are sentences, of which the number is not the last."""
+    finding = found(panel, ["numeric"], "", rows("5", "none", "no"))
+    assert finding.outcome == "failed"
+    assert "numeric fails on 2 of 3" in finding.says
+
+
+def test_rows_without_right_answers_are_not_asked_about(panel: Panel) -> None:
+    row = rows("1")[0]
+    bare = PromptRow(row.place, row.id, row.ids_T, row.prompt, (), None, {})
+    finding = found(panel, ["numeric"], "", [bare])
+    assert (finding.outcome, finding.says) == ("skipped", "no row has a reference answer")
