@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from taut.data.formats import Conversation, Row
 from taut.types import Packed, Sample
 
 
@@ -21,6 +22,18 @@ class Words(NamedTuple):
 
 
 LOGPS, SCORES = Words("a log-prob", "log-probs", "nats"), Words("a score", "scores", "points")
+
+
+GENERATED = "what is learned is generated"
+"""Why nothing is asked of the data's answers."""
+
+
+def as_question(row: Row) -> Row:
+    """What is asked, without the answer that the row may have."""
+    if not isinstance(row, Conversation):
+        return row
+    messages = row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
+    return replace(row, messages=messages, learned=(), excluded=())
 
 
 def whole(sample: Sample, most: int) -> Sample:

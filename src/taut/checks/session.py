@@ -29,7 +29,16 @@ from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.attention.select import Observation, observe
 from taut.beside import Loaded
 from taut.build import Adapted, Built, adapt, assemble, build_method, load
-from taut.checks.samples import LOGPS, SCORES, Words, by_sample, ending, shortest, whole
+from taut.checks.samples import (
+    LOGPS,
+    SCORES,
+    Words,
+    as_question,
+    by_sample,
+    ending,
+    shortest,
+    whole,
+)
 from taut.data.dataset import Dataset, read_rows
 from taut.data.formats import Row
 from taut.data.groups import Rows
@@ -151,10 +160,14 @@ class Session:
     @cached_property
     @owned_by("data.rows")
     def rows(self) -> list[Row]:
-        """The first rows of the training data, not rendered; where answers are judged, the best of each."""
+        """The first rows of the training data, not rendered; where answers are judged, the best of each; where they are
+        to be generated, without any.
+        """
         kind = self.run.objective.kind
-        rows = read_rows(self.run.data, "train", kind=kind)
-        return [best_row(row) for row in islice(rows, NUM_ROWS)]
+        rows = [
+            best_row(it) for it in islice(read_rows(self.run.data, "train", kind=kind), NUM_ROWS)
+        ]
+        return [as_question(row) for row in rows] if self.is_generated else rows
 
     @cached_property
     @owned_by("data.rows")
@@ -224,6 +237,11 @@ class Session:
     def model(self) -> PreTrainedModel:
         """The library's model, inside adapters if there are any."""
         return anatomy.unwrap(self.scorer.model)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the model generates what it learns: then data are prompts."""
+        return self.run.objective.online is not None
 
     @property
     def is_scalar(self) -> bool:

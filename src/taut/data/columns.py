@@ -140,6 +140,11 @@ def recognise(record: object, place: str, columns: Columns) -> Recognised:
     """Which format a record has, and what of it is not read. Its values are not looked at."""
     named = renamed(record, place, columns)
     judged = {*JUDGED_NAMES[columns.kind], *columns.ignore_keys}
+    if columns.kind == "prompt":
+        chosen = _recognise(named, place, columns, PROMPT_REQUIRED)
+        answers = set(REQUIRED[chosen]) if chosen != "text" else set()
+        read = {*PROMPT_REQUIRED[chosen], *answers, *READS[chosen], *judged}
+        return Recognised(chosen, {name: it for name, it in named.items() if name not in read})
     is_row = columns.kind in ("sft", "scored") or (columns.kind == "unpaired" and "label" in named)
     if not is_row:
         read = {*judged, *PROMPTS.values(), *OPTIONAL}

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from taut.build import build_budget, build_method, build_policy
 from taut.data.pack import ALONE, PackPolicy, num_distinct_tokens, pack
 from taut.data.plan import assign, layouts, samples_of
-from taut.errors import ConfigError
+from taut.errors import ConfigError, ModelError
 from taut.estimate.rates import Work, work_of
 from taut.estimate.tracing import skeleton
 from taut.models import anatomy
@@ -94,7 +94,12 @@ class Workload(NamedTuple):
 
 
 def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
-    """The first steps, on so many ranks."""
+    """The first steps, on so many ranks. Raises ModelError where what they compute is not known."""
+    if run.objective.online is not None:
+        raise ModelError(
+            f"found a run of taut {run.method}: what it generates is not foretold; expected a run on given answers; "
+            "measure it with a short run instead"
+        )
     model = skeleton(run, inputs.config)
     window = anatomy.flops(model).window
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None

@@ -1,6 +1,7 @@
 """The plan of the first epoch and of the first steps, made as training makes it, and compared with what it should be.
 
-An epoch has each sample as often as its weight says. A step's micro-batches have exactly its samples: ids, positions,
+An epoch has each sample as often as its weight says. Of a run that generates, prompts are counted, and a rehearsal is
+laid out. A step's micro-batches have exactly its samples: ids, positions,
 targets, weights and what is said of them, read back along what each token sees; answers that are compared are in one
 micro-batch; and none has more tokens than the budget, but for one sample, or answers that are compared, alone.
 """
@@ -19,6 +20,7 @@ from taut.checks.session import Session
 from taut.data.forecast import StepPlan, lay_out, step_plan
 from taut.data.plan import START, Order, samples_of
 from taut.methods.offline import Offline
+from taut.online.method import Online
 from taut.types import Packed, Sample, Tree
 
 STEPS = 5
@@ -33,16 +35,21 @@ SHOWN = 4
 def ask(session: Session) -> Finding:
     """Is every sample seen once an epoch, and all of it, with nothing else?"""
     method, last = session.job.method, session.job.num_steps
-    wrong = list(_miscounted(session, method.order)) if isinstance(method, Offline) else []
+    assert isinstance(method, Offline | Online)
+    wrong = list(_miscounted(session, method.order))
     begun = method.order.origin.step if isinstance(method, Offline) else 0
     plans: list[StepPlan] = []
     for step in range(begun + 1, min(begun + STEPS, last) + 1):
-        trees = method.prepare(step)
+        trees = method.prepare(step) if isinstance(method, Offline) else session.trees
         packs = lay_out(trees, session.job.budget, session.job.policy)
         wrong += [*_misplaced(samples_of(trees), packs), *_parted(trees, packs)]
         wrong += _over(session, trees, packs)
         plans.append(step_plan(step, trees, packs))
-        if wrong or sum(plan.unshared for plan in plans) > TOKENS:
+        if (
+            wrong
+            or not isinstance(method, Offline)
+            or sum(plan.unshared for plan in plans) > TOKENS
+        ):
             break
     if wrong:
         return failed(

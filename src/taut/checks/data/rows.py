@@ -68,6 +68,8 @@ def _failed(session: Session, error: TautError) -> Finding:
 
 def _bad_rows(session: Session) -> tuple[list[Attempt], int]:
     """Rows with an error, and how many rows there are."""
+    if session.is_generated:
+        return [], 0
     run, renderer = session.run.data, session.renderer
     longest = longest_sample(session.run, session.language.config)
     limits = Limits(longest, run.too_long, run.min_length, run.without_targets)

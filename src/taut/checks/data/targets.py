@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 
 from taut.checks.data.records import Exchange, Flat, exchanges, flat_train
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.types import IntArray
 
@@ -26,6 +27,8 @@ WITHOUT = "no targets"
 
 def ask(session: Session) -> Finding:
     """Is there something to learn in most rows?"""
+    if session.is_generated:
+        return skipped(GENERATED)
     report, look = session.train.report, session.once(flat_train)
     without = [one for one in report.dropped if one.reason == WITHOUT]
     if 2 * len(without) > report.num_rows:

@@ -22,8 +22,8 @@ GIB = 2**30
 def foretold(session: Session) -> tuple[Workload, Prediction] | str:
     """The first steps and what they need; or why that cannot be told."""
     run, ranks, inputs = session.run, session.ranks, session.inputs
-    work = workload(run, inputs, ranks.size)
     try:
+        work = workload(run, inputs, ranks.size)
         kernels = kernels_of(session)
         found = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import kernels_of, told
-from taut.checks.samples import around, ending, num_tokens
+from taut.checks.samples import GENERATED, around, ending, num_tokens
 from taut.checks.session import NUM_ROWS, Session
 from taut.data.pack import pack
 from taut.data.plan import samples_of
@@ -30,6 +30,8 @@ def ask(session: Session) -> Finding:
     if session.ranks.size > 1:
         return skipped("measured on one rank only")
     run = session.run
+    if session.is_generated:
+        return skipped(GENERATED)
     if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
     packed, config = _some(session), session.inputs.config

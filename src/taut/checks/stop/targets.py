@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.data.stops import described
 
@@ -11,6 +12,8 @@ SHOWN = 3
 
 def ask(session: Session) -> Finding:
     """Is the end of the answer a target, so that the model learns to stop?"""
+    if session.is_generated:
+        return skipped(GENERATED)
     if session.is_scalar:
         return skipped("a reward model is not taught to stop")
     train, stops = session.train, session.stops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.checks.template.rendered import SHOWN, Turn, is_most, rendered
 from taut.data.template import Ids, common_length
@@ -10,6 +11,8 @@ from taut.data.template import Ids, common_length
 
 def ask(session: Session) -> Finding:
     """Do prompt and answer meet between two tokens?"""
+    if session.is_generated:
+        return skipped(GENERATED)
     found = rendered(session)
     turns = [turn for turn in found.turns if turn.is_prefix]
     if not turns:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.checks.template.rendered import NO_CHATS, SHOWN, Chat, rendered, short
 
 
 def ask(session: Session) -> Finding:
     """Is every answer trained as the model writes it, whatever the template makes of it once it is history?"""
+    if session.is_generated:
+        return skipped(GENERATED)
     chats = rendered(session).chats
     if not chats:
         return skipped(NO_CHATS)

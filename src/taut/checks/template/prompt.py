@@ -15,6 +15,7 @@ from taut.checks.template.rendered import (
     reasoning_of,
     rendered,
     shared,
+    with_answer,
 )
 
 HEADERS = 4
@@ -24,10 +25,12 @@ HEADERS = 4
 def ask(session: Session) -> Finding:
     """Is what a server feeds the model the beginning of what was trained, header included?"""
     chats = rendered(session).chats
+    if session.is_generated:  # nothing is taught but what the model writes after its prompt
+        chats = tuple(with_answer(session, chat) for chat in chats[:HEADERS])
     turns = [turn for chat in chats for turn in chat.turns]
     if not turns:
         return skipped(NO_CHATS)
-    wrong = [turn for turn in turns if not turn.is_prefix]
+    wrong = [turn for turn in turns if not turn.is_prefix and not session.is_generated]
     if is_most(wrong, turns):
         return failed(
             f"the prompt is not the beginning of the row before {len(wrong)} of {len(turns)} answers",
@@ -54,7 +57,12 @@ def ask(session: Session) -> Finding:
             remedy="write the answer's header where add_generation_prompt is true, in a template given with "
             "data.template=FILE",
         )
-    return passed("the prompt is the row's beginning", len(turns) - len(wrong), "answers")
+    said = (
+        "the header is the prompt's"
+        if session.is_generated
+        else "the prompt is the row's beginning"
+    )
+    return passed(said, len(turns) - len(wrong), "answers")
 
 
 def _difference(turn: Turn) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import PurePath
 
@@ -133,6 +133,14 @@ def _chat(row: Conversation, template: Template) -> Chat:
         )
         turns.append(Turn(place, index, row.messages[index], prompt, until))
     return Chat(row, whole, tuple(turns))
+
+
+def with_answer(session: Session, chat: Chat) -> Chat:
+    """A question as it would be with an answer to it."""
+    answer = {"role": "assistant", "content": "an answer"}
+    messages = (*chat.row.messages, answer)
+    row = replace(chat.row, messages=messages, learned=(len(messages) - 1,))
+    return _chat(row, session.language.renderer.template)
 
 
 def _completion(row: Completion) -> Turn:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.checks.template.rendered import SHOWN, answer_of, cut, normal, reasoning_of, short
 from taut.data.formats import Completion, Conversation, Message, Row
@@ -20,6 +21,8 @@ LONG = 8
 
 def ask(session: Session) -> Finding:
     """Are the targets, as text, the answers and nothing of what was asked?"""
+    if session.is_generated:
+        return skipped(GENERATED)
     renderer = session.renderer
     looked_at: list[tuple[Row, str]] = []
     texts: list[str] = []

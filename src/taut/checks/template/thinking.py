@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.checks.template.rendered import (
     CLOSE,
@@ -25,6 +26,8 @@ SWITCH = "enable_thinking"
 
 def ask(session: Session) -> Finding:
     """Is reasoning written where rows have it, and opened by the prompt only there?"""
+    if session.is_generated:
+        return skipped(GENERATED)
     chats = rendered(session).chats
     if not chats:
         return skipped(NO_CHATS)
