@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench bench-dpo bench-generate bench-checkpoint bench-check bench-plan
+.PHONY: help venv demo test test-real lint format docs bench bench-dpo bench-grpo bench-generate bench-checkpoint bench-check bench-plan
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -55,6 +55,9 @@ bench: $(STAMP) ## taut beside its peers, in one run
 
 bench-dpo: $(STAMP) ## taut beside TRL on pairs: speed, memory, and the same losses; half an hour on two quiet cores
 	$(RUN)/python benchmarks/dpo.py $(ARGS)
+
+bench-grpo: $(STAMP) ## taut beside TRL on roll-outs: a step's parts, memory, the same losses (run make demo once before)
+	$(RUN)/python benchmarks/grpo.py $(ARGS)
 
 bench-generate: $(STAMP) ## taut beside transformers' two ways to generate, in one run
 	$(RUN)/python benchmarks/generate.py $(ARGS)

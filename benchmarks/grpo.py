@@ -1,0 +1,381 @@
+"""taut and TRL roll out, judge and train on the same prompts: ``python benchmarks/grpo.py [--quick]``.
+
+    small       4 layers of 256, a vocabulary of 8,192; 8 prompts of 256 and of 1,024 tokens, 8 completions of each
+    reference   the same at 256 with a reference model and a divergence from it in the loss
+    135M        SmolLM2-135M-Instruct, as the demo converts it
+    group       4, 16 and 32 completions of each prompt
+    losses      the losses that both have, on one roll-out of TRL's: values and gradients, in float64
+
+Every completion has 64 tokens: no token ends one. Each run is a process of its own, in its own environment, on CPU with
+the same threads; the contenders take turns, round after round. The first step warms up and is not timed. Reported per
+contender, of the other steps and of rounds the median:
+
+    s a step     whole, and of it: generation; scoring (rewards, log-probs of a reference, credit); training (the rest)
+    CPU s        seconds of processor time, which other work on the machine disturbs less
+    memory       largest resident set of the process and its helpers, and what of it came after the imports
+    correct      every step has the tokens it should have, and what is sampled is as likely as what TRL samples
+
+The peer is TRL's fastest mode. Results go to a JSON file and a table. Exit status 1 if a target was measured and
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import data
+from asked import write_prompts
+from data import SMALL, Model
+from policies import POLICIES
+from report import Contender
+from sft import Bench, matches
+from taut.demo.fetch import get_model
+
+Result = dict[str, Any]
+
+TAUT, UNSHARED = Contender("taut", "shared"), Contender("taut", "unshared")
+ACCUMULATED = Contender("trl", "accumulated")
+TRL = (
+    ACCUMULATED,
+    Contender("trl", "pairs"),
+    Contender("trl", "batch"),
+    Contender("trl", "defaults"),
+)
+PHASES = ("generation", "scoring", "training")
+NEW_TOKENS = 64
+PROMPTS = 8
+MAX_MEMORY = 0.4
+"""Peak memory over that of the peer."""
+ENTROPY = 0.02
+"""How far the mean of -log p of what is sampled may be from the entropy that TRL reports, relatively."""
+TOLERANCE = 1e-6
+"""Of losses (above one: relative) and of gradients (relative to their length)."""
+
+TINY = Model("tiny", num_layers=2, hidden=128, vocab=1024, has_tied_embeddings=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked, and how much faster than the peer taut shall be."""
+
+    name: str
+    length: int
+    model: Model | None = SMALL
+    """None: the one of the demo."""
+    group: int = 8
+    num_steps: int = 3
+    divergence: float = 0.0
+    target: float | None = None
+    contenders: tuple[Contender, ...] = (TAUT, ACCUMULATED)
+
+    @property
+    def num_completions(self) -> int:
+        return PROMPTS * self.group
+
+    @property
+    def num_distinct(self) -> int:
+        """Tokens of a step, each prompt counted once."""
+        return PROMPTS * self.length + self.num_completions * NEW_TOKENS
+
+
+def _groups(length: int, contenders: tuple[Contender, ...]) -> list[Case]:
+    return [
+        Case(f"group {size}, {length}", length, group=size, contenders=contenders)
+        for size in (4, 16, 32)
+    ]
+
+
+CASES = (
+    Case("small, 256", 256, target=4.0, contenders=(TAUT, *TRL, UNSHARED)),
+    Case("small, 1024", 1024, target=6.0, contenders=(TAUT, *TRL[:2])),
+    Case("reference, 256", 256, divergence=0.04, target=4.0),
+    Case("135M, 256", 256, model=None, num_steps=2, target=4.0),
+    Case("135M, 1024", 1024, model=None, num_steps=2, target=6.0),
+    *_groups(256, (TAUT, ACCUMULATED)),
+    *_groups(1024, (TAUT,)),
+)
+QUICK = (replace(CASES[0], contenders=(TAUT, ACCUMULATED)),)
+
+
+@dataclass
+class Measured:
+    """A contender's runs on a case."""
+
+    runs: list[Result] = field(default_factory=list)
+    error: str | None = None
+
+    def of_step(self, what: str) -> float:
+        """The median of all steps but the first, and of runs."""
+        return median(median(step[what] for step in run["steps"][1:]) for run in self.runs)
+
+    def summary(self) -> Result:
+        """Its line of the table."""
+        if not self.runs:
+            return {"error": self.error}
+        names = ["seconds", "cpu_seconds", "entropy", "reward"]
+        names += [f"{phase}{suffix}" for phase in PHASES for suffix in ("", "_cpu")]
+        return {
+            **{name: self.of_step(name) for name in names},
+            "peak_mb": median(run["peak_mb"] for run in self.runs),
+            "peak_mb_above_imports": median(r["peak_mb"] - r["import_mb"] for r in self.runs),
+            "runs": self.runs,
+        }
+
+
+def measure(bench: Bench, case: Case, contenders: Sequence[Contender], rounds: int) -> Result:
+    """All contenders on one case, in alternation."""
+    job = prepare(bench, case)
+    measured = {contender: Measured() for contender in contenders}
+    for turn in range(rounds):
+        for contender, into in measured.items():
+            if into.error:
+                continue
+            load = os.getloadavg()[0]
+            try:
+                run = run_once(bench, case, contender, job) | {"load_before": load}
+            except RuntimeError as error:
+                into.error = str(error)
+                print(f"{case.name}: {contender.label}: {error}", file=sys.stderr, flush=True)
+                continue
+            into.runs.append(run)
+            print(
+                f"{case.name}, round {turn + 1}: {contender.label:18} {Measured([run]).of_step('seconds'):7.2f} s a "
+                f"step, {run['peak_mb']:6.0f} MB (load before: {load:.1f})",
+                flush=True,
+            )
+    table = {contender.label: one.summary() for contender, one in measured.items()}
+    compare(table)
+    return {"case": asdict(case), "contenders": table, "ratios": ratios(case, table)}
+
+
+def prepare(bench: Bench, case: Case) -> Result:
+    """Prompts and model on disk, and the part of the job that all contenders have in common."""
+    model = model_of(bench, case.model)
+    prompts = bench.work / f"{case.name.replace(', ', '-')}.jsonl"
+    write_prompts(prompts, model, count=PROMPTS * case.num_steps, length=case.length)
+    return {
+        "model": str(model),
+        "data": str(prompts),
+        "prompts_per_step": PROMPTS,
+        "group": case.group,
+        "new_tokens": NEW_TOKENS,
+        "num_steps": case.num_steps,
+        "learning_rate": 1e-5,
+        "tokens_at_a_time": case.num_distinct // PROMPTS,
+        "trl": {"beta": case.divergence},
+        "taut": {"kl_coef": case.divergence},
+    }
+
+
+def model_of(bench: Bench, model: Model | None) -> Path:
+    if model is None:
+        return get_model(Path("~/.cache/taut").expanduser())
+    folder = bench.work / model.name
+    if not folder.exists():
+        data.write_model(model, folder)
+    return folder
+
+
+def run_once(bench: Bench, case: Case, contender: Contender, job: Result) -> Result:
+    """One run of one contender, with as many tokens in every step as there should be."""
+    script = f"train_{contender.framework}_grpo.py"
+    run: Result = bench.run(script, contender.framework, job | {"mode": contender.mode})
+    wanted = [case.num_completions * case.length, case.num_completions * NEW_TOKENS]
+    for number, step in enumerate(run["steps"], start=1):
+        found = [step["prompt_tokens"], step["completion_tokens"]]
+        if found != wanted:
+            raise RuntimeError(f"{contender.label}: step {number}: {found} tokens, not {wanted}")
+    if len(run["steps"]) != case.num_steps:
+        raise RuntimeError(f"{contender.label}: {len(run['steps'])} steps, not {case.num_steps}")
+    return run
+
+
+def compare(table: dict[str, Result]) -> None:
+    """Whether what is sampled is as likely as what TRL samples."""
+    done = {label: row for label, row in table.items() if "error" not in row}
+    oracle = next((row for label, row in done.items() if label.startswith("trl")), None)
+    for row in done.values():
+        row["is_correct"] = None
+        if oracle is not None:
+            row["is_correct"] = abs(row["entropy"] / oracle["entropy"] - 1) <= ENTROPY
+
+
+def ratios(case: Case, table: dict[str, Result]) -> list[Result]:
+    """taut beside TRL's fastest mode: the targets; and beside the others."""
+    peers = {k: row for k, row in table.items() if k.startswith("trl") and row.get("is_correct")}
+    ours = table.get(TAUT.label, {})
+    if not peers or not ours.get("is_correct"):
+        return []
+    fastest = min(peers, key=lambda label: float(peers[label]["seconds"]))
+    found = []
+    for label, row in peers.items():
+        speed, memory = row["seconds"] / ours["seconds"], ours["peak_mb"] / row["peak_mb"]
+        is_goal = label == fastest and case.target is not None
+        is_met = not is_goal or (speed >= (case.target or 0) and memory <= MAX_MEMORY)
+        cpu = row["cpu_seconds"] / ours["cpu_seconds"]
+        found.append({
+            "to": label, "speed": speed, "cpu": cpu, "memory": memory, "is_goal": is_goal, "is_met": is_met
+        })  # fmt: skip
+    return found
+
+
+def measure_losses(bench: Bench) -> Result:
+    """The losses of ``policies.py`` and their gradients, on one roll-out of TRL's."""
+    model, folder = model_of(bench, TINY), bench.work / "losses"
+    folder.mkdir()
+    prompts = folder / "prompts.jsonl"
+    write_prompts(prompts, model, count=4, length=48)
+    job = {
+        "model": str(model),
+        "data": str(prompts),
+        "folder": str(folder),
+        "group": 6,
+        "new_tokens": 24,
+        "moved": 0.5,
+        "ends": list(range(data.EOS, 64)),
+        "losses": {name: asdict(policy) for name, policy in POLICIES.items()},
+    }
+    theirs = bench.run("loss_trl_grpo.py", "trl", job)
+    ours = bench.run("loss_taut_grpo.py", "taut", job)
+    rows = {}
+    for name, policy in POLICIES.items():
+        expected, found = theirs["losses"][name], ours["losses"][name]
+        off = abs(found["loss"] - expected) / max(1.0, abs(expected))
+        is_equal = found["gradient"] <= TOLERANCE and (off <= TOLERANCE or not policy.has_value)
+        rows[name] = found | {"trl": expected, "off": off, "is_equal": is_equal}
+    return {"losses": rows, "num_targets": ours["num_targets"], "num_samples": ours["num_samples"]}
+
+
+def print_case(name: str, result: Result) -> None:
+    names = {
+        "s a step": 10,
+        "generation": 12,
+        "scoring": 9,
+        "training": 10,
+        "CPU s": 8,
+        "peak MB": 9,
+        "w/o imports": 13,
+    }
+    columns = "".join(f"{name:>{width}}" for name, width in names.items())
+    print(f"\n{name}\n{'':20}{columns}", flush=True)
+    for label, row in result["contenders"].items():
+        if "error" in row:
+            print(f"  {label:18}  failed: {row['error'].splitlines()[-1]}")
+            continue
+        print(
+            f"  {label:18}{row['seconds']:10.2f}{row['generation']:12.2f}{row['scoring']:9.2f}{row['training']:10.2f}"
+            f"{row['cpu_seconds']:8.1f}{row['peak_mb']:9.0f}{row['peak_mb_above_imports']:13.0f}"
+            f"  {'WRONG' if row['is_correct'] is False else ''}"
+        )
+    for ratio in result["ratios"]:
+        goals = ""
+        if ratio["is_goal"]:
+            verdict = "met" if ratio["is_met"] else "MISSED"
+            goals = f" (targets {result['case']['target']:g}, {MAX_MEMORY:.0%}: {verdict})"
+        print(
+            f"  {ratio['speed']:.2f} x as fast as {ratio['to']} ({ratio['cpu']:.2f} by CPU s), "
+            f"{ratio['memory']:.0%} of its memory{goals}"
+        )
+
+
+def print_growth(cases: dict[str, Result]) -> None:
+    """taut's step against the size of a group: what one completion more costs."""
+    rows = [
+        (one["case"], one["contenders"][TAUT.label])
+        for name, one in cases.items()
+        if name.startswith(("small", "group"))
+        and "seconds" in one["contenders"].get(TAUT.label, {})
+    ]
+    for length in sorted({case["length"] for case, _ in rows}):
+        some = sorted((c["group"], row) for c, row in rows if c["length"] == length)
+        print(
+            f"\ntaut, prompts of {length}: a step by the size of a group, in CPU s; one completion more, in ms"
+        )
+        before: tuple[int, Result] | None = None
+        for size, row in some:
+            split = " ".join(f"{phase} {row[f'{phase}_cpu']:.2f}" for phase in PHASES)
+            more = ""
+            if before is not None:
+                gap = row["cpu_seconds"] - before[1]["cpu_seconds"]
+                more = f"  {1000 * gap / (PROMPTS * (size - before[0])):6.1f} ms"
+            print(
+                f"  {size:3}  {row['cpu_seconds']:6.2f}  ({split})  {row['peak_mb']:6.0f} MB{more}"
+            )
+            before = size, row
+
+
+def print_losses(result: Result) -> None:
+    sizes = f"{result['num_samples']} completions, {result['num_targets']} tokens"
+    print(f"\nlosses ({sizes}): TRL's, ours, difference; gradients, distance / length; tokens held")
+    for name, row in result["losses"].items():
+        verdict = "" if row["is_equal"] else "  WRONG"
+        print(
+            f"  {name:14}{row['trl']:12.8f}{row['loss']:12.8f}{row['off']:10.1e}{row['gradient']:10.1e}"
+            f"{row['held']:7.0%}{verdict}"
+        )
+
+
+def has_missed(result: Result) -> bool:
+    """Whether taut missed a target, failed, or is not correct."""
+    if "losses" in result:
+        return not all(row["is_equal"] for row in result["losses"].values())
+    ours = [row for label, row in result["contenders"].items() if label.startswith("taut")]
+    return any("error" in row or row["is_correct"] is False for row in ours) or any(
+        not ratio["is_met"] for ratio in result["ratios"]
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small, 256, beside one mode of TRL")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], help="words: cases whose name has one of them"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words: contenders whose name has one of them"
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache"), help="holds the peers' environments"
+    )
+    parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/grpo.json"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    results: Result = {"threads": arguments.threads, "dtype": arguments.dtype, "cases": {}}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(arguments.cache.absolute(), Path(work), arguments.threads, arguments.dtype)
+        for case in QUICK if arguments.quick else CASES:
+            contenders = [c for c in case.contenders if matches(c.label, arguments.only)]
+            if not matches(case.name, arguments.cases) or not contenders:
+                continue
+            found = measure(bench, case, contenders, arguments.rounds)
+            print_case(case.name, found)
+            results["cases"][case.name] = found
+            arguments.out.write_text(json.dumps(results, indent=1))
+        print_growth(results["cases"])
+        if matches("losses", arguments.cases) and not arguments.only:
+            results["losses"] = measure_losses(bench)
+            print_losses(results["losses"])
+    arguments.out.write_text(json.dumps(results, indent=1))
+    print(f"\n{arguments.out}")
+    measured = [*results["cases"].values(), *([results["losses"]] if "losses" in results else [])]
+    return int(any(has_missed(one) for one in measured))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""The reward of ``benchmarks/grpo.py``: cheap, deterministic, and hardly ever the same for two completions.
+
+Imports nothing; imported by the workers of both frameworks.
+"""
+
+from __future__ import annotations
+
+MARKS = frozenset("13579aeiou")
+
+
+def share_of_marks(text: str) -> float:
+    """The share of a text's characters that are odd digits or vowels."""
+    return sum(one in MARKS for one in text) / max(1, len(text))

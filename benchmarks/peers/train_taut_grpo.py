@@ -1,0 +1,104 @@
+"""One run of ``taut grpo``: ``python train_taut_grpo.py JOB.json``.
+
+Modes: ``shared`` (the default) and ``unshared`` (each completion is trained with the prompt to itself). The checks
+before a run, and the evaluation and the checkpoints after it, are off: what is timed is the steps. No token ends a
+completion, so that all have the same length.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from phases import Phases, peak_mb
+
+from taut import api, loop
+from taut.config import from_mapping
+from taut.online import method
+from taut.online_runs import GrpoRun
+from taut.rollout.local import LocalEngine
+
+Job = dict[str, Any]
+OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
+REWARD = Path(__file__).with_name("reward.py")
+
+
+def main() -> None:
+    job: Job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(job["threads"])
+    out = Path(job["scratch"], "run")
+    phases = watch()
+    import_mb = peak_mb()
+    keys = {
+        "model": job["model"],
+        "data": {"train": job["data"]},
+        "out": str(out),
+        "steps": job["num_steps"],
+        "dtype": job["dtype"],
+        "device": "cpu",
+        "batch": {
+            "samples_per_step": job["prompts_per_step"],
+            "tokens_per_microbatch": job["tokens_at_a_time"],
+            "share_prefixes": job["mode"] == "shared",
+            "shuffle": False,
+        },
+        "optim": {
+            "learning_rate": job["learning_rate"],
+            "schedule": "constant",
+            "warmup_steps": 0,
+        },
+        "rollout": {"n": job["group"], "max_new_tokens": job["new_tokens"]},
+        "rewards": f"{REWARD}:share_of_marks",
+        "grading": {"workers": 1},
+        "grpo": job["taut"],
+    }
+    api.train(from_mapping(GrpoRun, keys | OFF))
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    trained = [event for event in events if event["kind"] == "step"]
+    rolled = [event for event in events if event["kind"] == "rollout"]
+    steps = [
+        timed
+        | {
+            "loss": step["loss"],
+            "prompt_tokens": step["num_tokens_unshared"] - step["num_targets"],
+            "completion_tokens": step["num_targets"],
+            "reward": roll["reward"],
+            "entropy": step["entropy_estimate"],
+        }
+        for timed, step, roll in zip(phases.steps, trained, rolled, strict=True)
+    ]
+    result = {
+        "steps": steps,
+        "peak_mb": peak_mb() + phases.helpers_mb,
+        "helpers_mb": phases.helpers_mb,
+        "import_mb": import_mb,
+    }
+    Path(job["result"]).write_text(json.dumps(result))
+
+
+def watch() -> Phases:
+    """The phases of each step."""
+    phases = Phases()
+    phases.watch(method.Online, "_rolled_out", "scoring")
+    phases.watch(LocalEngine, "generate", "generation")
+    phases.watch(loop, "filled", "scoring")
+    take_step, make = loop._take_step, LocalEngine.__init__
+
+    def timed(job: loop.Job, step: int) -> None:
+        if step == 1:
+            phases.begin()
+        take_step(job, step)
+        phases.end_step()
+
+    def without_stops(engine: LocalEngine, *args: Any, **kwargs: Any) -> None:
+        make(engine, *args, **kwargs)
+        engine.stop_ids = frozenset()
+
+    loop._take_step, LocalEngine.__init__ = timed, without_stops  # type: ignore[method-assign]
+    return phases
+
+
+main()
