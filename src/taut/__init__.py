@@ -62,6 +62,7 @@ __all__ = [
     "Run",
     "TautError",
     "__version__",
+    "best_of_n",
     "check",
     "cpo",
     "distill",
@@ -69,9 +70,13 @@ __all__ = [
     "evaluate",
     "export",
     "generate",
+    "gkd",
+    "grpo",
     "kto",
     "merge",
+    "online_dpo",
     "orpo",
+    "ppo",
     "resume",
     "reward",
     "runs",
@@ -122,6 +127,31 @@ def cpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
 def distill(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
     """Distillation on fixed data: what a teacher says of it."""
     return _train("distill", run, keys)
+
+
+def grpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Group relative policy optimisation and its family: answers to a prompt, compared with each other."""
+    return _train("grpo", run, keys)
+
+
+def ppo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Proximal policy optimisation: each token of an answer, compared with what a critic expected."""
+    return _train("ppo", run, keys)
+
+
+def online_dpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Online DPO: the best and the worst of several answers to a prompt, as a preference."""
+    return _train("online_dpo", run, keys)
+
+
+def best_of_n(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Rejection sampling: the best of several answers to a prompt, learned as they are."""
+    return _train("best_of_n", run, keys)
+
+
+def gkd(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """On-policy distillation: what a teacher says of the model's own answers."""
+    return _train("gkd", run, keys)
 
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:

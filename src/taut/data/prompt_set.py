@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,9 +60,7 @@ class PromptSet(Dataset):
                 yield Conversation(row.place, row.prompt, learned=(len(row.prompt),))
 
 
-def load_prompt_set(
-    config: DataConfig, split: Split, renderer: Renderer, how: Asking
-) -> PromptSet:
+def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: Asking) -> PromptSet:
     """The prompts of ``config.train`` or ``config.eval``. Raises DataError for a row that is none."""
     _require_fitting(config)
     parts: list[Part] = []
@@ -81,7 +79,10 @@ def load_prompt_set(
         label = source.path if times == 1 else f"{source.path}({times})"
         parts.append(Part(label, source.weight, entry.digest, entry, opened.path, opened.stamps))
         asked += kept
-    return PromptSet(parts, asked)
+    made = PromptSet(parts, asked)
+    if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
+        made.asked = [replace(row, id=made.sample_id(index)) for index, row in enumerate(asked)]
+    return made
 
 
 def _require_fitting(config: DataConfig) -> None:

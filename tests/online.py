@@ -1,0 +1,88 @@
+"""Small runs that learn from what they generate: a tiny model that ends an answer where it comes upon a letter, and
+rewards that need no other process. ``keys_of`` names a run, ``train`` trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.chats import QUIET, save_model, write_rows
+
+import taut
+from taut import parallel
+from taut.build import Built, build, build_method
+from taut.config import from_mapping
+from taut.run import load_inputs
+from taut.training import METHODS
+
+LENGTH = {"name": "length_target", "options": {"target": 5}}
+METHODS_KEYS: dict[str, dict[str, Any]] = {
+    "grpo": {"rollout.n": 4},
+    "ppo": {"rollout.minibatches": 2, "rollout.n": 2},
+    "online_dpo": {"rollout.n": 3},
+    "best_of_n": {"rollout.n": 3, "best_of_n.keep": 1},
+    "gkd": {"rollout.n": 2},
+}
+"""name -> what makes it small."""
+
+
+def save_models(place: Path) -> Path:
+    """The model that learns, in float64, with another beside it (a teacher, a critic): the path of the first."""
+    save_model(place / "beside", dtype=torch.float64, seed=1)
+    return save_model(place / "policy", dtype=torch.float64)
+
+
+def questions(num_rows: int) -> list[dict[str, Any]]:
+    """Sums with their answers; lengths differ."""
+    return [
+        {
+            "messages": [{"role": "user", "content": f"What is {i} and {10 ** (i % 3)}?"}],
+            "answer": str(i + 10 ** (i % 3)),
+        }
+        for i in range(num_rows)
+    ]
+
+
+def keys_of(method: str, model: Path, place: Path, **keys: Any) -> dict[str, Any]:
+    """Keys of a quiet run in float64 with four prompts a step; ``__`` stands for a dot, None takes a key out."""
+    place.mkdir(exist_ok=True)
+    fixed = {
+        **QUIET,
+        "method": method,
+        "model": str(model),
+        "data.train": str(write_rows(place / "prompts.jsonl", questions(13))),
+        "data.max_length": None,
+        "out": str(place / method),
+        "check": "off",
+        "steps": 3,
+        "batch.samples_per_step": 4,
+        "contract.prompts": 0,
+        "rollout.max_new_tokens": 8,
+        "rollout.stop": ["e", "a"],
+    }
+    named = {"distill.teacher": str(model.with_name("beside"))} if method == "gkd" else {}
+    if method != "gkd":
+        named["rewards"] = [LENGTH]
+    dotted = {key.replace("__", "."): value for key, value in keys.items()}
+    given = {**fixed, **METHODS_KEYS[method], **named, **dotted}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def train(keys: Mapping[str, Any]) -> taut.Result:
+    """A run of the method that the keys name."""
+    result: taut.Result = getattr(taut, keys["method"])(**keys)
+    return result
+
+
+def make(keys: Mapping[str, Any]) -> tuple[Built, list[dict[str, Any]]]:
+    """The same run, built and not begun, and the events its job will emit."""
+    run = from_mapping(METHODS[keys["method"]], keys)
+    ranks = parallel.start("cpu")
+    inputs = load_inputs(run, ranks)
+    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    told: list[dict[str, Any]] = []
+    built.job.emit = lambda kind, **fields: told.append({"kind": kind, **fields})
+    return built, told
