@@ -91,7 +91,7 @@ def train(run: Run) -> Result:
             built = build(run, inputs, start.plan, ranks)
             with closing(built.job.method) as method:
                 if isinstance(method, Online):  # what cannot be had is refused now
-                    built.decisions.extend(Decision(*it) for it in method.roller.decisions)
+                    built.decisions.extend(Decision(*it) for it in method.roller.settled)
                 evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                 asked = Asked(before_training(built), evaluations, stop_check)
                 keep_reference(built)

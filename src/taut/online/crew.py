@@ -19,12 +19,14 @@ from taut.models.score import Scorer
 from taut.online.recipe import Recipe
 from taut.online.rollouts import Roller
 from taut.parallel import Ranks
+from taut.rewards.code import Code
 from taut.rewards.panel import Panel, open_panel
-from taut.rollout.environment import open_world
+from taut.rollout.environment import World, open_world
 from taut.rollout.local import LocalEngine
 from taut.rollout.rated import open_rater
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Trained
+from taut.sandbox import shared
 
 
 class Setting(NamedTuple):
@@ -72,7 +74,23 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
         seed=setting.seed,
         ranks=ranks,
         is_judged=recipe.is_judged,
+        settled=_settled(recipe, panel, engine, world),
     )
+
+
+def _settled(
+    recipe: Recipe, panel: Panel | None, engine: LocalEngine | ServerEngine, world: World | None
+) -> list[tuple[str, str, str]]:
+    """(name, value, reason) of what was chosen for the user."""
+    found = list(world.decisions) if world is not None else []
+    if isinstance(engine, ServerEngine):
+        found += engine.decisions
+    parts = () if panel is None else panel.parts
+    is_run = any(isinstance(part.verifier, Code) for part in parts)
+    if is_run or "python" in recipe.rollout.environment.tools:
+        chosen = shared().mechanism
+        found.append(("sandbox", chosen.name, chosen.reason))
+    return found
 
 
 RESERVED = ("shaped", "kept")

@@ -180,6 +180,8 @@ class Roller:
     ranks: Ranks
     is_judged: bool = True
     """False: nobody says what completions are worth, and all are learned from."""
+    settled: Sequence[tuple[str, str, str]] = ()
+    """(name, value, reason) of what was chosen for the user when it was opened."""
 
     def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
         """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
@@ -214,14 +216,6 @@ class Roller:
             Group(tuple(episodes[at : at + size]), tuple(verdicts[at : at + size]))
             for at in range(0, len(episodes), size)
         ]
-
-    @property
-    def decisions(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what was settled when it was opened."""
-        found = list(self.world.decisions) if self.world is not None else []
-        if isinstance(self.engine, ServerEngine):
-            found += self.engine.decisions
-        return found
 
     def close(self) -> None:
         """End what it was opened with."""

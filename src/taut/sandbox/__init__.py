@@ -16,6 +16,7 @@ Imports errors and config. Rewards and tools import it.
 
 from __future__ import annotations
 
+import atexit
 import threading
 
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
@@ -49,6 +50,7 @@ def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) 
         return _SHARED[wanted, packages]
 
 
+@atexit.register
 def close_shared() -> None:
     """Close what ``shared`` opened; the next who asks opens it again."""
     with _LOCK:
