@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import FrozenInstanceError
 from fractions import Fraction
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taut.errors import DataError
+from taut.config import describe
+from taut.errors import ConfigError, DataError
 from taut.rewards import REWARDS, Answered, open_panel
 from taut.rewards.contains import Contains
 from taut.rewards.exact_match import ExactMatch
 from taut.rewards.normal import normalise
 from taut.rewards.numeric import Numeric, read_number
-from taut.rewards.verifier import Score, Verifier
+from taut.rewards.registry import verifier_of
+from taut.rewards.verifier import Place, Question, Score, Verifier
 from taut.rewards.worker import judged
 
 RIGHT = ("exact_match", "contains", "numeric")
@@ -204,3 +209,33 @@ def test_what_a_verifier_raises_is_an_error_of_one_answer() -> None:
         (verdict,) = panel.grade(answers[:1])
     assert verdict.parts == dict.fromkeys(RIGHT, Score(1.0))
     assert verdict.total == 3.0
+
+
+LEAST: dict[str, dict[str, Any]] = {
+    "regex": {"pattern": "a"},
+    "json_schema": {"column": "s"},
+    "language": {"language": "en"},
+    "length_target": {"target": 5},
+    "length_overlong": {"max_tokens": 5, "buffer": 2},
+    "length_cosine": {"max_tokens": 5, "judge": "exact_match"},
+    "reward_model": {"model": "DIR"},
+    "reward_server": {"url": "http://127.0.0.1:9"},
+    "judge": {"url": "http://127.0.0.1:9", "model": "m"},
+}
+"""Options that a reward cannot do without."""
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_reward_says_where_it_runs_travels_to_a_worker_and_keeps_its_options(
+    name: str,
+) -> None:
+    verifier = verifier_of(name, LEAST.get(name, {}))
+    assert verifier.runs in get_args(Place)
+    assert verifier.asks in get_args(Question)
+    assert verifier.seconds > 0
+    assert pickle.loads(pickle.dumps(verifier)) == verifier
+    assert all(row.doc for row in describe(REWARDS[name]))
+    with pytest.raises(FrozenInstanceError):
+        verifier.other = 1  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=f"in the options of the reward {name}"):
+        verifier_of(name, {**LEAST.get(name, {}), "no_such_option": 1})
