@@ -62,6 +62,7 @@ from taut.checks.reference import start
 from taut.checks.reward import batch
 from taut.checks.reward import library as reward_library
 from taut.checks.rewards import gold
+from taut.checks.rollout import groups, opens, room, text, turns
 from taut.checks.run import in_force, output, saved, steps
 from taut.checks.session import Session
 from taut.checks.stop import baseline, generation
@@ -115,6 +116,7 @@ _BEGUN = (*_EXACT, "loss.reached", "loss.gradient")
 _SUMS = (*_BEGUN, "loss.linear", "loss.first")
 _GRADIENT = (*_SUMS, "loss.head_gradient", "loss.packed")
 _ENGINE = (*_EXACT, "loss.dtype", "loss.tied", "loss.adapter_start")
+_OPENS = (*_RUNS, "rollout.opens")
 
 CHECKS: dict[str, Check] = {
     "data.images": Check(images.ask),
@@ -184,7 +186,12 @@ CHECKS: dict[str, Check] = {
     "run.output": Check(output.ask, after=_RUNS),
     "run.saved": Check(saved.ask, "full", after=(*_ENGINE, "stop.generation", "stop.saved")),
     "stop.baseline": Check(baseline.ask, "full", after=_ENGINE),
-    "rewards.gold": Check(gold.ask, after=_RUNS),
+    "rollout.opens": Check(opens.ask, after=_RUNS),
+    "rollout.room": Check(room.ask, after=_OPENS),
+    "rollout.turns": Check(turns.ask, after=_OPENS),
+    "rewards.gold": Check(gold.ask, after=_OPENS),
+    "rollout.groups": Check(groups.ask, after=(*_ENGINE, "rollout.room")),
+    "rollout.text": Check(text.ask, after=(*_ENGINE, "rollout.groups")),
     "engine.logps": Check(engine_logps.ask, "full", after=_ENGINE),
     "engine.seed": Check(engine_seed.ask, "full", after=(*_ENGINE, "engine.logps")),
 }

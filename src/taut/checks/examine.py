@@ -18,7 +18,8 @@ from taut import randomness
 from taut.build import Built
 from taut.checks import CHECKS, Check, Part
 from taut.checks.finding import Finding, Outcome, failed, skipped
-from taut.checks.session import Session, Unavailable
+from taut.checks.owned import Unavailable
+from taut.checks.session import Session
 from taut.errors import CheckFailed, OutOfMemory, TautError
 from taut.runlog.events import plain
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.attention.select import Observation, observe
 from taut.beside import Loaded
 from taut.build import Adapted, Built, adapt, assemble, build_method, load
+from taut.checks.owned import Unavailable, owned_by
 from taut.checks.samples import (
     LOGPS,
     SCORES,
@@ -46,7 +47,6 @@ from taut.data.pack import ALONE, PackPolicy, pack
 from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
-from taut.errors import TautError
 from taut.loop import Job
 from taut.models import anatomy
 from taut.models.score import Scorer
@@ -80,34 +80,6 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
 
 T = TypeVar("T")
-
-
-class Unavailable(Exception):
-    """A part of the session that cannot be made."""
-
-    def __init__(self, part: str, owner: str, error: TautError) -> None:
-        super().__init__(str(error))
-        self.part, self.owner, self.error = part, owner, error
-
-
-def owned_by(owner: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
-    """Marks a part: an error while it is made is the failure of the check ``owner``."""
-
-    def mark(make: Callable[[Any], T]) -> Callable[[Any], T]:
-        @wraps(make)
-        def made(session: Session) -> T:
-            part = make.__name__
-            if part in session.broken:
-                raise session.broken[part]
-            try:
-                return make(session)
-            except TautError as error:
-                session.broken[part] = Unavailable(part, owner, error)
-                raise session.broken[part] from error
-
-        return made
-
-    return mark
 
 
 class Session:
@@ -333,19 +305,21 @@ class Session:
             chosen.append(sample)
         return chosen
 
-    def numbers(self, samples: Sequence[Sample], policy: PackPolicy = ALONE) -> dict[str, Tensor]:
+    def numbers(
+        self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
         """Sample id -> the log-probs of its targets, of a reward model its scores where it is read, in one packed
         forward, without gradient and without noise.
         """
         packed = pack(list(samples), policy)
         with self.quiet():
-            values = self.said(packed).cpu()
+            values = self.said(packed, temperature).cpu()
         return by_sample(packed, values, packed.row_R if self.is_scalar else packed.row_N)
 
-    def said(self, packed: Packed) -> Tensor:
+    def said(self, packed: Packed, temperature: float = 1.0) -> Tensor:
         """The same of a micro-batch, [N] or [R], in the mode and precision that are on."""
         if not self.is_scalar:
-            logp_N: Tensor = self.scorer(packed).logp_N
+            logp_N: Tensor = self.scorer(packed, wants=Wants(temperature=temperature)).logp_N
             return logp_N
         scalar_R: Tensor = self.scorer(packed, wants=Wants(logp=False, scalar=True)).scalar_R
         return scalar_R

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from taut import parallel
 from taut.checks import Part
-from taut.checks.examine import Examination, examine
+from taut.checks.examine import Answered, Examination, examine
 from taut.checks.report import as_json, show_end, show_row
+from taut.checks.rollout.opened import close
 from taut.checks.session import Session
 from taut.config import configclass, load
 from taut.errors import ConfigError
@@ -62,20 +63,30 @@ def run(config: Run, how: Looking) -> int:
     session = session_of(config)
     part: Part = "full" if how.full else "quick"
     if how.json:
-        found = examine(session, part)
+        found = _examined(session, part)
         sys.stdout.write(
             json.dumps(as_json(found, {"model": config.model}), allow_nan=False) + "\n"
         )
         return 1 if found.failures else 0
     console.print(f"{config.model}, {part} part\n", markup=False)
-    found = examine(session, part, follow=lambda one: show_row(console, one))
+    found = _examined(session, part, lambda one: show_row(console, one))
     show_end(console, found)
     return 1 if found.failures else 0
 
 
 def check(config: Run, *, full: bool) -> Examination:
     """The library's ``taut.check``."""
-    return examine(session_of(config), "full" if full else "quick")
+    return _examined(session_of(config), "full" if full else "quick")
+
+
+def _examined(
+    session: Session, part: Part, follow: Callable[[Answered], None] = lambda _: None
+) -> Examination:
+    """What was asked; nothing that was opened for it is left."""
+    try:
+        return examine(session, part, follow=follow)
+    finally:
+        close(session)
 
 
 def session_of(config: Run) -> Session:

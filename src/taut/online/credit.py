@@ -90,6 +90,8 @@ class Credit:
     """The base of all kinds."""
 
     asked = Asked(policy=False, values=False, temperature=1.0)
+    good = 1.0
+    """A reward that something is learned from, where another answer has 1 less."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -137,6 +139,7 @@ class Best(Credit):
     def __init__(self, loss: Loss, keep: int, at_least: float | None) -> None:
         super().__init__(loss)
         self.keep, self.at_least = keep, at_least
+        self.good = max(self.good, at_least or 0.0)
 
     def trees(self, paths: Sequence[Path], said: Said) -> Credited:
         made = []

@@ -1,6 +1,6 @@
 """A roll-out without an engine: what a run that generates would train on if prompts had gone on as they do.
 
-The second half of each prompt stands for one answer, and the same tokens backwards for another, of rewards 1 and 0. The
+The second half of each prompt stands for one answer, and the same tokens backwards for another, one of them a good one. The
 trainer's own log-probs stand for the engine's. From there on all is as in training: scores, credit, trees. For checks,
 which look at what a step computes before anything is generated.
 
@@ -30,7 +30,8 @@ def rehearsed(
     job: Job, credit: Credit, roles: Sequence[Role], samples: Sequence[Sample]
 ) -> list[Tree]:
     """The trees of these prompts. ``roles``: models whose word is taken with the roll-out."""
-    paths = paths_of([_group(sample) for sample in samples if sample.num_tokens > 1], 0)
+    groups = [_group(sample, credit.good) for sample in samples if sample.num_tokens > 1]
+    paths = paths_of(groups, 0)
     trees = credit.bare(paths)
     asked = Asked(policy=True, values=False, temperature=credit.asked.temperature)
     own = scored(job, trees, asked, (), 1)
@@ -39,13 +40,13 @@ def rehearsed(
     return numbered(given.trees)
 
 
-def _group(sample: Sample) -> Group:
+def _group(sample: Sample, good: float) -> Group:
     """Two answers to the first half of a prompt."""
     half = (sample.num_tokens + 1) // 2
     ends = (sample.ids_T[half:], sample.ids_T[half:][::-1])
     prompt = sample.ids_T[:half]
     episodes = tuple(_episode(sample.id, prompt, end, number) for number, end in enumerate(ends))
-    verdicts = tuple(Verdict({"rehearsal": Score(worth)}, worth) for worth in (1.0, 0.0))
+    verdicts = tuple(Verdict({"rehearsal": Score(worth)}, worth) for worth in (good, good - 1))
     return Group(episodes, verdicts)
 
 

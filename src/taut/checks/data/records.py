@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from taut.checks.session import Session, owned_by
+from taut.checks.owned import owned_by
+from taut.checks.session import Session
 from taut.data.columns import Columns
 from taut.data.dataset import Dataset, sources
 from taut.data.formats import Completion, Conversation, Row

@@ -9,7 +9,8 @@ from itertools import islice, pairwise
 
 from taut.checks.data.records import Flat, flat, flat_train, splits
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, Unavailable
+from taut.checks.owned import Unavailable
+from taut.checks.session import Session
 from taut.data.attempts import Attempt, attempt_rows
 from taut.data.dataset import sources
 from taut.data.length import Limits

@@ -9,13 +9,16 @@ Rewards of form are asked only whether they can be computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from taut.build import engine_of
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, owned_by
+from taut.checks.owned import owned_by
+from taut.checks.rollout.opened import roller
+from taut.checks.session import Session
+from taut.data.prompt_set import PromptSet
 from taut.data.prompts import PromptRow
 from taut.evals.answers import as_answer
 from taut.evals.during import Answering, build_answering
@@ -54,13 +57,31 @@ class Judged(NamedTuple):
 
 def ask(session: Session) -> Finding:
     """Do the run's rewards give right answers full marks?"""
-    if not session.run.eval.answers.rewards:
-        return skipped("eval.answers.rewards is not set")
     if not session.ranks.is_writer:
         return skipped("the first rank judges for all")
-    answering = session.once(_answering)
-    max_errors = session.run.eval.answers.max_errors
-    return preflight(answering.panel, answering.rows, max_errors, "eval.answers")
+    found = [*_in_training(session), *_in_evaluation(session)]
+    if not found:
+        return skipped("no rewards are set")
+    order = ("failed", "passed", "skipped")
+    return min(found, key=lambda one: order.index(one.outcome))
+
+
+def _in_training(session: Session) -> Iterator[Finding]:
+    """The rewards that are learned from."""
+    online = session.run.objective.online
+    if online is None or not online.rewards:
+        return
+    panel, train = session.once(roller).panel, session.train
+    assert panel is not None and isinstance(train, PromptSet)
+    yield preflight(panel, train.asked, online.guard.max_errors, "")
+
+
+def _in_evaluation(session: Session) -> Iterator[Finding]:
+    """Those that judge held-out answers."""
+    if session.run.eval.answers.rewards:
+        answering = session.once(_answering)
+        max_errors = session.run.eval.answers.max_errors
+        yield preflight(answering.panel, answering.rows, max_errors, "eval.answers")
 
 
 def preflight(panel: Panel, rows: Sequence[PromptRow], max_errors: float, key: str) -> Finding:

@@ -1,0 +1,128 @@
+"""A small roll-out, group by group, and the advantages it would have, were the first answer of each group the good one.
+
+That all answers to a prompt are one and the same has a probability, that of the engine's own draws: a stream that is
+used twice is told from a model that is sure by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from taut.checks.finding import Finding, failed, passed
+from taut.checks.rollout.opened import groups, obstacle, online
+from taut.checks.session import Session
+from taut.losses import advantages
+from taut.online.credit import Path, paths_of
+from taut.online.gradients import Policy
+from taut.online.rollouts import Group
+from taut.online.scoring import scored
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
+from taut.rollout.episode import Episode
+
+SHOWN = 3
+UNLIKELY = -14.0
+"""log-probability (one in a million) below which equal completions are no chance."""
+CENTRED = (
+    advantages.group,
+    advantages.mean,
+    advantages.rloo,
+    advantages.reinforce_pp_baseline,
+    advantages.maxrl,
+)
+"""Estimators whose advantages add up to 0 in each group."""
+ROUNDING = 1e-6
+
+
+def ask(session: Session) -> Finding:
+    """Has each group the answers to one prompt, each drawn by itself and compared with the others?"""
+    why_not = obstacle(session)
+    if why_not is not None:
+        return why_not
+    found = session.once(groups)
+    wrong = [*_mixed(found), *_repeated(found)]
+    wrong = wrong or _miscredited(session, found)
+    number = sum(len(group.episodes) for group in found)
+    if wrong:
+        return failed(
+            wrong[0],
+            number=len(wrong),
+            unit="differences",
+            evidence=wrong[:SHOWN],
+            remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
+            "with the settings of rollout",
+        )
+    return passed(f"{len(found)} groups, each of one prompt", number, "completions")
+
+
+def _mixed(found: Sequence[Group]) -> Iterator[str]:
+    """Completions that are not where they belong."""
+    sizes = {len(group.episodes) for group in found}
+    if len(sizes) > 1:
+        yield f"groups have {min(sizes)} to {max(sizes)} completions"
+    for number, group in enumerate(found):
+        names = Counter(one.row.id for one in group.episodes)
+        if len(names) > 1:
+            yield f"group {number} has completions of {len(names)} prompts: {', '.join(names)}"
+        numbers = [one.index for one in group.episodes]
+        if len(set(numbers)) < len(numbers):
+            yield f"{group.row.id}: completions are numbered {numbers}"
+        for one in group.episodes:
+            size = one.row.ids_T.size
+            if one.ids_T[:size].tolist() != one.row.ids_T.tolist():
+                yield f"{one.row.id}#{one.index} does not begin with its prompt"
+    if twice := [name for name, times in Counter(g.row.id for g in found).items() if times > 1]:
+        yield f"{twice[0]} has two groups"
+
+
+def _repeated(found: Sequence[Group]) -> list[str]:
+    """Completions that are the same and need not be."""
+    chance, same = 0.0, []
+    for group in found:
+        first = {one.ids_T.tobytes(): one for one in reversed(group.episodes)}
+        for one in group.episodes:
+            if first[one.ids_T.tobytes()] is not one:
+                chance += float(one.logp_N.sum())
+                same.append(f"{one.row.id}#{one.index} is another completion of it once more")
+    return same if chance < UNLIKELY else []
+
+
+def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
+    """What the advantages of these completions are not, with the first of each group worth more than the others."""
+    method = online(session)
+    credit = method.credit
+    paths = paths_of([_judged(group, credit.good) for group in found], 0)
+    names = [path.name for path in paths]
+    wrong = [f"{name} names {times} paths" for name, times in Counter(names).items() if times > 1]
+    if wrong or not isinstance(credit, Policy):
+        return wrong
+    said = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
+    given = credit.trees(paths, said).advantages
+    is_centred = credit.ways.estimate in CENTRED
+    return (
+        []
+        if not is_centred
+        else list(_uncentred(paths, {n: float(a[0]) for n, a in given.items()}))
+    )
+
+
+def _uncentred(paths: Sequence[Path], advantage_of: dict[str, float]) -> Iterator[str]:
+    by_group: dict[int, list[Path]] = {}
+    for path in paths:
+        by_group.setdefault(path.group, []).append(path)
+    for group in by_group.values():
+        each = [advantage_of[path.name] for path in group]
+        place = group[0].episode.row.id
+        if abs(sum(each)) > ROUNDING * sum(map(abs, each)):
+            yield f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0"
+        elif max(each) != each[0] or each[0] <= 0:
+            yield f"{place}: the best answer has an advantage of {each[0]:.3g}, another {max(each):.3g}"
+
+
+def _judged(group: Group, good: float) -> Group:
+    """As if all had ended by themselves, and the first was the good one."""
+    episodes: tuple[Episode, ...] = tuple(replace(e, finish_reason="stop") for e in group.episodes)
+    worth = [good - bool(number) for number in range(len(episodes))]
+    return Group(episodes, tuple(Verdict({"check": Score(w)}, w) for w in worth))
