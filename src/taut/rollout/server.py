@@ -137,9 +137,9 @@ class ServerEngine:
             self.endpoint, _endpoint(root, self.config, self.config.sync.timeout, 1), self.name
         )
         ids = self.texts.tokenizer(PROBE, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
-        room = None if self.context is None else self.context - 1
+        most = None if self.context is None else self.context - 1
         try:
-            sync = Sync(asked, trained, self.config.sync, np.asarray(ids[:room], dtype=np.int64))
+            sync = Sync(asked, trained, self.config.sync, np.asarray(ids[:most], dtype=np.int64))
         except BaseException:
             asked.root.close()
             raise
