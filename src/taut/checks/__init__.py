@@ -63,6 +63,7 @@ from taut.checks.reward import batch
 from taut.checks.reward import library as reward_library
 from taut.checks.rewards import gold
 from taut.checks.rollout import groups, opens, room, text, turns
+from taut.checks.rollout import update as rollout_update
 from taut.checks.run import in_force, output, saved, steps
 from taut.checks.session import Session
 from taut.checks.stop import baseline, generation
@@ -194,4 +195,5 @@ CHECKS: dict[str, Check] = {
     "rollout.text": Check(text.ask, after=(*_ENGINE, "rollout.groups")),
     "engine.logps": Check(engine_logps.ask, "full", after=_ENGINE),
     "engine.seed": Check(engine_seed.ask, "full", after=(*_ENGINE, "engine.logps")),
+    "rollout.update": Check(rollout_update.ask, "full", after=(*_ENGINE, "engine.logps")),
 }

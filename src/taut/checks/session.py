@@ -50,6 +50,7 @@ from taut.data.stops import StopSet
 from taut.loop import Job
 from taut.models import anatomy
 from taut.models.score import Scorer
+from taut.online.gradients import Policy
 from taut.online.method import Online
 from taut.online.rehearsal import rehearsed
 from taut.parallel import Ranks
@@ -214,6 +215,12 @@ class Session:
     def is_generated(self) -> bool:
         """Whether the model generates what it learns: then data are prompts."""
         return self.run.objective.online is not None
+
+    @property
+    def is_policy_gradient(self) -> bool:
+        """Whether the loss is no measure of what is learned, and only its gradient means something."""
+        method = self.job.method
+        return isinstance(method, Online) and isinstance(method.credit, Policy)
 
     @property
     def is_scalar(self) -> bool:

@@ -43,6 +43,8 @@ def ask(session: Session) -> Finding:
     """Can the run learn a few samples by heart?"""
     if session.job.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
+    if session.is_policy_gradient:
+        return skipped("a policy gradient's loss does not say what was learned")
     trees = _chosen(_by_turns(session.trees))
     samples = [sample for tree in trees for sample in tree.samples]
     if session.run.objective.is_mismatched and len({s.values["label"] > 0.5 for s in samples}) < 2:

@@ -64,7 +64,8 @@ def ask(session: Session) -> Finding:
             "lower optim.learning_rate",
             f"the loss goes from {before:.4g} to {after:.4g}",
         )
-    notes = [] if after < before else ["the loss rises: a warm-up, or a lower rate, may be wanted"]
+    has_fallen = after < before or session.is_policy_gradient
+    notes = [] if has_fallen else ["the loss rises: a warm-up, or a lower rate, may be wanted"]
     return passed(
         f"loss {before:.4g} -> {after:.4g} in one update {at}", before - after, "nats less", notes
     )

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.loss.step import step
+from taut.checks.loss.step import head_of, step
 from taut.checks.session import Session
-from taut.models import anatomy
 from taut.models.anatomy import HeadSpec
 from taut.models.score import score_hidden
 
@@ -58,7 +57,7 @@ def _gradients(
     session: Session, hidden_ND: Tensor, target_N: Tensor, share_N: Tensor, is_linear: bool | None
 ) -> dict[str, Tensor]:
     """Of the sum of share * logp. ``is_linear``: which way through the chunked head; None: plainly."""
-    spec, leaves = _leaves(anatomy.head(session.scorer.model))
+    spec, leaves = _leaves(head_of(session))
     hidden_ND = leaves["hidden states"] = hidden_ND.clone().requires_grad_(True)
     total: Tensor | None
     with session.job.compute():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ def _watching(session: Session, seen: Step) -> Iterator[None]:
 
     def look(_: nn.Module, __: Any, output: Any) -> None:
         if torch.is_grad_enabled():  # else it is a reference's, or a statistic's
-            seen.heads.append(_head(scorer.model, given[-1], output.last_hidden_state))
+            seen.heads.append(_head(session, given[-1], output.last_hidden_state))
 
     def end(_: nn.Module, __: Any, scores: Scores) -> None:
         if torch.is_grad_enabled():
@@ -143,9 +143,15 @@ def _watching(session: Session, seen: Step) -> Iterator[None]:
             hook.remove()
 
 
+def head_of(session: Session) -> anatomy.HeadSpec:
+    """The head, at the temperature at which the loss reads it."""
+    warmth = session.job.method.loss.wants.temperature
+    return replace(anatomy.head(session.scorer.model), temperature=warmth)
+
+
 @torch.no_grad()
-def _head(model: nn.Module, packed: Packed, hidden: Tensor) -> Head:
-    spec = anatomy.head(model)
+def _head(session: Session, packed: Packed, hidden: Tensor) -> Head:
+    spec = head_of(session)
     hidden_ND = hidden.squeeze(0).index_select(0, packed.predictor_N.to(hidden.device))
     target_N = packed.target_N.to(hidden.device)
     parts = zip(torch.split(hidden_ND, ROWS), torch.split(target_N, ROWS), strict=True)

@@ -1,5 +1,5 @@
-"""The reference of preference optimisation before the first update: it is the policy, so that every log-ratio is 0 and
-the loss is what its formula gives there.
+"""The reference that the loss, or the reward, is measured by, before the first update: it is the policy, so that every
+log-ratio is 0 and the loss is what its formula gives there.
 
 Compared is what the loop's own first step has of the two, the policy in training mode, where what is random in it would
 show. The loss is compared with numbers worked out by hand, as far as they are in ``THEORY``.
@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.step import step
 from taut.checks.session import Session, gap
 from taut.loop import StepReport
 from taut.methods.reference import STREAM
+from taut.types import Packed
 
 LN2 = math.log(2)
 THEORY: dict[str, tuple[str, Callable[[float], float]]] = {
@@ -79,7 +81,7 @@ def _compared(session: Session, report: StepReport) -> tuple[float, str, int]:
     """The largest difference, the target where it is, and how many there are."""
     worst, where, number = 0.0, "", 0
     for packed, scores in report.scored:
-        logp_N, theirs_N = scores.logp_N.cpu(), packed.streams[STREAM]
+        logp_N, theirs_N = scores.logp_N.cpu(), _by_reference(session, packed)
         number += packed.num_targets
         apart = gap(logp_N.double(), theirs_N.double())
         if apart > worst or not where:
@@ -89,6 +91,15 @@ def _compared(session: Session, report: StepReport) -> tuple[float, str, int]:
             said = f"{float(logp_N[at]):.6g}, by the reference {float(theirs_N[at]):.6g}"
             worst, where = apart, f"{name}, target {token!r}: {said}"
     return worst, where, number
+
+
+def _by_reference(session: Session, packed: Packed) -> Tensor:
+    """What the loss is told; where the divergence is a part of the reward, the reference is asked anew."""
+    if STREAM in packed.streams:
+        return packed.streams[STREAM]
+    (role,) = session.job.roles
+    with session.quiet(), role.active():
+        return role.streams(packed)[STREAM].cpu()
 
 
 def _theory(loss: Any) -> tuple[str, float] | None:
