@@ -36,9 +36,10 @@ def save_models(place: Path) -> Path:
 
 
 def questions(num_rows: int) -> list[dict[str, Any]]:
-    """Sums with their answers; lengths differ."""
+    """Sums with their answers; lengths differ. Their names are theirs, so that draws do not depend on a path."""
     return [
         {
+            "id": f"q{i}",
             "messages": [{"role": "user", "content": f"What is {i} and {10 ** (i % 3)}?"}],
             "answer": str(i + 10 ** (i % 3)),
         }

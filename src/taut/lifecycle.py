@@ -26,6 +26,7 @@ from taut.config import to_dict
 from taut.deliver import answer_for_best, choose_goldens, save_model
 from taut.errors import (
     CheckFailed,
+    EngineError,
     Interrupted,
     OutOfMemory,
     OutputError,
@@ -91,8 +92,11 @@ def execute(built: Built, start: Start, lock: Lock, asked: Asked) -> Ended:
         except OutOfMemory as error:
             raise _kept(built, error, checkpoints) from error
         except TautError as error:
-            job.emit("end", outcome="stopped", step=job.done, reason=str(error))
-            raise
+            told = _rescued(built, error, checkpoints)
+            job.emit("end", outcome="stopped", step=job.done, reason=str(told))
+            if told is error:
+                raise
+            raise told from error
         finally:
             checkpoints.close()
 
@@ -259,6 +263,19 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
             kept = f"the state after step {job.done} could not be saved: {trouble}"
     job.emit("end", outcome="stopped", step=job.done, reason=f"{error}; {kept}")
     return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
+
+
+def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
+    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved."""
+    job = built.job
+    is_sound = isinstance(error, EngineError | CheckFailed) and isinstance(job.method, Online)
+    if not is_sound or job.ranks.size > 1 or not 0 < job.done < job.num_steps:
+        return error
+    try:
+        kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
+    except OutputError as trouble:
+        return type(error)(f"{error}; the state after step {job.done} is not saved: {trouble}")
+    return type(error)(f"{error}; {kept}; resume=true goes on from there")
 
 
 def _save(job: Job, checkpoints: Checkpoints) -> Path:

@@ -31,10 +31,13 @@ from taut.build import build_budget, build_method, build_policy, choose
 from taut.config import describe, to_dict, written
 from taut.data.dataset import Dataset
 from taut.data.forecast import StepPlan, lay_out, step_plan
+from taut.data.formats import shown
 from taut.data.length import Incident
 from taut.data.pack import PackPolicy
+from taut.data.prompt_set import PromptSet
 from taut.estimate import skeleton
 from taut.models.prove import one_sample_reasons
+from taut.online.method import Online
 from taut.parallel import Ranks
 from taut.run import Decision, Inputs, Run, load_inputs
 from taut.types import Sample
@@ -89,6 +92,10 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     _section(console, "configuration", *_configuration(run))
     _section(console, "decisions", _decisions(decisions))
     _section(console, "data", _data(inputs))
+    if isinstance(method, Online):
+        _section(console, "plan", Text(_roll_outs(run, method, num_steps)))
+        _section(console, "prompts", *_prompts(method.prompts, inputs.tokenizer))
+        return
     plans = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
         trees = method.prepare(step)
@@ -103,6 +110,26 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
         title = _title_of_read(sample) if is_read else _title(sample, ends)
         console.print(Text(f"\n  {title}", "bold"))
         console.print(_indented(view))
+
+
+def _roll_outs(run: Run, method: Online, num_steps: int) -> str:
+    """What a run that generates does."""
+    how = method.config
+    number = run.batch.samples_per_step * how.minibatches
+    return (
+        f"{num_steps:,} step{'s' if num_steps > 1 else ''}, {how.updates} on each roll-out: {number:,} prompts, "
+        f"{how.n} completions each, of at most {how.grows:,} tokens"
+    )
+
+
+def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
+    """The first prompts, with their answers."""
+    marks = Marks("", "", "", "\n")
+    for sample, row in zip(data[:NUM_SAMPLES], data.asked, strict=False):
+        said = ", ".join(shown(text) for text in row.references) or "no right answer"
+        yield Text(f"\n{row.id}: {sample.num_tokens:,} tokens; {said}", "bold")
+        nothing = replace(sample, target_at_N=np.empty(0, dtype=np.int64), weight_N=np.empty(0))
+        yield view_of(nothing, tokenizer, frozenset(), marks)
 
 
 def _section(console: Console, title: str, *parts: Any) -> None:
@@ -169,10 +196,13 @@ def _report(data: Dataset) -> Iterator[Text]:
     report = data.report
     for decision in report.decisions:
         yield Text(decision)
-    yield Text(
-        f"{report.num_rows:,} rows, {report.num_samples:,} samples, {report.num_tokens:,} tokens, "
-        f"{report.num_targets:,} of them targets ({report.num_targets / report.num_tokens:.0%})"
-    )
+    if isinstance(data, PromptSet):
+        yield Text(report.sizes)
+    else:
+        yield Text(
+            f"{report.num_rows:,} rows, {report.num_samples:,} samples, {report.num_tokens:,} tokens, "
+            f"{report.num_targets:,} of them targets ({report.num_targets / report.num_tokens:.0%})"
+        )
     shortest, middle, longest = np.quantile(data.lengths, [0, 0.5, 1]).astype(int)
     yield Text(f"tokens of a sample: {shortest:,} to {longest:,}, median {middle:,}")
     if not report.dropped and not report.cut:

@@ -95,11 +95,15 @@ class DataReport:
     decisions: tuple[str, ...]
     """Where each source came from, and why."""
 
-    def __str__(self) -> str:
-        text = (
+    @property
+    def sizes(self) -> str:
+        return (
             f"{self.num_rows:,} rows, {self.num_samples:,} samples, {self.num_tokens:,} tokens, "
             f"{self.num_targets:,} targets"
         )
+
+    def __str__(self) -> str:
+        text = self.sizes
         for name, incidents in (("dropped", self.dropped), ("cut", self.cut)):
             if incidents:
                 first = incidents[0]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from taut.data.cache import Entry
-from taut.data.dataset import DataConfig, Dataset, Part, Split, sources
+from taut.data.dataset import DataConfig, DataReport, Dataset, Part, Split, sources
 from taut.data.formats import Completion, Conversation, Row
 from taut.data.length import Incident
 from taut.data.prompts import PromptRow, load_prompts
@@ -40,11 +40,20 @@ class Asking:
     """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
 
 
+class PromptReport(DataReport):
+    """What came of the rows; what is learned is not there yet."""
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.num_rows:,} rows, {self.num_samples:,} prompts, {self.num_tokens:,} tokens"
+
+
 class PromptSet(Dataset):
     """Prompts by index, in the order of sources and rows."""
 
     def __init__(self, parts: Sequence[Part], asked: Sequence[PromptRow]) -> None:
         super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
+        self.report = PromptReport(**vars(self.report))
         self.asked = list(asked)
 
     def prompts(self) -> list[Prompt]:

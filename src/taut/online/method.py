@@ -34,6 +34,7 @@ from taut.online.keeping import decoded, encoded
 from taut.online.rollouts import Rolled, Roller, RolloutConfig
 from taut.online.scoring import scored
 from taut.rollout.ahead import Ahead
+from taut.runlog.events import plain
 from taut.types import Tree
 
 
@@ -61,6 +62,8 @@ class Phase:
 
     number: int
     trees: Sequence[Tree]
+    event: dict[str, Any] | None = None
+    """What was told of it."""
 
 
 @dataclass(eq=False)
@@ -79,6 +82,8 @@ class Online:
     _crew: Crew | None = None
     _opened: Roller | None = None
     _ahead: Ahead[Rolled] | None = None
+    _untold: dict[str, Any] | None = None
+    """What is to be told of a phase that came from a checkpoint."""
 
     def join(self, crew: Crew) -> None:
         """Take what there is to work with."""
@@ -105,6 +110,9 @@ class Online:
         number, update = divmod(step - 1, self.config.updates)
         if self.phase is None or self.phase.number != number:
             self.phase = self._rolled_out(number, step)
+        elif self._untold is not None:  # a resume takes back what is told of steps to come
+            self.crew.job.emit("rollout", **self._untold)
+        self._untold = None
         return numbered(self._part(self.phase, update))
 
     def observed(self, step: int) -> list[Tree] | None:
@@ -134,7 +142,7 @@ class Online:
         job, version = self.crew.job, step - 1
         with job.interrupts.at_once(job.ranks):
             rolled = self._rolled(number, version)
-        self.guard.require_rewards(rolled.groups, step)
+        self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
         paths = paths_of(rolled.groups, number)
         trees = self.credit.bare(paths)
         began = time.perf_counter()
@@ -143,13 +151,15 @@ class Online:
         given = self.credit.trees(paths, said)
         fields = telling.fields(rolled, paths, given, version, self.config)
         replayed = [kept for kept in self.replayed if self._is_young(kept, version)]
+        event = {"step": step, **fields}
+        event |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
+        event |= telling.push(self.roller.engine)
+        job.emit("rollout", **event)
+        self.guard.look(step, fields, job.emit)
         self.credit.learn(given)
         fresh = [Kept(v, tree) for v, tree in given.with_signal]
         self.replayed = [*fresh, *replayed][: self.config.replay]
-        fields |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
-        job.emit("rollout", step=step, **fields)
-        self.guard.look(step, fields, job.emit)
-        return Phase(number, [*given.trees, *(kept.tree for kept in replayed)])
+        return Phase(number, [*given.trees, *(kept.tree for kept in replayed)], event)
 
     def _is_young(self, kept: Kept, version: int) -> bool:
         most = self.config.max_staleness
@@ -166,7 +176,8 @@ class Online:
             generator.start(number, self._generate(number))
         rolled = generator.take(number)
         self._update(version)
-        generator.start(number + 1, self._generate(number + 1))
+        if (number + 1) * self.config.updates < self.crew.job.num_steps:
+            generator.start(number + 1, self._generate(number + 1))
         return rolled
 
     @cached_property
@@ -199,20 +210,25 @@ class Online:
 
     def remember(self) -> dict[str, Any]:
         """What the steps to come need of those before."""
-        phase = self.phase
-        is_open = phase is not None and phase.number == self.crew.job.done // self.config.updates
-        held = [encoded(tree) for tree in phase.trees] if phase is not None and is_open else None
         return {
-            "phase": None if held is None or phase is None else [phase.number, held],
+            "phase": self._open_phase(),
             "replayed": [[kept.version, encoded(kept.tree)] for kept in self.replayed],
             "credit": self.credit.remember(),
             "guard": self.guard.remember(),
         }
 
+    def _open_phase(self) -> list[Any] | None:
+        """The phase that steps to come train on; what was told of it, if none has yet."""
+        phase, (number, update) = self.phase, divmod(self.crew.job.done, self.config.updates)
+        if phase is None or phase.number != number:
+            return None
+        held = [encoded(tree) for tree in phase.trees]
+        return [number, held, plain(phase.event) if update == 0 else None]
+
     def recall(self, remembered: dict[str, Any]) -> None:
         if remembered["phase"] is not None:
-            number, held = remembered["phase"]
-            self.phase = Phase(number, [decoded(tree) for tree in held])
+            number, held, self._untold = remembered["phase"]
+            self.phase = Phase(number, [decoded(tree) for tree in held], self._untold)
         self.replayed = [Kept(version, decoded(tree)) for version, tree in remembered["replayed"]]
         self.credit.recall(remembered["credit"])
         self.guard.recall(remembered["guard"])

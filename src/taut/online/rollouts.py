@@ -95,6 +95,13 @@ class RolloutConfig:
                 "rollout.ahead=true with rollout.engine=local: the engine in this process has the weights that train, "
                 "and cannot generate while they change; expected rollout.engine=server; take rollout.ahead out"
             )
+        stalest = self.updates * (1 + self.ahead) - 1
+        if self.max_staleness is not None and self.max_staleness < stalest:
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} and a roll-out that is trained on for {self.updates} "
+                f"updates{', generated as many before' if self.ahead else ''}: its last is {stalest} behind; expected "
+                f"{stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
+            )
 
     @property
     def grows(self) -> int:

@@ -14,6 +14,8 @@ import numpy as np
 
 from taut.online.credit import Credited, Path
 from taut.online.rollouts import Rolled, RolloutConfig
+from taut.rollout.engine import Engine
+from taut.rollout.server import ServerEngine
 
 LOGGED = 2
 """Completions of a roll-out that are shown whole: the best and the worst of the first group with a signal."""
@@ -36,7 +38,7 @@ def fields(
         if (reason := one.error or said.error) is not None
     ]
     found: dict[str, Any] = {
-        **(_worth(rolled, paths, given) if rolled.is_judged else {}),
+        **(_worth(rolled, given) if rolled.is_judged else {}),
         "stopped": fmean(one.finish_reason == "stop" for one in whole),
         "tokens_mean": fmean(lengths),
         "tokens_max": max(lengths),
@@ -58,11 +60,28 @@ def fields(
     return {**found, "samples": [sample(path, given) for path in shown(paths)]}
 
 
-def _worth(rolled: Rolled, paths: Sequence[Path], given: Credited) -> dict[str, float]:
-    """What the completions are worth."""
+def push(engine: Engine) -> dict[str, float]:
+    """How the weights came to a server, the last time."""
+    sync = engine.sync if isinstance(engine, ServerEngine) else None
+    if sync is None or sync.proof is None:
+        return {}
+    proof = sync.proof
     return {
-        "reward": fmean(path.reward for path in paths),
-        "reward_std": pstdev(path.reward for path in paths),
+        "push_seconds": proof.seconds,
+        "push_bytes": proof.num_bytes,
+        "push_error": proof.largest_error,
+        "push_change": proof.largest_change,
+        "server_restarts": sync.restarts,
+    }
+
+
+def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
+    """What the completions are worth, those of groups that were left out included."""
+    groups = chain(rolled.groups, rolled.left_out)
+    rewards = [said.total for group in groups for _, said in group.judged if said.total is not None]
+    return {
+        "reward": fmean(rewards),
+        "reward_std": pstdev(rewards),
         **_parts(rolled),
         "groups_with_signal": len(given.with_signal),
         "left_out": len(rolled.left_out),

@@ -1,0 +1,199 @@
+"""Every method that learns from what it generates, from the command line to a model that loads; environments, tools."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tests.chats import column, events, largest_difference, sft, weights, write_rows
+from tests.models import save_tiny
+from tests.online import METHODS_KEYS, keys_of, questions, save_models, train
+from tests.tokenizers import tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import taut
+from taut import cli
+from taut.data.render import Renderer
+from taut.rollout.tools import load_tool
+
+FILE = """
+from taut.rollout.environment import Step
+
+class Twice:
+    def step(self, text, calls):
+        self.said = getattr(self, "said", 0) + 1
+        if self.said == 2:
+            return Step(done=True, reward={"short": -len(text) / 10, "there": 1})
+        return Step(messages=[{"role": "user", "content": "And then?"}])
+"""
+
+
+class Done(NamedTuple):
+    """A run of the command line."""
+
+    keys: dict[str, Any]
+    out: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=METHODS_KEYS)
+def done(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Done:
+    """``taut METHOD run.toml steps=2``."""
+    place = tmp_path_factory.mktemp(request.param)
+    keys = keys_of(request.param, model, place, log__console=True)
+    rewards = "[[rewards]]\nname = 'length_target'\noptions = { target = 5 }\n"
+    words = {key: value for key, value in keys.items() if key not in ("method", "rewards", "steps")}
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in words.items())
+    (place / "run.toml").write_text(text + (rewards if "rewards" in keys else ""))
+    command = request.param.replace("_", "-")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = cli.main([command, str(place / "run.toml"), "steps=2"])
+    assert code == 0, printed.getvalue()
+    return Done(keys, Path(keys["out"]), printed.getvalue())
+
+
+def test_it_trains_and_says_so(done: Done) -> None:
+    updates = 2 if done.keys["method"] == "ppo" else 1
+    assert column(done.out, "step") == [1, 2]
+    assert [e["step"] for e in events(done.out, "rollout")] == list(range(1, 3, updates))
+    assert all(np.isfinite(column(done.out, "loss"))) and min(column(done.out, "grad_norm")) > 0
+    assert not events(done.out, "warning")
+    (state,) = taut.runs(done.out)
+    assert (state.state, state.method) == ("finished", done.keys["method"])
+    lines = done.printed.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[:2] for line in steps] == [["step", "1/2"], ["step", "2/2"]]
+    is_judged = "rewards" in done.keys
+    assert all((" reward 0." in line) == is_judged and " ends " in line for line in steps)
+    assert f"model      {done.out / 'model'}" in lines
+
+
+def test_the_model_is_another_and_loads(done: Done) -> None:
+    AutoTokenizer.from_pretrained(done.out / "model")
+    found = AutoModelForCausalLM.from_pretrained(done.out / "model", dtype=torch.float64)
+    begun = weights(Path(done.keys["model"]))
+    assert 0 < largest_difference(weights(done.out / "model"), begun) < 0.1
+    assert all(torch.isfinite(p).all() for p in found.parameters())
+    assert (done.out / "critic").is_dir() == (done.keys["method"] == "ppo")
+
+
+def test_a_roll_out_is_told_token_for_token(done: Done) -> None:
+    """What the event shows of the first step are ids and log-probs of the model as it was."""
+    rollout = events(done.out, "rollout")[0]
+    assert rollout["completions"] == rollout["groups"] * done.keys["rollout.n"]
+    assert 0 < rollout["stopped"] < 1 and rollout["tokens_max"] == 8 and rollout["errors"] == 0
+    assert rollout["staleness_max"] == 0
+    model = AutoModelForCausalLM.from_pretrained(done.keys["model"], dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(done.keys["model"])
+    asked = questions(13)
+    for sample in rollout["samples"]:
+        row = next(row for row in asked if sample["id"].startswith(f"{row['id']}#"))
+        prompt = Renderer(tokenizer).prompt_ids(row["messages"]).tolist()
+        ids = sample["ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logp = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert sample["logp"] == pytest.approx(logp.tolist(), abs=1e-4)
+        assert sample["references"] == [row["answer"]]
+        assert tokenizer.decode(ids).startswith(sample["text"].rstrip("\ufffd"))
+        if done.keys["method"] in ("grpo", "ppo"):
+            assert len(sample["advantage"]) == len(ids)
+        if "rewards" in done.keys:
+            worth = max(0.0, 1 - abs(len(ids) - 5) / 5)
+            assert sample["reward"] == pytest.approx(worth)
+            assert sample["rewards"] == {"length_target": sample["reward"]}
+
+
+def test_metrics_of_the_method(done: Done) -> None:
+    first = events(done.out, "step")[0]
+    wanted = {
+        "grpo": {"engine/difference", "engine/effective", "engine/largest", "entropy_estimate"},
+        "ppo": {"ratio", "clip/low", "value/explained", "grad_norm/critic", "engine/difference"},
+        "online_dpo": {"rewards/margin", "kl"},
+        "best_of_n": set(),
+        "gkd": {"divergence", "cross_entropy"},
+    }[done.keys["method"]]
+    assert wanted <= first.keys()
+    if "engine/difference" in first:
+        assert first["engine/difference"] < 1e-12 and first["engine/largest"] < 1e-10
+        assert first["engine/effective"] == pytest.approx(1.0)
+
+
+def test_it_is_shown_and_gone_on_with(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {**done.keys, "log.console": False}
+    taut.show(**{**keys, "steps": 2})
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{done.keys['rollout.n']} completions each, of at most 8 tokens" in text
+    assert "What is 0 and 1?" in text and "a target, to be learned" not in text
+    longer = taut.resume(done.out, **{"steps": 3, "log.console": False})
+    assert longer.steps == 3
+    assert column(done.out, "step") == [1, 2, 3]
+
+
+def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(FILE)
+    environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
+    keys = keys_of("grpo", model, tmp_path, rewards=None, steps=2, **environment)
+    train(keys)
+    rollout = events(tmp_path / "grpo", "rollout")[0]
+    assert rollout["reward/there"] == 1.0 and rollout["reward/short"] < 0
+    assert 1 < rollout["turns_mean"] <= 2 and rollout["errors"] == 0
+    assert "reward/environment" not in rollout
+    shown = next(s for s in rollout["samples"] if len(s["messages"]) == 3)
+    assert [m["role"] for m in shown["messages"]] == ["assistant", "user", "assistant"]
+    assert shown["messages"][1]["content"] == "And then?"
+    assert len(shown["ids"]) == len(shown["advantage"]) == len(shown["logp"])
+    assert events(tmp_path / "grpo", "step")[0]["engine/difference"] < 1e-12
+
+
+def test_a_tool_is_called_and_its_answer_read(tmp_path: Path) -> None:
+    """A model that was taught to call the calculator does so, and what it is told is no target."""
+    tools = tiny_tokenizer("qwen2.5")
+    model = save_tiny("qwen2", tmp_path / "model", tools, max_position_embeddings=1024)
+    asked = {"role": "user", "content": "What is 2 + 3?"}
+    arguments = {"name": "calculator", "arguments": {"expression": "2 + 3"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
+    said = [{"role": "tool", "content": "5"}, {"role": "assistant", "content": "5"}]
+    row = {"messages": [asked, call, *said], "tools": [load_tool("calculator").schema]}
+    train_file = write_rows(tmp_path / "train.jsonl", [row])
+    how = {"dtype": "float32", "check": "off", "contract__prompts": 0, "data__max_length": 1000}
+    one = {"batch__samples_per_step": 1, "optim__learning_rate": 1e-2, "steps": 50}
+    taught = sft(model, train_file, tmp_path / "taught", **how, **one).model
+    environment = {"name": "tools", "tools": ["calculator"], "max_turns": 3}
+    keys = keys_of(
+        "grpo",
+        taught,
+        tmp_path,
+        data__train=str(write_rows(tmp_path / "asked.jsonl", [{"prompt": [asked], "answer": "5"}])),
+        rewards="numeric",
+        steps=1,
+        rollout__n=2,
+        batch__samples_per_step=1,
+        rollout__stop=None,
+        rollout__max_new_tokens=64,
+        dtype="float32",
+        **{f"rollout__environment__{key}": value for key, value in environment.items()},
+    )
+    train(keys)
+    (rollout,) = events(tmp_path / "grpo", "rollout")
+    assert rollout["calls"] >= 2 and rollout["turns_mean"] >= 2 and rollout["errors"] == 0
+    best = rollout["samples"][0]
+    assert best["reward"] == 1.0
+    assert [m["role"] for m in best["messages"]] == ["assistant", "tool", "assistant"]
+    assert best["messages"][1]["content"] == "5"
+    (step,) = events(tmp_path / "grpo", "step")
+    assert step["num_targets"] == rollout["tokens_mean"] * 2
+    assert step["engine/difference"] < 1e-5
