@@ -23,7 +23,8 @@ def ask(session: Session) -> Finding:
     """Do prompts not give the answer away?"""
     found = session.once(exchanges)
     if not found:
-        return skipped("documents have no prompts")
+        said = "no row has a right answer" if session.is_generated else "documents have no prompts"
+        return skipped(said)
     given = [one for one in found if gives_away(one)]
     num_rows, unit = len(found), f"of {len(found):,} rows"
     if len(given) >= max(FEWEST, MOST * num_rows) and not is_copying(given):

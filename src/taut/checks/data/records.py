@@ -21,6 +21,7 @@ from taut.data.dataset import Dataset, sources
 from taut.data.formats import Completion, Conversation, Row
 from taut.data.judged import read_any
 from taut.data.preferences import best_row
+from taut.data.prompt_set import PromptSet
 from taut.data.sources import open_source
 from taut.errors import DataError
 from taut.types import IntArray
@@ -102,8 +103,16 @@ class Exchange(NamedTuple):
 
 
 def exchanges(session: Session) -> list[Exchange]:
-    """Prompts and answers of the training data; a conversation's last learned turn. Documents have none."""
+    """Prompts and answers of the training data; a conversation's last learned turn, or what a prompt's answer is held
+    to. Documents have none.
+    """
     found = []
+    if isinstance(session.train, PromptSet):
+        for asked in session.train.asked:
+            messages = [] if isinstance(asked.prompt, str) else asked.prompt
+            said = "\n".join(message["content"] for message in messages) or str(asked.prompt)
+            found += [Exchange(asked.place, said, answer) for answer in asked.references[:1]]
+        return found
     for row in session.once(rows):
         if isinstance(row, Completion):
             found.append(Exchange(row.place, row.prompt, row.completion))

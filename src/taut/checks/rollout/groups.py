@@ -15,7 +15,7 @@ from taut.checks.rollout.opened import groups, obstacle, online
 from taut.checks.session import Session
 from taut.losses import advantages
 from taut.online.credit import Path, paths_of
-from taut.online.gradients import Policy
+from taut.online.gradients import Policy, ShapingConfig
 from taut.online.rollouts import Group
 from taut.online.scoring import scored
 from taut.rewards.panel import Verdict
@@ -93,22 +93,25 @@ def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
     """What the advantages of these completions are not, with the first of each group worth more than the others."""
     method = online(session)
     credit = method.credit
-    paths = paths_of([_judged(group, credit.good) for group in found], 0)
+    judged = [_judged(group, credit.good, number) for number, group in enumerate(found)]
+    paths = paths_of(judged, 0)
     names = [path.name for path in paths]
     wrong = [f"{name} names {times} paths" for name, times in Counter(names).items() if times > 1]
     if wrong or not isinstance(credit, Policy):
         return wrong
     said = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
     given = credit.trees(paths, said).advantages
-    is_centred = credit.ways.estimate in CENTRED
-    return (
-        []
-        if not is_centred
-        else list(_uncentred(paths, {n: float(a[0]) for n, a in given.items()}))
-    )
+    if credit.ways.estimate not in CENTRED:
+        return []
+    advantage_of = {name: float(advantage_N[0]) for name, advantage_N in given.items()}
+    is_plain = credit.ways.shaping == ShapingConfig()
+    return list(_uncentred(paths, advantage_of, is_plain=is_plain))
 
 
-def _uncentred(paths: Sequence[Path], advantage_of: dict[str, float]) -> Iterator[str]:
+def _uncentred(
+    paths: Sequence[Path], advantage_of: dict[str, float], *, is_plain: bool
+) -> Iterator[str]:
+    """Groups whose advantages do not add up to 0, or, where rewards are not shaped, do not follow them."""
     by_group: dict[int, list[Path]] = {}
     for path in paths:
         by_group.setdefault(path.group, []).append(path)
@@ -117,12 +120,12 @@ def _uncentred(paths: Sequence[Path], advantage_of: dict[str, float]) -> Iterato
         place = group[0].episode.row.id
         if abs(sum(each)) > ROUNDING * sum(map(abs, each)):
             yield f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0"
-        elif max(each) != each[0] or each[0] <= 0:
+        elif is_plain and (max(each) != each[0] or each[0] <= 0):
             yield f"{place}: the best answer has an advantage of {each[0]:.3g}, another {max(each):.3g}"
 
 
-def _judged(group: Group, good: float) -> Group:
-    """As if all had ended by themselves, and the first was the good one."""
+def _judged(group: Group, good: float, index: int) -> Group:
+    """As if all had ended by themselves, and the first was the good one; by how much differs from group to group."""
     episodes: tuple[Episode, ...] = tuple(replace(e, finish_reason="stop") for e in group.episodes)
-    worth = [good - bool(number) for number in range(len(episodes))]
+    worth = [good - bool(number) / (1 + index) for number in range(len(episodes))]
     return Group(episodes, tuple(Verdict({"check": Score(w)}, w) for w in worth))
