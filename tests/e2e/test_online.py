@@ -53,7 +53,7 @@ def done(
 ) -> Done:
     """``taut METHOD run.toml steps=2``."""
     place = tmp_path_factory.mktemp(request.param)
-    keys = keys_of(request.param, model, place, log__console=True)
+    keys = keys_of(request.param, model, place, log__console=True, checkpoint__every=2)
     rewards = "[[rewards]]\nname = 'length_target'\noptions = { target = 5 }\n"
     words = {key: value for key, value in keys.items() if key not in ("method", "rewards", "steps")}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in words.items())
