@@ -2,9 +2,11 @@
 
 The completions of one prompt are a ``Group``; they were begun together and have one length. What a group sees is a path
 of ``Stretch``es (prompt tokens, computed once and kept once, shared by every group below them in the prompts' tree) and
-then its own tokens. Groups stand in the order of the tree, so the queries below a stretch are contiguous: one step is
-a list of rectangles (queries, keys) as in attention/reference.py, merged by their log-sum-exp. A sink is one more
-part, with nothing to attend to. Nothing is padded or masked: a rectangle has the rows and keys it has.
+then its own tokens. Groups that were begun at one time have these in one ``Own``, and attend to them at once. Groups
+stand in the order of the tree, so the queries below a stretch are contiguous: one step is a list of rectangles
+(queries, keys) as in attention/reference.py, merged by their log-sum-exp. A sink is one more part, with nothing to
+attend to. Nothing is padded or masked: a rectangle has the rows and keys it has, beside completions that have ended,
+of which an ``Own`` keeps a quarter at most.
 
 Shapes of a layer: q [1, H, B, K], k and v [1, Hkv, B, K] of the B new tokens -> out [1, H, B, K]; kept keys and
 values [rows, Hkv, length, K]. Only attention/select.py and rollout/local.py import this.
@@ -12,8 +14,9 @@ values [rows, Hkv, length, K]. Only attention/select.py and rollout/local.py imp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -35,138 +38,215 @@ class Stretch:
 
 
 @dataclass(eq=False, slots=True)
+class Own:
+    """What completions have to themselves, begun together and in lockstep: keys and values, a place for each."""
+
+    capacity: int
+    """Tokens a place has room for."""
+    places: list[int] = field(default_factory=list)
+    """Of the completions that live, ascending."""
+    num_places: int = 0
+    length: int = 0
+    """Tokens so far: of the prompt, where one completion alone has it, and of the completions."""
+    kept: dict[nn.Module, KeysValues] = field(default_factory=dict)
+    """Keys and values [places, Hkv, capacity, K] of every attention layer."""
+    _spread: tuple[Tensor, Tensor] | None = None
+    """Which row stands at each place (where none lives, any), and the places of the rows; where they differ."""
+
+    def takes(self, capacity: int) -> bool:
+        """Whether completions with so much room can still join."""
+        return self.length == 0 and not self.kept and self.capacity == capacity
+
+    def join(self, num_rows: int) -> None:
+        """Make places for so many completions more."""
+        self.places += range(self.num_places, self.num_places + num_rows)
+        self.num_places += num_rows
+
+    def take_over(self, stretch: Stretch) -> None:
+        """Begin with a stretch that nobody else sees, so that there is one rectangle and not two."""
+        assert self.num_places == 1 and self.length == 0
+        self.length = stretch.length
+        for layer, (key, value) in stretch.kept.items():
+            for mine, theirs in zip(self._room(layer, key, value), (key, value), strict=True):
+                mine[:, :, : self.length] = theirs
+
+    def attend(
+        self, layer: nn.Module, rows: Tensor, key: Tensor, value: Tensor, call: Call
+    ) -> KeysValues:
+        """Keep the new tokens' keys and values [rows, Hkv, K]; the part of ``rows`` [rows, Hkv, H/Hkv, K]."""
+        if self._spread is not None:
+            rows, key, value = (x.index_select(0, self._spread[0]) for x in (rows, key, value))
+        keys, values = (kept[: self.num_places] for kept in self._room(layer, key, value))
+        keys[:, :, self.length], values[:, :, self.length] = key, value
+        first = _first_visible(self.length, call.window)
+        seen = slice(first, self.length + 1)
+        out, lse = _part(rows, keys[:, :, seen], values[:, :, seen], call)
+        if self._spread is None:
+            return out, lse
+        return out.index_select(0, self._spread[1]), lse.index_select(0, self._spread[1])
+
+    def keep(self, is_live: Sequence[bool]) -> None:
+        """Forget completions that have ended. Their places are cleared away together, when they are a quarter."""
+        live = [place for place, stays in zip(self.places, is_live, strict=True) if stays]
+        if 0 < len(live) <= 0.75 * self.num_places:
+            for buffers in self.kept.values():
+                for kept in buffers:
+                    kept[: len(live), :, : self.length] = kept[live, :, : self.length]
+            self.num_places, live = len(live), list(range(len(live)))
+        self.places = live
+        self._spread = self._spreading() if 0 < len(live) < self.num_places else None
+
+    def _spreading(self) -> tuple[Tensor, Tensor]:
+        device = next(iter(self.kept.values()))[0].device
+        places = torch.tensor(self.places, device=device)
+        rows = torch.zeros(self.num_places, dtype=torch.long, device=device)
+        rows[places] = torch.arange(len(self.places), device=device)
+        return rows, places
+
+    def _room(self, layer: nn.Module, key: Tensor, value: Tensor) -> KeysValues:
+        """The buffers of a layer, made when it is first met; key and value [*, Hkv, *, K] or [*, Hkv, K]."""
+        if layer not in self.kept:
+            shape = (self.num_places, key.shape[1], self.capacity)
+            self.kept[layer] = (
+                key.new_empty((*shape, key.shape[-1])),
+                value.new_empty((*shape, value.shape[-1])),
+            )
+        return self.kept[layer]
+
+
+@dataclass(eq=False, slots=True)
 class Group:
     """Completions of one prompt, in lockstep."""
 
     path: tuple[Stretch, ...]
     own_depth: int
     """Depth of the first token of ``own``."""
-    capacity: int
-    """Tokens ``own`` has room for."""
+    own: Own
     num_rows: int
-    length: int = 0
-    """Tokens in ``own``: of the prompt, where this group alone has them, and of the completions."""
-    own: dict[nn.Module, KeysValues] = field(default_factory=dict)
-    """Keys and values [rows, Hkv, capacity, K] of every attention layer; rows from num_rows on are free."""
 
     @property
     def depth(self) -> int:
         """Depth of the next token."""
-        return self.own_depth + self.length
-
-    def take_over(self, stretch: Stretch) -> None:
-        """Begin ``own`` with a stretch that no other group sees, so that there is one rectangle and not two."""
-        assert self.num_rows == 1 and self.length == 0
-        self.length = stretch.length
-        for layer, (key, value) in stretch.kept.items():
-            for mine, theirs in zip(self.room(layer, key, value), (key, value), strict=True):
-                mine[:, :, : self.length] = theirs
-
-    def room(self, layer: nn.Module, key: Tensor, value: Tensor) -> KeysValues:
-        """The buffers of a layer, made when it is first met; key and value [*, Hkv, *, K] or [*, Hkv, K]."""
-        if layer not in self.own:
-            shape = (self.num_rows, key.shape[1], self.capacity)
-            self.own[layer] = (
-                key.new_empty((*shape, key.shape[-1])),
-                value.new_empty((*shape, value.shape[-1])),
-            )
-        return self.own[layer]
-
-    def drop(self, row: int) -> None:
-        """Forget a completion that has ended; the last one takes its place."""
-        self.num_rows -= 1
-        if row < self.num_rows:
-            for buffers in self.own.values():
-                for kept in buffers:
-                    kept[row, :, : self.length] = kept[self.num_rows, :, : self.length]
+        return self.own_depth + self.own.length
 
 
 Part = tuple[int, int, Stretch, int]
 """(first row, last, stretch, first key): a rectangle that several groups may share."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Decoding:
     """One step of every group: what the model's forward is given in place of a layout."""
 
-    groups: Sequence[Group]
-    parts: dict[int | None, list[Part]] = field(default_factory=dict)
-    """By window: the rectangles over stretches."""
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.owns: list[tuple[Own, int, int]] = []
+        """With its first row and the last."""
+        for group, (start, stop) in self._rows():
+            if self.owns and self.owns[-1][0] is group.own:
+                start = self.owns.pop()[1]
+            self.owns.append((group.own, start, stop))
+        self._levels: dict[int | None, list[list[Part]]] = {}
+        """By window: the rectangles over stretches, those of one list over different rows."""
 
     @property
     def num_tokens(self) -> int:
         return sum(group.num_rows for group in self.groups)
 
-    def advance(self) -> None:
-        """Count the tokens that the step has added."""
-        for group in self.groups:
-            group.length += 1
+    def advance(self, is_live: Sequence[bool]) -> None:
+        """Count the tokens that the step has added, and forget the completions that have ended with it."""
+        for own, start, stop in self.owns:
+            own.length += 1
+            if not all(is_live[start:stop]):
+                own.keep(is_live[start:stop])
+        for group, (start, stop) in self._rows():
+            group.num_rows = sum(is_live[start:stop])
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call
     ) -> Tensor:
         """One layer's attention; keeps the new tokens' keys and values."""
-        num_rows, heads, groups_of_heads = query.shape[2], query.shape[1], key.shape[1]
-        shape = (num_rows, groups_of_heads, heads // groups_of_heads, query.shape[3])
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # no mode has business here, and each call would ask it
+            return self._attend(layer, query, key, value, call)
+
+    def _attend(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call
+    ) -> Tensor:
+        _, heads, num_rows, _ = query.shape
+        shape = (num_rows, key.shape[1], heads // key.shape[1], -1)
         rows = query[0].transpose(0, 1).reshape(shape)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        parts = self._parts(call.window)
-        is_merged = bool(parts) or call.sinks is not None
-        wide = torch.promote_types(query.dtype, torch.float32) if is_merged else query.dtype
-        out = query.new_empty((*shape[:3], value.shape[-1]), dtype=wide)
-        lse = query.new_empty(shape[:3], dtype=torch.promote_types(wide, torch.float32))
-        start = 0
-        for group in self.groups:
-            stop = start + group.num_rows
-            kept = group.room(layer, key, value)
-            for buffer, new in zip(kept, (key, value), strict=True):
-                buffer[: group.num_rows, :, group.length] = new[start:stop]
-            first = _first_visible(group, group.own_depth, call.window)
-            seen = [buffer[: group.num_rows, :, first : group.length + 1] for buffer in kept]
-            out[start:stop], lse[start:stop] = _part(rows[start:stop], seen[0], seen[1], call)
-            start = stop
-        for start, stop, stretch, first in parts:
-            keys, values = (kept[:, :, first:] for kept in stretch.kept[layer])
-            some = _shared_part(rows[start:stop], keys, values, call)
-            merge(out[start:stop], lse[start:stop], *some)
+        found = [
+            own.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
+            for own, start, stop in self.owns
+        ]
+        out, lse = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found, strict=True))
+        levels = self._stretches(call.window)
+        if levels or call.sinks is not None:
+            out = out.to(torch.promote_types(query.dtype, torch.float32))
+            lse = lse.to(out.dtype)
+        if levels:
+            turned = rows.transpose(0, 1).contiguous()
+            for parts in levels:
+                for start, stop, some_out, some_lse in _level(layer, turned, parts, call):
+                    merge(out[start:stop], lse[start:stop], some_out, some_lse)
         if call.sinks is not None:
             out *= torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype)).unsqueeze(-1)
-        return out.to(query.dtype).view(1, num_rows, heads, -1).transpose(1, 2)
+        return out.to(query.dtype).reshape(1, num_rows, heads, -1).transpose(1, 2)
 
-    def _parts(self, window: int | None) -> list[Part]:
-        """The rectangles over stretches: neighbours that see the same keys are one."""
-        if window not in self.parts:
-            found: list[Part] = []
-            last: dict[Stretch, int] = {}
-            start = 0
-            for group in self.groups:
-                stop = start + group.num_rows
-                for stretch in group.path:
-                    first = _first_visible(group, stretch.depth, window)
+    def _rows(self) -> Iterator[tuple[Group, tuple[int, int]]]:
+        """Each group with its first row and the last."""
+        bounds = accumulate((group.num_rows for group in self.groups), initial=0)
+        return zip(self.groups, list(pairwise(bounds)), strict=True)
+
+    def _stretches(self, window: int | None) -> list[list[Part]]:
+        """The rectangles over stretches, by their place on a path: neighbours that see the same keys are one."""
+        if window not in self._levels:
+            levels: list[list[Part]] = [[] for _ in range(max(len(g.path) for g in self.groups))]
+            for group, (start, stop) in self._rows():
+                for parts, stretch in zip(levels, group.path, strict=False):
+                    first = _first_visible(group.depth - stretch.depth, window)
                     if first >= stretch.length:
                         continue
-                    at = last.get(stretch)
-                    if at is not None and found[at][1] == start and found[at][3] == first:
-                        found[at] = (found[at][0], stop, stretch, first)
+                    if parts and parts[-1][1:] == (start, stretch, first):
+                        parts[-1] = (parts[-1][0], stop, stretch, first)
                     else:
-                        last[stretch] = len(found)
-                        found.append((start, stop, stretch, first))
-                start = stop
-            self.parts[window] = found
-        return self.parts[window]
+                        parts.append((start, stop, stretch, first))
+            self._levels[window] = [parts for parts in levels if parts]
+        return self._levels[window]
 
 
-def _first_visible(group: Group, depth: int, window: int | None) -> int:
-    """The first of the keys that begin at ``depth`` which the group's next token sees."""
-    return 0 if window is None else max(0, group.depth - window + 1 - depth)
+def _first_visible(distance: int, window: int | None) -> int:
+    """The first visible of the keys that begin so far before the token."""
+    return 0 if window is None else max(0, distance - window + 1)
 
 
-def _shared_part(rows: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Many rows against the same keys. rows [B, Hkv, H/Hkv, K], key [1, Hkv, L, K]."""
-    num_rows, heads, group, _ = rows.shape
-    out, lse = _part(rows.transpose(0, 1).reshape(1, heads, num_rows * group, -1), key, value, call)
-    back = (heads, num_rows, group)
-    return out[0].reshape(*back, -1).transpose(0, 1), lse[0].reshape(back).transpose(0, 1)
+def _level(
+    layer: nn.Module, turned: Tensor, parts: Sequence[Part], call: Call
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """(first row, last, out, log-sum-exp) of parts over different rows, as one where there is no gap between them.
+
+    ``turned``: the queries, [Hkv, B, H/Hkv, K].
+    """
+    done = [_shared_part(layer, turned, part, call) for part in parts]
+    starts, stops = [part[0] for part in parts], [part[1] for part in parts]
+    if len(parts) > 1 and starts[1:] == stops[:-1]:
+        out, lse = (torch.cat(x, dim=1) for x in zip(*done, strict=True))
+        yield starts[0], stops[-1], out.transpose(0, 1), lse.transpose(0, 1)
+        return
+    for start, stop, (out, lse) in zip(starts, stops, done, strict=True):
+        yield start, stop, out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def _shared_part(layer: nn.Module, turned: Tensor, part: Part, call: Call) -> KeysValues:
+    """Many rows against the same keys; [Hkv, rows, H/Hkv, K] and [Hkv, rows, H/Hkv]."""
+    start, stop, stretch, first = part
+    key, value = (kept[:, :, first:] for kept in stretch.kept[layer])
+    rows = turned[:, start:stop]
+    out, lse = _part(rows.flatten(1, 2).unsqueeze(0), key, value, call)
+    shape = rows.shape[:3]
+    return out[0].reshape(*shape, -1), lse[0].reshape(shape)
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.decode import Decoding, Group, Stretch
+from taut.attention.decode import Decoding, Group, Own, Stretch
 from taut.attention.layout import Layout
 from taut.config import configclass
 from taut.data.pack import PackPolicy, common_prefix, pack
@@ -249,7 +249,8 @@ class LocalEngine:
         live = [row for row in rows if row.finish is None]
         if live:
             is_alone = len(rows) == 1 and call.sampling.n == 1 and not begun.is_leaf_shared
-            call.groups.append(_group(begun, live, is_alone=is_alone))
+            beside = None if is_alone or not call.groups else call.groups[-1].own
+            call.groups.append(_group(begun, live, beside, is_alone=is_alone))
             call.rows.append(live)
 
     def _decode(self, call: _Call) -> Iterator[Row]:
@@ -261,17 +262,12 @@ class LocalEngine:
         logits_BV = self.scorer.next_logits(
             ids_B, torch.tensor(depth), decoding, torch.arange(len(rows))
         )
-        decoding.advance()
         self._draw(logits_BV, rows, call.sampling)
+        decoding.advance([row.finish is None for row in rows])
         yield from rows
-        for group, some in zip(call.groups, call.rows, strict=True):
-            for at in reversed(range(len(some))):
-                if some[at].finish is not None:
-                    group.drop(at)
-                    some[at] = some[-1]
-                    some.pop()
         call.groups = [group for group in call.groups if group.num_rows]
-        call.rows = [some for some in call.rows if some]
+        living = ([row for row in some if row.finish is None] for some in call.rows)
+        call.rows = [some for some in living if some]
 
     def _idle(self) -> None:
         """A forward for the company of the other ranks."""
@@ -318,15 +314,20 @@ def _as_sample(prompt: Prompt) -> Sample:
     return Sample(prompt.id, prompt.ids_T, np.empty(0, dtype=np.int64), NOTHING)
 
 
-def _group(begun: Prefilled, rows: Sequence[Row], *, is_alone: bool) -> Group:
-    """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch."""
-    size = rows[0].prompt.ids_T.size
+def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alone: bool) -> Group:
+    """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch. ``beside``:
+    what the completions before them have.
+    """
+    size, capacity = rows[0].prompt.ids_T.size, rows[0].room
     leaf = begun.path[-1]
-    if not is_alone:
-        return Group(begun.path, size, rows[0].room, len(rows))
-    group = Group(begun.path[:-1], leaf.depth, leaf.length + rows[0].room, 1)
-    group.take_over(leaf)
-    return group
+    if is_alone:
+        own = Own(leaf.length + capacity)
+        own.join(1)
+        own.take_over(leaf)
+        return Group(begun.path[:-1], leaf.depth, own, 1)
+    own = beside if beside is not None and beside.takes(capacity) else Own(capacity)
+    own.join(len(rows))
+    return Group(begun.path, size, own, len(rows))
 
 
 def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:
