@@ -98,19 +98,15 @@ def main() -> None:
     trainer = make_trainer(job, recorder)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    steps = [
-        timed
-        | {
-            "loss": entry["loss"],
-            "prompt_tokens": entry["num_tokens"],
-            "completion_tokens": entry["completions/mean_length"]
-            * job["prompts_per_step"]
-            * job["group"],
-            "reward": entry["reward"],
-            "entropy": entry["entropy"],
-        }
-        for timed, entry in zip(recorder.phases.steps, logged, strict=True)
-    ]
+    size = job["prompts_per_step"] * job["group"]
+    steps, seen = [], 0.0
+    for timed, entry in zip(recorder.phases.steps, logged, strict=True):
+        completion_tokens = entry["completions/mean_length"] * size
+        prompt_tokens = entry["num_tokens"] - seen - completion_tokens
+        seen = entry["num_tokens"]
+        own = {name: entry[name] for name in ("loss", "reward", "entropy")}
+        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        steps.append(timed | own | tokens)
     result = {"steps": steps, "peak_mb": recorder.peak_mb, "import_mb": recorder.import_mb}
     Path(job["result"]).write_text(json.dumps(result))
 

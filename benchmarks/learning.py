@@ -1,0 +1,273 @@
+"""Does it learn? GRPO, PPO and TRL's GRPO raise the held-out accuracy of a small model: five seeds of each, and a table.
+
+    python benchmarks/learning.py                                   everything; two hours on one quiet core
+    python benchmarks/learning.py --tasks spell_backward --methods grpo trl --seeds 0 1
+    python benchmarks/learning.py --tasks --record examples/grpo/curves.json      what there is, written down
+
+Tasks, model and settings are those of examples/grpo. Each run is a process of one thread; what is finished under
+``--work`` is not done again. Accuracy is that of greedy answers to 500 held-out questions, before and after. A raise counts
+as shown where it is at least 0.15 and three standard errors of its mean over the seeds.
+
+TRL's GRPOTrainer starts from the same warmed model with the same prompts, reward, group, rate and number of prompts a
+step, in its own environment; it is read at equal samples, and where as many seconds of training have passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from peers.environments import PEERS, python_of
+
+Result = dict[str, Any]
+Curve = list[dict[str, float]]
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo"
+RAISE, DEVIATIONS = 0.15, 3.0
+RANGE = (0.1, 0.5)
+"""Where a warmed model's accuracy has to be."""
+
+
+class Task(NamedTuple):
+    """A task of examples/grpo."""
+
+    reward: str
+    measured: str
+    """The reward that says 1 where an answer is right, else 0."""
+    warm_steps: int
+
+
+SOLVED = f"{EXAMPLE / 'solved.py'}:solved"
+TASKS = {
+    "spell_backward": Task("exact_match", "exact_match", 80),
+    "palindrome_generation": Task(SOLVED, SOLVED, 90),
+    "number_sorting": Task("reasoning_gym", "exact_match", 200),
+    "decimals": Task("math", "math", 150),
+}
+METHODS = {"grpo": EXAMPLE / "run.toml", "ppo": EXAMPLE / "ppo" / "run.toml"}
+ONCE = ("ppo", "trl")
+"""Methods that are shown on the first task only."""
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Lab:
+    """Where runs are kept, and how they are made."""
+
+    def __init__(self, work: Path, cache: Path) -> None:
+        self.work, self.cache = work, cache
+        self.data = work / "data"
+
+    def prepare(self, name: str) -> Path:
+        """The warmed model of a task."""
+        if not (self.data / "decimals" / "eval.jsonl").exists():
+            run([sys.executable, EXAMPLE / "make.py", self.data])
+        out = self.work / name / "warm"
+        words = [
+            f"model={self.data / 'model'}",
+            f"data.train={self.data / name / 'warm.jsonl'}",
+            f"steps={TASKS[name].warm_steps}",
+        ]
+        self._taut("sft", EXAMPLE / "warm" / "run.toml", name, out, words)
+        return out / "model"
+
+    def train(self, name: str, method: str, seed: int) -> None:
+        """A run, unless it is there."""
+        model, out = self.prepare(name), self.work / name / f"{method}-{seed}"
+        if method == "trl":
+            self._trl(name, model, out, seed)
+            return
+        words = [
+            f"model={model}",
+            f"data.train={self.data / name / 'train.jsonl'}",
+            f"rewards={TASKS[name].reward}",
+            f"seed={seed}",
+        ]
+        self._taut(method, METHODS[method], name, out, words)
+
+    def _taut(self, command: str, toml: Path, name: str, out: Path, words: Sequence[str]) -> None:
+        if (out / "result.json").exists():
+            return
+        words = [
+            *words,
+            f"out={out}",
+            f"eval.answers.data={self.data / name / 'eval.jsonl'}",
+            f"eval.answers.rewards={TASKS[name].measured}",
+            "log.every=20",
+        ]
+        print(f"{name} {out.name}", flush=True)
+        seconds = run([sys.executable, "-m", "taut", command, toml, *words, "--overwrite"])
+        result = read_taut(out, TASKS[name].measured.rpartition(":")[2])
+        (out / "result.json").write_text(json.dumps(result | {"cpu_seconds": seconds}))
+
+    def _trl(self, name: str, model: Path, out: Path, seed: int) -> None:
+        ours = self.work / name / f"grpo-{seed}" / "result.json"
+        if (out / "result.json").exists():
+            return
+        assert ours.exists(), f"{name}: TRL's run is as long as taut's; train grpo first"
+        assert TASKS[name].reward == "exact_match", "TRL's side knows this reward only"
+        out.mkdir(parents=True, exist_ok=True)
+        points = json.loads(ours.read_text())["curve"]
+        job = {
+            "model": str(model),
+            "train": str(self.data / name / "train.jsonl"),
+            "eval": str(self.data / name / "eval.jsonl"),
+            "out": str(out),
+            "seed": seed,
+            "steps": [int(point["step"]) for point in points],
+            "seconds": points[-1]["seconds"],
+        }
+        (out / "job.json").write_text(json.dumps(job))
+        print(f"{name} {out.name}", flush=True)
+        python = python_of("trl", self.cache)
+        run([python, PEERS / "train_trl_learning.py", out / "job.json"])
+
+
+def run(words: Sequence[str | Path]) -> float:
+    """Run a command on one thread; the CPU seconds it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([str(word) for word in words], check=True, env={**os.environ, **THREADS})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def read_taut(out: Path, metric: str) -> Result:
+    """A run's curve from its events: accuracy, stop rate, samples, and seconds of training until then."""
+    seconds, samples, curve, rewards, stops = 0.0, 0, [], [], []
+    for line in (out / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] == "step":
+            seconds += event["seconds"]
+        elif event["kind"] == "rollout":
+            samples += event["completions"]
+            rewards.append(event["reward"])
+            stops.append(event["stopped"])
+        elif event["kind"] == "eval" and metric in event:
+            curve.append(
+                {
+                    "step": event["step"],
+                    "samples": samples,
+                    "seconds": round(seconds, 2),
+                    "accuracy": event[metric],
+                    "stopped": event["stopped"],
+                }
+            )
+    return {"curve": curve, "rewards": rewards, "stops": stops}
+
+
+def gather(work: Path) -> dict[str, dict[str, dict[str, Result]]]:
+    """task -> method -> seed -> what came of it; the warmed model under ``warm`` and seed 0."""
+    found: dict[str, dict[str, dict[str, Result]]] = {}
+    for name in TASKS:
+        for path in sorted((work / name).glob("*/result.json")):
+            method, _, seed = path.parent.name.partition("-")
+            found.setdefault(name, {}).setdefault(method, {})[seed or "0"] = json.loads(
+                path.read_text()
+            )
+    return found
+
+
+def at_seconds(curve: Curve, seconds: float) -> dict[str, float]:
+    """The last point of a curve that was reached within ``seconds``, or its first."""
+    return [point for point in curve if point["seconds"] <= seconds or point is curve[0]][-1]
+
+
+def rows_of(name: str, methods: dict[str, dict[str, Result]]) -> list[Result]:
+    """What the table says of a task."""
+    start = methods["warm"]["0"]["curve"][-1]
+    rows = []
+    for method in ("grpo", "ppo", "trl"):
+        runs = methods.get(method, {})
+        if not runs:
+            continue
+        ends = {seed: run["curve"][-1] for seed, run in runs.items()}
+        if method == "trl":
+            ours = {seed: methods["grpo"][seed]["curve"][-1] for seed in runs}
+            equal = {
+                seed: next(p for p in run["curve"] if p["step"] == ours[seed]["step"])
+                for seed, run in runs.items()
+            }
+            rows.append(row(name, "TRL, equal samples", start, equal))
+            timed = {
+                seed: at_seconds(run["curve"], ours[seed]["seconds"]) for seed, run in runs.items()
+            }
+            rows.append(row(name, "TRL, equal seconds", start, timed))
+        else:
+            rows.append(row(name, method, start, ends))
+    return rows
+
+
+def row(task: str, label: str, start: dict[str, float], ends: dict[str, dict[str, float]]) -> Result:
+    """The raise over the seeds, and whether it is shown."""
+    raises = [end["accuracy"] - start["accuracy"] for end in ends.values()]
+    error = stdev(raises) / math.sqrt(len(raises)) if len(raises) > 1 else math.inf
+    mean = fmean(raises)
+    return {
+        "task": task,
+        "method": label,
+        "seeds": len(raises),
+        "before": start["accuracy"],
+        "after": fmean(end["accuracy"] for end in ends.values()),
+        "least": min(end["accuracy"] for end in ends.values()),
+        "raise": mean,
+        "standard_error": error,
+        "stopped_before": start["stopped"],
+        "stopped_after_least": min(end["stopped"] for end in ends.values()),
+        "samples": fmean(end["samples"] for end in ends.values()),
+        "seconds": fmean(end["seconds"] for end in ends.values()),
+        "is_shown": mean >= RAISE
+        and mean >= DEVIATIONS * error
+        and RANGE[0] <= start["accuracy"] <= RANGE[1],
+    }
+
+
+def show(rows: Sequence[Result]) -> None:
+    """The table."""
+    print(
+        f"{'task':24}{'method':20}seeds  before  after (least)    raise        stopped       samples  seconds  shown"
+    )
+    for it in rows:
+        print(
+            f"{it['task']:24}{it['method']:20}{it['seeds']:5}{it['before']:8.3f}{it['after']:7.3f} ({it['least']:.3f})"
+            f"{it['raise']:8.3f} +- {it['standard_error']:.3f}  {it['stopped_before']:.3f} -> "
+            f"{it['stopped_after_least']:.3f}{it['samples']:9.0f}{it['seconds']:9.0f}  {'yes' if it['is_shown'] else 'NO'}"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--methods", nargs="*", default=["grpo", "ppo", "trl"])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--work", type=Path, default=Path(".cache/benchmarks/learning"))
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="peers' environments")
+    parser.add_argument("--record", type=Path, help="write the curves and the table here")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    lab = Lab(arguments.work.absolute(), arguments.cache.absolute())
+    for seed in arguments.seeds:
+        for position, name in enumerate(TASKS):
+            for method in arguments.methods:
+                if name in arguments.tasks and (position == 0 or method not in ONCE):
+                    lab.train(name, method, seed)
+    found = gather(lab.work)
+    rows = [it for name, methods in found.items() for it in rows_of(name, methods)]
+    show(rows)
+    if arguments.record:
+        arguments.record.write_text(json.dumps({"table": rows, "runs": found}, indent=1) + "\n")
+    return int(not all(it["is_shown"] for it in rows if not it["method"].startswith("TRL")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
