@@ -14,6 +14,7 @@ from tests.left import Left, left, require_equal
 from tests.online import keys_of, save_models
 from tests.points import Operation, Point
 
+COMMON = {"dtype": "float32", "checkpoint__background": False}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {
         "steps": 6,  # roll-outs before steps 1 and 5
@@ -64,7 +65,7 @@ def run(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Whole:
     place = tmp_path_factory.mktemp(request.param)
-    keys = keys_of(request.param, model, place, dtype="float32") | KINDS[request.param]
+    keys = keys_of(request.param, model, place, **COMMON) | KINDS[request.param]
     if "critic.model" in keys:
         keys["critic.model"] = str(model.with_name("beside"))
     out = place / "whole"
