@@ -1,0 +1,134 @@
+"""What is trained on is what was sampled, its gradient is the policy gradient's, and the layout changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.chats import column, events, largest_difference, weights
+from tests.online import LENGTH, keys_of, make, save_models, train
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from taut.data.plan import samples_of
+from taut.loop import add_gradients
+from taut.online.method import Online
+from taut.rollout.engine import Sampling
+from taut.rollout.local import LocalEngine
+from taut.types import Completion, Prompt, Sample
+
+LIMIT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def first_step(keys: dict[str, Any]) -> tuple[list[Sample], dict[str, Tensor], dict[str, float]]:
+    """The samples of the first step, its gradient, and what it says."""
+    built, _ = make(keys)
+    method = built.job.method
+    assert isinstance(method, Online)
+    try:
+        trees = method.prepare(1)
+        report = add_gradients(built.job, trees, 1)
+    finally:
+        method.close()
+    named = built.scorer.model.named_parameters()
+    return samples_of(trees), {n: p.grad for n, p in named if p.grad is not None}, report.metrics
+
+
+def test_one_update_a_roll_out_is_reinforce_on_what_was_sampled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each completion's tokens, its reward less the mean of its group, and plain autograd through the library."""
+    drawn: list[tuple[Prompt, Completion]] = []
+    generate = LocalEngine.generate
+
+    def recorded(self: Any, prompts: Any, sampling: Sampling, on_done: Any = None) -> Any:
+        found = generate(self, prompts, sampling, on_done)
+        asked = {prompt.id: prompt for prompt in prompts}
+        drawn.extend((asked[one.prompt_id], one) for one in found)
+        return found
+
+    monkeypatch.setattr(LocalEngine, "generate", recorded)
+    samples, found, _ = first_step(keys_of("grpo", model, tmp_path, grpo__advantage="mean"))
+    assert len(drawn) == len(samples) == 16
+    for sample, (prompt, one) in zip(samples, drawn, strict=True):
+        np.testing.assert_array_equal(sample.ids_T, np.concatenate([prompt.ids_T, one.ids_N]))
+        np.testing.assert_array_equal(sample.ids_T[sample.target_at_N], one.ids_N)
+        np.testing.assert_array_equal(sample.streams["engine_logp_N"], one.logp_N)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    target, width = LENGTH["options"]["target"], LENGTH["options"]["target"]
+    reward = np.array([max(0.0, 1 - abs(one.ids_N.size - target) / width) for _, one in drawn])
+    advantage = reward - np.repeat(reward.reshape(4, 4).mean(1), 4)
+    total = sum(one.ids_N.size for _, one in drawn)
+    for (prompt, one), worth in zip(drawn, advantage, strict=True):
+        ids_T = torch.from_numpy(np.concatenate([prompt.ids_T, one.ids_N]))
+        logp = plain(input_ids=ids_T[None], use_cache=False).logits[0].log_softmax(-1)
+        at = torch.arange(prompt.ids_T.size, ids_T.numel())
+        (-worth / total * logp[at - 1, ids_T[at]].sum()).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    steepest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert largest_difference(found, wanted) < 1e-5 * steepest  # the library's norms are float32
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo", "gmpo"])
+def test_the_first_of_several_updates_has_ratio_one_and_the_same_gradient(
+    loss: str, model: Path, tmp_path: Path
+) -> None:
+    """Whether old log-probs are the policy's own, or were taken beforehand."""
+    given = {"grpo__loss": loss, "grpo__average": "token", "rollout__n": 2}
+    same, fresh, _ = first_step(keys_of("grpo", model, tmp_path, **given))
+    twice, stale, told = first_step(keys_of("grpo", model, tmp_path, rollout__epochs=2, **given))
+    assert [sample.ids_T.tolist() for sample in twice] == [s.ids_T.tolist() for s in same]
+    assert all("old_logp_N" in s.streams for s in twice)
+    assert told["ratio"] == pytest.approx(1.0, abs=1e-12)
+    assert largest_difference(stale, fresh) < 1e-12
+
+
+def test_float32_engine_and_trainer_agree_to_rounding(model: Path, tmp_path: Path) -> None:
+    _, _, told = first_step(keys_of("grpo", model, tmp_path, dtype="float32"))
+    assert 1e-8 < told["engine/difference"] < 1e-5
+    assert told["engine/effective"] == pytest.approx(1.0, abs=1e-6)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "repeated prefixes": {"batch__share_prefixes": False},
+    "many micro-batches": {"batch__tokens_per_microbatch": 60, "activation_checkpointing": True},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "rollout__minibatches": 2,
+        "grpo__kl_coef": 0.1,
+        "grpo__loss": "gspo",
+        "shaping__missing_stop": 0.5,
+        "rollout__temperature": 0.7,
+    },
+    "ppo": {"ppo__kl_coef": 0.05, "ppo__kl_in": "reward", "critic__kind": "shared"},
+    "online_dpo": {},
+    "gkd": {},
+}
+
+
+@pytest.mark.parametrize("method", RUNS)
+def test_no_layout_changes_a_run(method: str, model: Path, tmp_path: Path) -> None:
+    def run(name: str, **given: Any) -> Path:
+        out = str(tmp_path / name)
+        train(keys_of(method, model, tmp_path, out=out, steps=2, **RUNS[method], **given))
+        return tmp_path / name
+
+    one = run("one")
+    for name, given in LAYOUTS.items():
+        other = run(name, **given)
+        for field in ("loss", "grad_norm", "sample_ids", "num_targets"):
+            exact = field in ("sample_ids", "num_targets")
+            wanted: Any = column(one, field)
+            assert column(other, field) == (wanted if exact else pytest.approx(wanted, rel=LIMIT))
+        ids = [[s["ids"] for s in e["samples"]] for e in events(one, "rollout")]
+        assert [[s["ids"] for s in e["samples"]] for e in events(other, "rollout")] == ids
+        assert largest_difference(weights(other / "model"), weights(one / "model")) < LIMIT
