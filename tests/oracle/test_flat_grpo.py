@@ -16,10 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.chats import column, events, save_model, write_rows
-from tests.online import questions
+from tests.online import keys_of, questions, train
 from transformers import AutoTokenizer
 
-import taut
 from taut.models.precision import Wide
 from taut.rollout.local import LocalEngine
 from taut.types import Completion
@@ -30,6 +29,15 @@ STEPS = 4
 SIZE, N = 7, 3
 """Prompts of a roll-out and answers to each. Of 6 prompts: each roll-out spans two epochs, and asks one again."""
 
+SETTINGS = {
+    "steps": STEPS,
+    "seed": 3,
+    "batch.samples_per_step": SIZE,
+    "rollout.n": N,
+    "rollout.max_new_tokens": 10,
+    "rollout.stop": None,
+    "optim.warmup_steps": 0,
+}
 PARITY = """
 def parity(text, references):
     return float(len(text) % 2 == int(references[0]) % 2)
@@ -98,51 +106,30 @@ def test_taut_and_the_flat_example_sample_and_train_alike(
     model = save_brief_model(name, tmp_path / "tiny")
     rows = questions(6) if epochs == 1 else [without_id(row) for row in questions(6)]
     data = write_rows(tmp_path / "prompts.jsonl", rows)
-    (tmp_path / "own.py").write_text(PARITY)
-    taut.grpo(
-        **{
-            "model": str(model),
-            "data.train": str(data),
-            "out": str(tmp_path / "taut"),
-            "rewards": f"{tmp_path / 'own.py'}:parity",
-            "steps": STEPS,
-            "seed": 3,
-            "dtype": "float64",
-            "device": "cpu",
-            "check": "off",
-            "log.console": False,
-            "contract.prompts": 0,
-            "stop.prompts": 0,
-            "checkpoint.every": 0,
-            "batch.samples_per_step": SIZE,
-            "rollout.n": N,
-            "rollout.max_new_tokens": 10,
-            "rollout.epochs": epochs,
-            "optim.learning_rate": rate,
-            "optim.schedule": "constant",
-            "optim.warmup_steps": 0,
-        }
-    )
+    own = tmp_path / "own.py"
+    own.write_text(PARITY)
+    keys = {"rollout.epochs": epochs, "optim.learning_rate": rate, "rewards": f"{own}:parity"}
+    train(keys_of("grpo", model, tmp_path, data__train=str(data), **SETTINGS, **keys))
 
     options = {"dtype": "float64", "epochs": epochs, "learning-rate": rate}
     args = flat["settings"](words_of(model, data, tmp_path / "flat", **options))
     tokenizer = AutoTokenizer.from_pretrained(model)
     twin = flat["load"](args.model, args.dtype, args.device)
     prompts = list(flat["read"](args.data, tokenizer))
-    judge = runpy.run_path(str(tmp_path / "own.py"))["parity"]
+    judge = runpy.run_path(str(own))["parity"]
     with Wide():
         steps = list(flat["train"](twin, tokenizer, prompts, args, judge))
 
+    out = tmp_path / "grpo"
     answers = [answer for step in steps[::epochs] for answer in step[2]]
     assert [answer.ids for answer in answers] == [one.ids_N.tolist() for one in sampled]
     assert len(answers) == SIZE * N * STEPS // epochs
     assert 0.2 < sum(len(answer.ids) < 10 for answer in answers) / len(answers) < 0.9
-    told = events(tmp_path / "taut", "rollout")
+    told = events(out, "rollout")
     means = [sum(one.reward for one in step[2]) / SIZE / N for step in steps[::epochs]]
     assert means == pytest.approx([event["reward"] for event in told], rel=LIMIT)
     assert min(event["groups_with_signal"] for event in told) < SIZE
 
-    out = tmp_path / "taut"
     assert [step[0] for step in steps] == pytest.approx(column(out, "loss"), rel=LIMIT, abs=LIMIT)
     assert [step[1] for step in steps] == pytest.approx(column(out, "grad_norm"), rel=LIMIT)
     if epochs > 1:
