@@ -1,0 +1,160 @@
+"""Rewards and environments that fail: counted, told, bounded; a run that stops learned nothing of it, and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chats import column, events, largest_difference, weights
+from tests.online import keys_of, save_models, train
+
+import taut
+from taut.errors import CheckFailed, ConfigError
+
+REWARD = """
+import time
+
+def worth(row, num_tokens, bad=()):
+    kind = {value: key for key, value in enumerate(bad)}
+    match kind.get(row["id"]):
+        case 0:
+            raise KeyError("budget")
+        case 1:
+            time.sleep(60)
+        case 2:
+            return float("nan")
+        case 3:
+            return "good"
+        case _:
+            return num_tokens / 8
+"""
+STEP = """
+class Bad:
+    def __init__(self):
+        self.reward = None
+
+    def reset(self, row):
+        self.row = row
+
+    def step(self, text, calls):
+        from taut.rollout.environment import Step
+        if self.row["id"] in ("q0", "q3"):
+            raise RuntimeError("the board is gone")
+        return Step(done=True, reward=len(text))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def own(place: Path, *bad: str, **spec: Any) -> list[dict[str, Any]]:
+    """A reward of the user's: rows that it raises for, hangs at, says NaN of, and a text."""
+    (place / "own.py").write_text(REWARD)
+    return [{"name": f"{place}/own.py:worth", "options": {"bad": list(bad)}, **spec}]
+
+
+def test_what_a_reward_cannot_say_is_counted_and_told(model: Path, tmp_path: Path) -> None:
+    """All four faults in one roll-out: the rest is learned from, and nothing became 0."""
+    keys = keys_of(
+        "grpo",
+        model,
+        tmp_path,
+        rewards=own(tmp_path, "q0", "q1", "q2", "q3", timeout=0.5),
+        guard__max_errors=0.5,
+        grading__workers=2,
+        batch__samples_per_step=13,
+        rollout__n=2,
+        steps=1,
+    )
+    train(keys)
+    out = Path(keys["out"])
+    (rollout,) = events(out, "rollout")
+    assert (rollout["completions"], rollout["errors"]) == (26, 8)
+    assert 0 < rollout["reward"] <= 1 and rollout["reward/worth"] == rollout["reward"]
+    (warning,) = [e for e in events(out, "warning") if e["name"] == "rewards"]
+    assert "8 completions have no reward because of an error" in warning["detail"]
+    (names,) = column(out, "sample_ids")
+    assert len(names) == 18
+    assert not {name.partition("#")[0] for name in names} & {"q0", "q1", "q2", "q3"}
+
+
+def test_too_many_errors_stop_the_run_and_it_goes_on(model: Path, tmp_path: Path) -> None:
+    """Weights are those before; resumed with a wider bound it is the run that never stopped."""
+    keys = keys_of("grpo", model, tmp_path, rewards=own(tmp_path), grading__workers=1, steps=3)
+    whole, out = tmp_path / "whole", Path(keys["out"])
+    train(keys | {"out": str(tmp_path / "before")})
+    asked = [
+        [name.partition("#")[0] for name in n] for n in column(tmp_path / "before", "sample_ids")
+    ]
+    keys["rewards"] = own(tmp_path, asked[1][0])  # of the second roll-out
+    wide = {"guard.max_errors": 0.25}
+    train({**keys, **wide, "out": str(whole)})
+    with pytest.raises(CheckFailed) as stopped:
+        train(keys)
+    told = str(stopped.value)
+    assert (
+        "step 2: 4 of 16 completions have no reward because of an error; expected at most 10%"
+        in told
+    )
+    assert "nothing was updated" in told and told.count("KeyError: 'budget' (own.py:8)") == 3
+    assert f"the state after step 1 is in {out}/checkpoints/step-000001; resume=true" in told
+    (end,) = events(out, "end")
+    assert (end["outcome"], end["step"], end["reason"]) == ("stopped", 1, told)
+    train({**keys, **wide, "resume": True})
+    assert column(out, "loss") == column(whole, "loss")
+    assert largest_difference(weights(out / "model"), weights(whole / "model")) == 0
+    (tmp_path / "own.py").write_text(REWARD.replace("num_tokens / 8", "num_tokens / 4"))
+    with pytest.raises(ConfigError, match=r"own\.py.*other content"):
+        train({**keys, **wide, "resume": True, "steps": 4})
+
+
+def test_rewards_that_never_differ_stop_the_run(model: Path, tmp_path: Path) -> None:
+    same = [{"name": "length_overlong", "options": {"max_tokens": 100, "buffer": 1}}]
+    keys = keys_of("grpo", model, tmp_path, rewards=same, guard__max_silent=2, steps=4)
+    with pytest.raises(CheckFailed, match=r"step 2: in the last 2 roll-outs no group .*max_silent"):
+        train(keys)
+    out = Path(keys["out"])
+    assert column(out, "grad_norm") == [0.0]
+    assert [e["groups_with_signal"] for e in events(out, "rollout")] == [0, 0]
+
+
+def test_an_environment_that_raises_is_an_error_of_its_paths(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(STEP)
+    keys = keys_of(
+        "grpo",
+        model,
+        tmp_path,
+        rewards=None,
+        steps=1,
+        batch__samples_per_step=13,
+        rollout__n=2,
+        rollout__environment__name=f"{tmp_path / 'bad.py'}:Bad",
+        guard__max_errors=0.2,
+    )
+    train(keys)
+    (rollout,) = events(Path(keys["out"]), "rollout")
+    assert 0 < rollout["errors"] <= 4 and "the board is gone" in rollout["first_error"]
+    keys |= {"guard.max_errors": 0.1, "out": str(tmp_path / "other")}
+    with pytest.raises(CheckFailed, match="the board is gone"):
+        train(keys)
+    assert not (tmp_path / "other" / "model").exists()
+
+
+def test_errors_of_groups_that_are_replaced_count(model: Path, tmp_path: Path) -> None:
+    """Groups whose every reward is an error have no signal; replacing them does not hide it."""
+    keys = keys_of(
+        "grpo",
+        model,
+        tmp_path,
+        rewards=own(tmp_path, "q0", "", "q1", "q2"),
+        rollout__refills=3,
+        batch__samples_per_step=10,
+        grading__workers=1,
+        steps=1,
+    )
+    with pytest.raises(CheckFailed, match=r"guard\.max_errors"):
+        train(keys)
+    assert taut.runs(Path(keys["out"]))[0].state == "stopped"
