@@ -4,19 +4,26 @@ A row is an entry of a task as the library makes it, ``question``, ``answer`` an
 training needs (``rows`` makes such rows, with a prompt); the task is the one that its metadata name. Most verifiers
 want the bare answer: set ``inside="answer"`` where a model writes tags around it.
 
+Some tasks evaluate an answer as Python or by sympy. What is more than values and arithmetic is not run
+(``plain_eval.py``): such an answer is one that the task cannot read.
+
 reasoning-gym is imported here only. May import config, errors and the verifiers' base.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from types import ModuleType
 from typing import Any, ClassVar
 
 from taut.config import configclass
 from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
+from taut.rewards.plain_eval import plainly
 from taut.rewards.verifier import Place, Question, Verifier
 
 
@@ -51,11 +58,20 @@ class Gym(Verifier):
             raise DataError(
                 "found an entry whose metadata name no source_dataset; expected the name of a task; set options.task"
             )
-        return float(self._judges(task)(answered.text, dict(entry)))
+        judges = self._judges(task)
+        with plainly(self._evaluating):
+            return float(judges(answered.text, dict(entry)))
 
     @cached_property
     def _library(self) -> Any:
         return _library()
+
+    @cached_property
+    def _evaluating(self) -> list[ModuleType]:
+        """The modules in which an answer may be evaluated."""
+        assert self._library
+        own = [module for name, module in sys.modules.items() if name.startswith("reasoning_gym.")]
+        return [*own, importlib.import_module("sympy.parsing.sympy_parser")]
 
     @cached_property
     def _known(self) -> dict[str, Callable[[str, dict[str, Any]], float]]:
