@@ -33,7 +33,7 @@ def stopped(finish_reasons: Sequence[FinishReason]) -> Tensor:
 
 def unfinished(finish_reasons: Sequence[FinishReason], penalty: float) -> Tensor:
     """What is added to the rewards of paths that were cut."""
-    return torch.where(stopped(finish_reasons), 0.0, -penalty).double()
+    return -penalty * (~stopped(finish_reasons)).double()
 
 
 def soft_overlong(length_S: Tensor, *, limit: int, margin: int) -> Tensor:

@@ -92,7 +92,7 @@ class PolicyConfig:
     """token (DAPO: every token counts alike), sequence (GRPO: every answer), constant (Dr. GRPO: sums, divided by a
     length). None: as the loss's paper has it: token for clip, cispo and reinforce, else sequence."""
     constant_length: Annotated[int, Field(gt=0)] | None = None
-    """Of average=constant; None: sampling.max_new_tokens."""
+    """Of average=constant; None: rollout.max_new_tokens."""
     clip_low: Positive | None = None
     """How far a ratio may fall below 1 before a token counts no more; None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo
     0.4 (of log-ratios)."""

@@ -112,7 +112,7 @@ class Policy(Credit):
         if isinstance(self.ways.estimate, Gae):
             advantages, returns = _by_critic(self.ways.estimate, paths, reward_S, lost, said)
         else:
-            total_S = reward_S + torch.tensor([float(some.sum()) for some in lost]).double()
+            total_S = reward_S + torch.stack([lost_N.sum() for lost_N in lost])
             group_S = torch.tensor([path.group for path in paths])
             of_S = self.ways.estimate(total_S, group_S).tolist()
             advantages = [

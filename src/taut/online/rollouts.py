@@ -136,12 +136,6 @@ class Group:
         return self.episodes[0].row
 
     @property
-    def version(self) -> int:
-        """The oldest weights it was drawn from."""
-        drawn = [int(one.version_N.min()) for one in self.episodes if one.version_N.size]
-        return min(drawn, default=0)
-
-    @property
     def judged(self) -> list[tuple[Episode, Verdict]]:
         """Episodes that can be learned from: there is a completion, and it has a reward."""
         pairs = zip(self.episodes, self.verdicts, strict=True)

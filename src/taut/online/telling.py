@@ -18,7 +18,7 @@ from taut.rollout.engine import Engine
 from taut.rollout.server import ServerEngine
 
 LOGGED = 2
-"""Completions of a roll-out that are shown whole: the best and the worst of the first group with a signal."""
+"""Completions of a roll-out that are shown whole: the best and the worst of the group whose rewards differ most."""
 DIGITS = 4
 
 
