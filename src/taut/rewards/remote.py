@@ -7,6 +7,7 @@ Imports ``http.py`` and the verifiers' base. The panel imports it.
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 from contextlib import ExitStack
 
@@ -27,9 +28,13 @@ class Remotes:
         self._limit = anyio.Semaphore(concurrency)
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
+        self._close = weakref.finalize(self, self._stack.close)
+        """Also at the end of the process, which would wait for the thread."""
 
     def start(self, part: Part, answered: Answered) -> Future[Score]:
         """The word of a verifier on an answer, to be."""
+        if not self._close.alive:
+            raise RuntimeError("the rewards are closed")
         if self._portal is None:
             self._portal = self._stack.enter_context(start_blocking_portal())
             http = httpx2.AsyncClient(
@@ -41,8 +46,7 @@ class Remotes:
 
     def close(self) -> None:
         """End the thread and its connections."""
-        self._portal = None
-        self._stack.close()
+        self._close()
 
     async def _ask(self, part: Part, answered: Answered) -> Score:
         async with self._limit:

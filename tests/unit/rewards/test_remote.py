@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -222,3 +224,28 @@ def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:
 def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_panel([RewardSpec(name=name, options=options)])
+
+
+FORGETFUL = """
+from taut.rewards import Answered, RewardSpec, open_panel
+
+url = {"url": "http://127.0.0.1:9"}
+panel = open_panel([RewardSpec(name="reward_server", timeout=0.1, options=url)])
+panel.grade([Answered(text="a")])
+"""
+
+
+def test_a_program_ends_that_closes_no_panel() -> None:
+    """Its thread would be waited for, and it would wait for the thread's loop, which no longer runs."""
+    assert (
+        subprocess.run([sys.executable, "-c", FORGETFUL], timeout=60, check=False).returncode == 0
+    )
+
+
+def test_a_closed_panel_asks_nobody(server: Server) -> None:
+    spec = RewardSpec(name="reward_server", options={"url": server.url})
+    with open_panel([spec]) as panel:
+        pass
+    with pytest.raises(RuntimeError, match="the rewards are closed"):
+        panel.grade([ASKED])
+    assert server.asked == []
