@@ -98,9 +98,10 @@ def effective_share(metrics: Mapping[str, float]) -> float | None:
 
 
 def largest_difference(scores: Scores, packed: Packed) -> float:
-    """The largest |log pi - engine| of a micro-batch, in nats; 0 where nothing is known. A maximum is no metric: those
-    are sums.
+    """The largest |old - engine| of a micro-batch, in nats; 0 where nothing is known. A maximum is no metric: those are
+    sums.
     """
+    old_N = packed.streams.get("old_logp_N", scores.logp_N.detach()).to(scores.logp_N)
     engine_N = packed.streams["engine_logp_N"].to(scores.logp_N)
-    gap_N = (scores.logp_N.detach() - engine_N).abs().nan_to_num(nan=0.0)
+    gap_N = (old_N - engine_N).abs().nan_to_num(nan=0.0)
     return float(gap_N.max()) if gap_N.numel() else 0.0

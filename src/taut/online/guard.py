@@ -131,7 +131,8 @@ class Guard:
             raise CheckFailed(
                 f"step {report.step}: the engine's log-probs differ from the trainer's by {found:.3g} nats a token on "
                 f"average; expected at most {self.config.max_difference:g} (guard.max_difference); nothing was "
-                "updated; the engine runs another model, other weights or another precision"
+                "updated; the engine runs another model, other weights or another precision, or with rollout.ahead the "
+                "policy moves too fast"
             )
         effective = report.metrics.get(EFFECTIVE, 1.0)
         for name, is_bad, detail in (

@@ -1,0 +1,176 @@
+"""Training against a server: weights pushed, roll-outs ahead of time, and every way in which the server may fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chats import column, events, save_model
+from tests.online import keys_of, train
+from tests.sampling import SamplingServer
+from tests.server import Body, Fault
+from tests.weights import tiny
+from transformers import AutoModelForCausalLM
+
+from taut.errors import CheckFailed, EngineError, Interrupted
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "rollout__engine": "server",
+    "rollout__n": 2,
+    "rollout__server__backoff": 0.001,
+    "rollout__server__retries": 1,
+    "batch__samples_per_step": 2,
+    "optim__learning_rate": 2e-3,
+    "steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def serving(model: Path, **options: Any) -> SamplingServer:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return SamplingServer(model=loaded, **options)
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[SamplingServer]:
+    with serving(model) as server:
+        yield server
+
+
+def keys_for(server: SamplingServer, model: Path, place: Path, **keys: Any) -> dict[str, Any]:
+    return keys_of("grpo", model, place, **{**COMMON, "rollout__url": server.url, **keys})
+
+
+def phases() -> list[str]:
+    """Threads that generate."""
+    return [one.name for one in threading.enumerate() if one.name.startswith("phase")]
+
+
+def test_the_server_has_the_weights_of_each_step(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    keys = keys_for(server, model, tmp_path)
+    train(keys)
+    out = Path(keys["out"])
+    assert max(column(out, "engine/difference")) < 1e-5
+    assert max(column(out, "engine/largest")) < 1e-4
+    pushed = [(e["staleness_max"], e["push_change"] > 0) for e in events(out, "rollout")]
+    assert pushed == [(0, False), (0, True), (0, True), (0, True)]
+    assert [s["version"] for e in events(out, "rollout") for s in e["samples"][:1]] == [0, 1, 2, 3]
+    assert "engine/corrected" in events(out, "step")[0]
+
+
+def test_a_roll_out_ahead_is_a_phase_old_and_corrected(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    keys = keys_for(server, model, tmp_path, rollout__ahead=True, rollout__minibatches=2, steps=6)
+    train(keys)
+    out = Path(keys["out"])
+    rollouts = events(out, "rollout")
+    assert [e["step"] for e in rollouts] == [1, 3, 5]
+    assert [(e["staleness_mean"], e["staleness_max"]) for e in rollouts] == [(0, 0), (2, 2), (2, 2)]
+    assert [e["samples"][0]["version"] for e in rollouts] == [0, 0, 2]
+    apart = column(out, "engine/difference")
+    assert max(apart[:2]) < 1e-5 and min(apart[2:]) > 1e-4  # what two updates have changed
+    weight = column(out, "engine/weight")
+    assert weight[0] == pytest.approx(1.0, abs=1e-5) and abs(weight[2] - 1.0) > 1e-5
+    assert phases() == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ctrl_c_ends_with_a_saved_state_and_no_thread(
+    ahead: bool, server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """It comes while the server is asked, which then takes its time."""
+    calls = {"left": 17}
+
+    def fault(body: Body, count: int) -> Fault | None:
+        calls["left"] -= "prompt_logprobs" not in body
+        if calls["left"] == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            return Fault(slow=0.5)
+        return None
+
+    server.faults = fault
+    keys = keys_for(server, model, tmp_path, rollout__ahead=ahead, steps=6)
+    out = Path(keys["out"])
+    with pytest.raises(Interrupted, match=r"by SIGINT: the state after step \d is in"):
+        train(keys)
+    done = column(out, "step")[-1]
+    for thread in threading.enumerate():
+        if thread.name.startswith("phase"):
+            thread.join(5)
+    assert phases() == [] and 0 < done < 6
+    train({**keys, "resume": True})
+    assert column(out, "step") == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in events(out, "rollout")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("dies", "no answer"),
+        ("late", r"no answer within 0\.6 s"),
+        ("keeps its weights", "weights after step 2: .* has checksum"),
+        ("is started again", "started again while it answered"),
+    ],
+)
+def test_a_server_that_fails_ends_the_run_which_goes_on(
+    kind: str, told: str, server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """In the middle of the third roll-out; what is done is kept, and another server takes over."""
+
+    def fault(body: Body, count: int) -> Fault | None:
+        if kind == "keeps its weights" and len(pushes(server)) == 2:
+            server.worker.keeps = lambda name: True
+        if "prompt_logprobs" in body or len(pushes(server)) < 3:
+            return None
+        if kind == "dies":
+            server.is_gone = True
+            return Fault(hangs_up=True)
+        if kind == "is started again":
+            server.restart()
+        return Fault(slow=1.5) if kind == "late" else None
+
+    server.faults = fault
+    timeout = 0.6 if kind == "late" else 5.0
+    keys = keys_for(server, model, tmp_path, rollout__server__timeout=timeout)
+    out = Path(keys["out"])
+    with pytest.raises(EngineError, match=told) as failed:
+        train(keys)
+    assert f"the state after step 2 is in {out}/checkpoints/step-000002" in str(failed.value)
+    assert column(out, "step") == [1, 2]
+    with serving(model) as other:
+        train({**keys, "rollout.url": other.url, "rollout.server.timeout": 5.0, "resume": True})
+    assert column(out, "step") == [1, 2, 3, 4]
+    assert max(column(out, "engine/difference")) < 1e-5
+
+
+def pushes(server: SamplingServer) -> list[str]:
+    """The server's prefix cache is emptied after each push."""
+    return [path for path in server.told if path == "/reset_prefix_cache"]
+
+
+def test_completions_of_another_model_are_found_before_the_update(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """A server that shows the right weights and samples from others."""
+    keys = keys_for(server, model, tmp_path)
+    server.other = tiny(seed=5)
+    with pytest.raises(
+        CheckFailed, match=r"step 1: the engine's log-probs differ .*max_difference"
+    ):
+        train(keys)
+    out = Path(keys["out"])
+    assert events(out, "step") == [] and not (out / "model").exists()

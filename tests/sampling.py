@@ -1,0 +1,58 @@
+"""An endpoint that samples from the weights it was given: what a run that trains against a server needs.
+
+``WeightServer`` says the log-probs of its model and completes by a rule; this one completes by its model, at the
+temperature and with the seed that it is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from tests.server import Body
+from tests.tokenizers import tiny_tokenizer
+from tests.weights import WeightServer
+from transformers import PreTrainedModel
+
+
+@dataclass
+class SamplingServer(WeightServer):
+    """Processed log-probs, token by token."""
+
+    mode: str = "processed"
+    max_model_len: int | None = 256
+    held: threading.Lock = field(default_factory=threading.Lock)
+    """So that completions do not compete for the processor."""
+    other: PreTrainedModel | None = None
+    """What it samples from in place of what it was given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tokenizer = tiny_tokenizer()
+
+    def choice(self, body: Body) -> Body:
+        if "prompt_logprobs" in body or body["logprobs"] == 1:  # a probe
+            return super().choice(body)
+        ids, logps, reason = list(body["prompt"]), [], "length"
+        random = torch.Generator().manual_seed(body["seed"] % 2**63)
+        model = self.other or self.worker.model
+        with self.held, torch.no_grad():
+            for _ in range(body["max_tokens"]):
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+                logp = (logits / body["temperature"]).log_softmax(-1)
+                index = int(torch.multinomial(logp.exp(), 1, generator=random))
+                ids.append(index)
+                logps.append(float(logp[index]))
+                text = self.tokenizer.decode(ids[len(body["prompt"]) :])
+                if index in body["stop_token_ids"] or any(stop in text for stop in body["stop"]):
+                    reason = "stop"
+                    break
+        return {
+            "index": 0,
+            "text": "not to be read",
+            "finish_reason": reason,
+            "token_ids": ids[len(body["prompt"]) :],
+            "prompt_token_ids": body["prompt"],
+            "logprobs": {"token_logprobs": logps, "top_logprobs": None},
+        }
