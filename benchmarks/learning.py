@@ -1,15 +1,16 @@
-"""Does it learn? GRPO, PPO and TRL's GRPO raise the held-out accuracy of a small model: five seeds of each, and a table.
+"""Does it learn? The held-out accuracy of a small model under GRPO, PPO and TRL's GRPO: five seeds of each, a table.
 
     python benchmarks/learning.py                                   everything; two hours on one quiet core
     python benchmarks/learning.py --tasks spell_backward --methods grpo trl --seeds 0 1
     python benchmarks/learning.py --tasks --record examples/grpo/curves.json      what there is, written down
 
 Tasks, model and settings are those of examples/grpo. Each run is a process of one thread; what is finished under
-``--work`` is not done again. Accuracy is that of greedy answers to 500 held-out questions, before and after. A raise counts
-as shown where it is at least 0.15 and three standard errors of its mean over the seeds.
+``--work`` is not done again. Accuracy is that of greedy answers to 500 held-out questions, before and after. A raise
+counts as shown where it is at least 0.15 and three standard errors of its mean over the seeds.
 
 TRL's GRPOTrainer starts from the same warmed model with the same prompts, reward, group, rate and number of prompts a
 step, in its own environment; it is read at equal samples, and where as many seconds of training have passed.
+Evaluations are in neither's seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -50,8 +52,8 @@ SOLVED = f"{EXAMPLE / 'solved.py'}:solved"
 TASKS = {
     "spell_backward": Task("exact_match", "exact_match", 80),
     "palindrome_generation": Task(SOLVED, SOLVED, 90),
-    "number_sorting": Task("reasoning_gym", "exact_match", 200),
     "decimals": Task("math", "math", 150),
+    "number_sorting": Task("reasoning_gym", "reasoning_gym", 200),
 }
 METHODS = {"grpo": EXAMPLE / "run.toml", "ppo": EXAMPLE / "ppo" / "run.toml"}
 ONCE = ("ppo", "trl")
@@ -68,7 +70,7 @@ class Lab:
 
     def prepare(self, name: str) -> Path:
         """The warmed model of a task."""
-        if not (self.data / "decimals" / "eval.jsonl").exists():
+        if not self.data.exists():
             run([sys.executable, EXAMPLE / "make.py", self.data])
         out = self.work / name / "warm"
         words = [
@@ -124,11 +126,25 @@ class Lab:
             "seed": seed,
             "steps": [int(point["step"]) for point in points],
             "seconds": points[-1]["seconds"],
+            **settings_of_trl(),
         }
         (out / "job.json").write_text(json.dumps(job))
         print(f"{name} {out.name}", flush=True)
         python = python_of("trl", self.cache)
         run([python, PEERS / "train_trl_learning.py", out / "job.json"])
+
+
+def settings_of_trl() -> Result:
+    """What must be equal for both, as run.toml says it."""
+    ours = tomllib.loads((EXAMPLE / "run.toml").read_text())
+    return {
+        "prompts": ours["batch"]["samples_per_step"],
+        "group": ours["rollout"]["n"],
+        "new_tokens": ours["rollout"]["max_new_tokens"],
+        "temperature": ours["rollout"]["temperature"],
+        "learning_rate": ours["optim"]["learning_rate"],
+        "warmup_steps": ours["optim"]["warmup_steps"],
+    }
 
 
 def run(words: Sequence[str | Path]) -> float:
@@ -205,7 +221,9 @@ def rows_of(name: str, methods: dict[str, dict[str, Result]]) -> list[Result]:
     return rows
 
 
-def row(task: str, label: str, start: dict[str, float], ends: dict[str, dict[str, float]]) -> Result:
+def row(
+    task: str, label: str, start: dict[str, float], ends: dict[str, dict[str, float]]
+) -> Result:
     """The raise over the seeds, and whether it is shown."""
     raises = [end["accuracy"] - start["accuracy"] for end in ends.values()]
     error = stdev(raises) / math.sqrt(len(raises)) if len(raises) > 1 else math.inf
@@ -231,14 +249,14 @@ def row(task: str, label: str, start: dict[str, float], ends: dict[str, dict[str
 
 def show(rows: Sequence[Result]) -> None:
     """The table."""
-    print(
-        f"{'task':24}{'method':20}seeds  before  after (least)    raise        stopped       samples  seconds  shown"
-    )
+    columns = "before  after (least)    raise             stopped         samples  seconds  shown"
+    print(f"{'task':24}{'method':20}seeds  {columns}")
     for it in rows:
+        raised = f"{it['raise']:7.3f} +- {it['standard_error']:.3f}"
+        stopped = f"{it['stopped_before']:.3f} -> {it['stopped_after_least']:.3f}"
         print(
             f"{it['task']:24}{it['method']:20}{it['seeds']:5}{it['before']:8.3f}{it['after']:7.3f} ({it['least']:.3f})"
-            f"{it['raise']:8.3f} +- {it['standard_error']:.3f}  {it['stopped_before']:.3f} -> "
-            f"{it['stopped_after_least']:.3f}{it['samples']:9.0f}{it['seconds']:9.0f}  {'yes' if it['is_shown'] else 'NO'}"
+            f"  {raised}  {stopped}{it['samples']:10.0f}{it['seconds']:9.0f}  {'yes' if it['is_shown'] else 'NO'}"
         )
 
 
