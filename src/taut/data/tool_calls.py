@@ -13,14 +13,13 @@ Does not run anything, and does not know templates. May import formats and stric
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from taut.data.formats import Tool
-from taut.data.strict_json import read_item
+from taut.data.strict_json import read_item, read_json
 
 Arguments: TypeAlias = dict[str, Any]
 
@@ -253,7 +252,7 @@ def _value(text: str, key: str, kind: Any) -> Any:
     if text.strip() in WORDS:
         return WORDS[text.strip()]
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         if kind is None:
             return text

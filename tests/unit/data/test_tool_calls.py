@@ -133,6 +133,13 @@ def test_tagged_values_have_the_type_of_the_schema() -> None:
     assert wrong.error == "the argument number is not of type integer"
 
 
+@pytest.mark.parametrize("value", ["[" * 100_000, "NaN", "1e999", "9" * 5000, '{"a": 1, "a": 2}'])
+def test_a_tagged_value_is_json_as_the_standard_has_it(value: str) -> None:
+    text = f"<tool_call><function=mixed><parameter=number>\n{value}\n</parameter></function></tool_call>"
+    _, (call,) = format_of("tags").read(text, TOOLS)
+    assert call.error == "the argument number is not of type integer"
+
+
 def test_the_models_own_id_is_kept_where_it_is_one() -> None:
     text = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1B2c3D4e"}]'
     _, (call,) = format_of("mistral3").read(text, TOOLS)
