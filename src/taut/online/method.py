@@ -82,6 +82,8 @@ class Online:
     _crew: Crew | None = None
     _opened: Roller | None = None
     _ahead: Ahead[Rolled] | None = None
+    _taken: tuple[int, Rolled] | None = None
+    """The number of a phase that is being made, and its roll-out: a step begun again does not draw it anew."""
     _untold: dict[str, Any] | None = None
     """What is to be told of a phase that came from a checkpoint."""
 
@@ -140,8 +142,10 @@ class Online:
     def _rolled_out(self, number: int, step: int) -> Phase:
         """Roll out, score, credit. Nothing that is remembered changes before all of it is done."""
         job, version = self.crew.job, step - 1
-        with job.interrupts.at_once(job.ranks):
-            rolled = self._rolled(number, version)
+        if self._taken is None or self._taken[0] != number:
+            with job.interrupts.at_once(job.ranks):
+                self._taken = number, self._rolled(number, version)
+        rolled = self._taken[1]
         self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
         paths = paths_of(rolled.groups, number)
         trees = self.credit.bare(paths)
@@ -159,6 +163,7 @@ class Online:
         self.credit.learn(given)
         fresh = [Kept(v, tree) for v, tree in given.with_signal]
         self.replayed = [*fresh, *replayed][: self.config.replay]
+        self._taken = None
         return Phase(number, [*given.trees, *(kept.tree for kept in replayed)], event)
 
     def _is_young(self, kept: Kept, version: int) -> bool:
