@@ -115,7 +115,7 @@ def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     online = run.objective.online
     found: dict[str, Any] = {}
     if online is not None:
-        found["code"] = {str(it): _digest([it.read_text("utf-8")]) for it in online.files}
+        found["code"] = {str(it): _digest([_code(it)]) for it in online.files}
         if online.critic is not None and online.critic.model is not None:
             config = _config_of(online.critic.model, "critic.model", run)
             found["critic"] = _hashes(online.critic.model, "critic.model", config, ranks)
@@ -128,6 +128,17 @@ def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     if isinstance(inputs.train, WithTeacher):
         found["top_logprobs"] = inputs.train.said.digest
     return found
+
+
+def _code(path: Path) -> str:
+    """What is in a file of the user's own code."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"found {path} named as code of a reward, an environment or a tool, which cannot be read: {error}; "
+            "expected a Python file; correct the path"
+        ) from error
 
 
 def _config_of(path: str, key: str, run: Run) -> PreTrainedConfig:

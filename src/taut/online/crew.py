@@ -14,19 +14,21 @@ import torch
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
-from taut.errors import ConfigError, EngineError
+from taut.errors import ConfigError, DataError, EngineError
 from taut.models.score import Scorer
 from taut.online.recipe import Recipe
 from taut.online.rollouts import Roller
 from taut.parallel import Ranks
 from taut.rewards.code import Code
 from taut.rewards.panel import Panel, open_panel
+from taut.rollout.engine import require_usable
 from taut.rollout.environment import World, open_world
 from taut.rollout.local import LocalEngine
 from taut.rollout.rated import open_rater
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Trained
 from taut.sandbox import shared
+from taut.types import Prompt
 
 
 class Setting(NamedTuple):
@@ -53,10 +55,11 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     panel: Panel | None = None
     if ranks.is_writer and recipe.rewards:
         panel = open_panel(recipe.rewards, recipe.panel, reserved=RESERVED, open_rater=open_rater)
-        _require_apart(panel, recipe)
     engine = None
     try:
+        without = [] if panel is None else _require_answers(panel, recipe, setting.prompts)
         engine = _engine(recipe, setting, ranks)
+        require_usable([Prompt(row.id, row.ids_T) for row in setting.prompts], engine.context)
         tokens = setting.stops.ids, engine.context
         world = open_world(config.environment, setting.renderer, *tokens, ranks)
     except BaseException:
@@ -74,7 +77,7 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
         seed=setting.seed,
         ranks=ranks,
         is_judged=recipe.is_judged,
-        settled=_settled(recipe, panel, engine, world),
+        settled=[*without, *_settled(recipe, panel, engine, world)],
     )
 
 
@@ -97,15 +100,30 @@ RESERVED = ("shaped", "kept")
 """Names of other numbers of a roll-out."""
 
 
-def _require_apart(panel: Panel, recipe: Recipe) -> None:
-    """Raise ConfigError for a model that would judge in this process while another trains in it."""
+def _require_answers(
+    panel: Panel, recipe: Recipe, prompts: Sequence[PromptRow]
+) -> list[tuple[str, str, str]]:
+    """What is decided about rows that rewards say nothing of. Raises DataError where that is all of them, and
+    ConfigError for a model that would judge in this process while another trains in it.
+    """
     models = [part.label for part in panel.parts if part.verifier.runs == "model"]
     if models and recipe.rollout.ahead:
-        panel.close()
         raise ConfigError(
             f"rollout.ahead=true and the reward {models[0]}, a model in this process: it would judge while another "
             "model trains here; expected it at a server; use `taut serve-reward` and the reward reward_server"
         )
+    needing = [part.label for part in panel.parts if part.verifier.needs_reference]
+    without = [row for row in prompts if not row.references]
+    if not needing or not without:
+        return []
+    is_all = len(without) == len(prompts) and len(needing) == len(panel.parts)
+    if is_all and not recipe.rollout.environment.is_on:
+        raise DataError(
+            f"{without[0].place}: the row has no right answer, nor has any other, and {needing[0]} holds answers to "
+            "one; expected a column such as answer; name it with rollout.reference, or take other rewards"
+        )
+    value = f"nothing of {len(without):,} of {len(prompts):,} rows"
+    return [(needing[0], value, f"they have no right answer ({without[0].place} is one)")]
 
 
 def _engine(recipe: Recipe, setting: Setting, ranks: Ranks) -> LocalEngine | ServerEngine:

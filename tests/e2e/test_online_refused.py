@@ -1,0 +1,149 @@
+"""What has no meaning for a run that generates is refused before anything is written, each with its sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chats import events, write_rows
+from tests.online import keys_of, questions, save_models, train
+
+from taut.config import from_mapping
+from taut.errors import ConfigError, DataError, TautError
+from taut.training import METHODS
+
+KEYS: list[tuple[str, dict[str, Any], str]] = [
+    ("grpo", {"rewards": None}, r"rewards is not set, and taut grpo learns from"),
+    ("grpo", {"eval.every": 2}, r"eval\.every=2 .* set eval\.answers\.every"),
+    ("grpo", {"rollout.n": 1}, r"rollout\.n=1 with grpo\.advantage=group"),
+    ("ppo", {"rollout.n": 1, "rollout.refills": 1}, r"rollout\.refills=1 with rollout\.n=1"),
+    ("online_dpo", {"rollout.n": 1}, r"rollout\.n"),
+    ("grpo", {"rollout.temperature": 0}, r"rollout\.temperature"),
+    ("grpo", {"rollout.top_p": 0.9}, r"rollout\.top_p"),
+    ("grpo", {"rollout.url": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.url"),
+    ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.url=None"),
+    ("grpo", {"rollout.ahead": True}, r"rollout\.ahead=true with rollout\.engine=local"),
+    (
+        "grpo",
+        {"rollout.epochs": 3, "rollout.max_staleness": 1},
+        r"rollout\.max_staleness=1 .* its last is 2 behind",
+    ),
+    (
+        "grpo",
+        {
+            "rollout.engine": "server",
+            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.ahead": True,
+            "rollout.minibatches": 2,
+            "rollout.max_staleness": 2,
+        },
+        r"generated as many before: its last is 3 behind",
+    ),
+    ("grpo", {"shaping.soft_overlong": 9}, r"shaping\.soft_overlong=9 is longer than .*=8"),
+    ("ppo", {"reference.file": "a"}, r"reference\.file=a cannot hold"),
+    ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, r"grpo\.pass_k=5 and rollout\.n=4"),
+    ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
+    ("grpo", {"grpo.kl_in": "reward"}, r"found grpo\.kl_in=reward, which nothing reads"),
+    (
+        "ppo",
+        {"ppo.kl_target": 0.1, "ppo.kl_coef": 0.1},
+        r"found ppo\.kl_target=0\.1, which nothing",
+    ),
+    ("grpo", {"grpo.dual_clip": 1.1}, r"grpo: found dual_clip=1\.1 with clip_high=0\.28"),
+    ("grpo", {"grpo.loss": "reinforce", "grpo.clip_low": 0.1}, r"found grpo\.clip_low=0\.1"),
+    ("ppo", {"critic.model": "m", "critic.kind": "shared"}, r"critic\.model"),
+    ("grpo", {"critic.kind": "own"}, r"critic"),
+    ("best_of_n", {"best_of_n.keep": 4}, r"best_of_n\.keep=4 and rollout\.n=3"),
+    ("gkd", {"rewards": "numeric"}, r"rewards is set, and taut gkd learns from its teacher"),
+    ("gkd", {"rollout.refills": 1}, r"rollout\.refills=1 chooses completions by their rewards"),
+    ("gkd", {"rollout.replay": 1}, r"rollout\.replay=1 chooses completions by their rewards"),
+    ("gkd", {"distill.teacher": None}, r"distill\.teacher"),
+    (
+        "gkd",
+        {"distill.teacher": None, "distill.top_logprobs": "a", "distill.divergence": "forward"},
+        r"distill\.top_logprobs=a knows nothing of completions",
+    ),
+    ("online_dpo", {"lora.rank": 2, "lora.dropout": 0.1}, r"lora\.dropout=0\.1 in a run of taut"),
+    ("grpo", {"rollout.environment.tools": ["calculator"]}, r"rollout\.environment\.tools"),
+    ("grpo", {"rollout.environment.name": "tools"}, r"environment\.tools is empty"),
+]
+
+
+@pytest.mark.parametrize(("method", "given", "told"), KEYS)
+def test_keys_that_contradict_each_other(
+    method: str, given: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    keys = keys_of(method, tmp_path / "model", tmp_path) | given
+    with pytest.raises(ConfigError, match=told):
+        from_mapping(
+            METHODS[method], {key: value for key, value in keys.items() if value is not None}
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+LONG = {
+    "messages": [{"role": "user", "content": "What is " + "cat " * 300}],
+    "answer": "1",
+    "id": "l",
+}
+FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
+"""Exactly as long as the model's context."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "told"),
+    [
+        ([LONG], {}, r"rows\.jsonl:1: the prompt has .* data\.too_long=drop"),
+        ([FULL], {}, r"l: the prompt has 256 tokens and the model's context is 256"),
+        (None, {"data__too_long": "truncate"}, "would cut prompts"),
+        ([{"prompt": "1 and 2?"}], {"rewards": "exact_match"}, "the row has no right answer"),
+        (None, {"rewards": "nothing.py:worth"}, r"nothing\.py"),
+        (None, {"rewards": "exact"}, "exact_match"),
+        (None, {"rollout__reference": "solution"}, "no column 'solution'"),
+        (
+            None,
+            {"rollout__engine": "server", "rollout__url": "http://127.0.0.1:9/v1"},
+            "no answer",
+        ),
+    ],
+)
+def test_what_is_found_before_the_first_step(
+    rows: list[dict[str, Any]] | None,
+    given: dict[str, Any],
+    told: str,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    quick = {"rollout__server__retries": 0}
+    keys = keys_of("grpo", model, tmp_path, **quick, **given)
+    if rows is not None:
+        keys["data.train"] = str(write_rows(tmp_path / "rows.jsonl", rows))
+    with pytest.raises(TautError, match=told):
+        train(keys)
+    assert not Path(keys["out"]).exists()
+
+
+def test_rows_without_an_answer_are_told(model: Path, tmp_path: Path) -> None:
+    rows = [*questions(3), {"id": "x", "messages": [{"role": "user", "content": "And?"}]}]
+    keys = keys_of("grpo", model, tmp_path, rewards=["numeric", "stop"], steps=1)
+    keys["data.train"] = str(write_rows(tmp_path / "rows.jsonl", rows))
+    train(keys)
+    (start,) = events(Path(keys["out"]), "start")
+    told = next(it for it in start["decisions"] if it[0] == "numeric")
+    assert told[1] == "nothing of 1 of 4 rows" and "rows.jsonl:4" in told[2]
+    (rollout,) = events(Path(keys["out"]), "rollout")
+    assert rollout["errors"] == 0 and 0 < rollout["reward/stop"] <= 1
+
+
+def test_a_prompt_without_an_answer_where_one_is_needed_is_an_error_of_the_data(
+    model: Path, tmp_path: Path
+) -> None:
+    keys = keys_of("grpo", model, tmp_path, rewards="numeric")
+    keys["data.train"] = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "And?"}]))
+    with pytest.raises(DataError, match=r"numeric holds answers to one; .* rollout\.reference"):
+        train(keys)
