@@ -22,6 +22,7 @@ from taut.data.groups import Good
 from taut.data.prompt_set import PromptSet
 from taut.deliver import save_best
 from taut.errors import ConfigError
+from taut.evals.answers import EvalSampling
 from taut.evals.best import Best, require_same_measure
 from taut.evals.during import (
     AnswersConfig,
@@ -92,6 +93,7 @@ def train(run: Run) -> Result:
             with closing(built.job.method) as method:
                 if isinstance(method, Online):  # what cannot be had is refused now
                     built.decisions.extend(Decision(*it) for it in method.roller.settled)
+                built.decisions.extend(_told_of_environment(run))
                 evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                 asked = Asked(before_training(built), evaluations, stop_check)
                 keep_reference(built)
@@ -149,15 +151,30 @@ def _stop_check(built: Built) -> StopCheck:
 def _answers(run: Run) -> AnswersConfig:
     """How held-out answers are judged: of a run that generates as in training, where nothing else is said."""
     answers, online = run.eval.answers, run.objective.online
-    if online is None or answers.rewards or not run.data.eval:
+    if online is None or answers.rewards or not run.data.eval or online.rollout.environment.is_on:
         return answers
-    sampling = replace(answers.sampling, max_new_tokens=online.rollout.max_new_tokens)
+    rollout, asked = online.rollout, answers.sampling
+    is_set = asked.max_new_tokens != EvalSampling().max_new_tokens
     return replace(
         answers,
         rewards=online.rewards,
-        reference=answers.reference or online.rollout.reference,
-        sampling=sampling,
+        reference=answers.reference or rollout.reference,
+        sampling=replace(
+            asked,
+            max_new_tokens=asked.max_new_tokens if is_set else rollout.max_new_tokens,
+            stop=asked.stop or rollout.stop,
+        ),
     )
+
+
+def _told_of_environment(run: Run) -> list[Decision]:
+    """That held-out answers have none."""
+    online = run.objective.online
+    if online is None or not online.rollout.environment.is_on or not run.data.eval:
+        return []
+    reason = "they are judged without rollout.environment, which answers roll-outs alone"
+    asked = "asked" if run.eval.answers.rewards else "not asked"
+    return [Decision("held-out answers", asked, f"eval.answers.rewards; {reason}")]
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
