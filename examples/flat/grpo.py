@@ -185,7 +185,7 @@ def load(path, dtype, device):
 def main(arguments=None):
     args = settings(arguments)
     assert not Path(args.out).exists(), f"{args.out} is there already"
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, clean_up_tokenization_spaces=False)
     model = load(args.model, args.dtype, args.device)
     steps = train(model, tokenizer, list(read(args.data, tokenizer)), args)
     for step, (loss, norm, answers) in enumerate(steps, start=1):
