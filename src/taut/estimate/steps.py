@@ -17,12 +17,14 @@ from transformers import PreTrainedConfig
 from taut.build import build_budget, build_method, build_policy
 from taut.data.pack import ALONE, PackPolicy, num_distinct_tokens, pack
 from taut.data.plan import assign, layouts, samples_of
-from taut.errors import ConfigError, ModelError
+from taut.errors import ConfigError
+from taut.estimate.generated import prepared
 from taut.estimate.rates import Work, work_of
 from taut.estimate.tracing import skeleton
 from taut.models import anatomy
 from taut.models.load import context_length
 from taut.models.prove import one_sample_reasons
+from taut.online.method import Online
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
 from taut.types import Packed, Sample, Tree
@@ -94,12 +96,7 @@ class Workload(NamedTuple):
 
 
 def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
-    """The first steps, on so many ranks. Raises ModelError where what they compute is not known."""
-    if run.objective.online is not None:
-        raise ModelError(
-            f"found a run of taut {run.method}: what it generates is not foretold; expected a run on given answers; "
-            "measure it with a short run instead"
-        )
+    """The first steps, on so many ranks; of a run that generates, if its completions are as long as they may be."""
     model = skeleton(run, inputs.config)
     window = anatomy.flops(model).window
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
@@ -114,18 +111,22 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     steps: list[list[Work]] = []
     trees: list[Tree] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
-        prepared = method.prepare(step)
-        trees += prepared
+        some = (
+            prepared(method, inputs.config, step)
+            if isinstance(method, Online)
+            else method.prepare(step)
+        )
+        trees += some
         shares = [
             [p for one in rank for p in layouts(one, policy, budget.tokens_per_microbatch)]
-            for rank in assign(prepared, budget)
+            for rank in assign(some, budget)
         ]
         first += [share[0] for share in shares if share]
         later += [packed for share in shares for packed in share[1:]]
         works = [[work_of(packed, window) for packed in share] for share in shares]
         steps.append(max(works, key=lambda some: sum(work.tokens for work in some)))
     largest = max([*first, *later], key=lambda packed: packed.num_tokens)
-    longest = int(inputs.train.lengths.max())
+    longest = int(inputs.train.lengths.max()) if not inputs.grows else inputs.longest
     most = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
     per_row = max(len(tree.samples) for tree in trees)
     most = min(most, longest * run.batch.samples_per_step * per_row)
@@ -133,6 +134,8 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     fullest = largest if most <= largest.num_tokens else supply.filled(most)
     fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
+    if isinstance(method, Online):
+        source = f"training of {source}, all completions as long as they may be; generation is not foretold"
     begin = max(first, key=lambda packed: packed.num_tokens)
     return Workload(begin, _largest(later), fullest, steps, supply, source)
 
@@ -177,6 +180,7 @@ def _up_to(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:
             sample.ids_T[:stop],
             sample.target_at_N[kept],
             sample.weight_N[kept],
+            streams={name: value_N[kept] for name, value_N in sample.streams.items()},
         )
         left -= stop
         if left <= 0:

@@ -41,6 +41,7 @@ from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
 from taut.errors import ModelError
 from taut.estimate.ledger import PARTS, History, Ledger, Parts, Shares, fullest
+from taut.losses import Loss
 from taut.models import anatomy
 from taut.models.load import freeze, load_config, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
@@ -49,7 +50,7 @@ from taut.models.precision import backward_context, compute_context
 from taut.models.reward import reward_skeleton
 from taut.models.score import Scorer
 from taut.run import Run
-from taut.types import IntArray, Packed, Wants
+from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
 """The attention of a GPU that is not here, as the library knows it."""
@@ -139,7 +140,8 @@ def passes_of(run: Run) -> int:
     objective = run.objective
     has_reference = objective.reference is not None and objective.reference.file is None
     again = 1 + (has_reference and objective.is_mismatched)
-    return int(has_reference) + (again if objective.loss.observes else 0)
+    is_asked_first = objective.online is not None and objective.online.make_credit().asked.policy
+    return int(has_reference) + int(is_asked_first) + (again if objective.loss.observes else 0)
 
 
 def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
@@ -168,6 +170,12 @@ def trace(
     if run.objective.teacher is not None:
         raise ModelError(
             f"found a run of taut {run.method}: what a teacher takes is not foretold; expected one without a teacher; "
+            "measure it with a short run instead"
+        )
+    online = run.objective.online
+    if online is not None and online.critic is not None:
+        raise ModelError(
+            f"found a run of taut {run.method}: what a critic takes is not foretold; expected one without a critic; "
             "measure it with a short run instead"
         )
     model = planned_model(run, config, kernels)
@@ -268,20 +276,23 @@ def _run(
     loss, linear = run.objective.loss, run.objective.loss.linear_weights(packed)
     with ledger:
         with compute_context(dtype, CPU):
-            total = say(scorer, packed, loss.wants, linear)
+            total = say(scorer, packed, loss, linear)
         ledger.end_forward()
         with backward_context(dtype):
             total.backward()
     return ledger
 
 
-def say(scorer: Scorer, packed: Packed, wants: Wants, linear: Mapping[str, Tensor] | None) -> Any:
+def say(scorer: Scorer, packed: Packed, loss: Loss, linear: Mapping[str, Tensor] | None) -> Any:
     """A number that depends on all that a loss is told, by the way through the head that it takes; what the loss makes
     of it is next to nothing.
     """
+    wants = loss.wants
     if linear is not None:
         return scorer(packed, torch.stack([*linear.values()]).sum(0), wants).linear_sum
     scores = scorer(packed, wants=wants)
+    if "entropy" in loss.units:
+        return (scores.logp_N + scores.entropy_N).sum()
     return (scores.logp_N if wants.logp else scores.scalar_R).sum()
 
 

@@ -39,6 +39,8 @@ def obstacle(session: Session) -> str | None:
         return "the loss is measured against reference.model, which is not asked here"
     if objective.online is not None and objective.online.critic is not None:
         return "the loss is also that of a critic, which is not asked here"
+    if objective.loss.wants.entropy:
+        return "the loss reads entropies, which are not asked here"
     if objective.loss.wants.temperature != 1:
         return "the loss reads log-probs at another temperature than the library's"
     return None

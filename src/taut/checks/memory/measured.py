@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import kernels_of, told
-from taut.checks.samples import GENERATED, around, ending, num_tokens
+from taut.checks.samples import around, ending, num_tokens
 from taut.checks.session import NUM_ROWS, Session
 from taut.data.pack import pack
 from taut.data.plan import samples_of
@@ -30,8 +30,6 @@ def ask(session: Session) -> Finding:
     if session.ranks.size > 1:
         return skipped("measured on one rank only")
     run = session.run
-    if session.is_generated:
-        return skipped(GENERATED)
     if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
     packed, config = _some(session), session.inputs.config
@@ -61,7 +59,9 @@ def ask(session: Session) -> Finding:
 
 
 def _some(session: Session) -> Packed:
-    """The first rows as one micro-batch, answers that are compared together."""
+    """The first rows as one micro-batch, answers that are compared together; of a run that generates, the rehearsal."""
+    if session.is_generated:
+        return pack(samples_of(session.trees), session.job.policy)
     rows = rows_of(session.run, session.train)
     most = 1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)
     chosen: list[Sequence[Sample]] = []

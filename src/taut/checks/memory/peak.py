@@ -52,9 +52,10 @@ def ask(session: Session) -> Finding:
 
 def _bound(session: Session) -> int | None:
     """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts), or
-    another one teaches it.
+    another one teaches it, or a critic learns beside it.
     """
-    if session.run.objective.teacher is not None:
+    online = session.run.objective.online
+    if session.run.objective.teacher is not None or (online is not None and online.critic):
         return None
     model = session.scorer.model
     table = anatomy.stored_table(anatomy.embedding(model))
