@@ -1,0 +1,53 @@
+"""A step that is begun again for want of memory finds the roll-out it had drawn."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.online.test_rollouts import roller
+
+from taut.data.plan import Order
+from taut.errors import OutOfMemory
+from taut.losses.sft import CrossEntropy
+from taut.online import method
+from taut.online.credit import All
+from taut.online.guard import Guard, GuardConfig
+from taut.online.method import Crew, Online
+from taut.online.rollouts import RolloutConfig
+from taut.parallel import Ranks
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, _, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    server = {"engine": "server", "url": "http://127.0.0.1:9/v1"}
+    config = RolloutConfig(n=2, ahead=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
+    interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    job: Any = SimpleNamespace(
+        interrupts=interrupts, ranks=ranks, num_steps=3, emit=lambda *_, **__: None
+    )
+    order = Order([], 3, 2, False, None)
+    monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
+    made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
+    made.join(Crew(job, (), lambda: drawn))
+    tries = iter([OutOfMemory("too little"), None, None])
+
+    def scored(*_: object) -> dict[str, Any]:
+        if (error := next(tries)) is not None:
+            raise error
+        return {}
+
+    monkeypatch.setattr(method, "scored", scored)
+    with pytest.raises(OutOfMemory):
+        made.prepare(1)
+    names = [sample.id for tree in made.prepare(1) for sample in tree.samples]
+    assert names == [f"p:{row}#{index} of roll-out 1" for row in (1, 2) for index in (0, 1)]
+    names = [sample.id for tree in made.prepare(2) for sample in tree.samples]
+    assert names == [f"p:{row}#{index} of roll-out 2" for row in (2, 3) for index in (0, 1)]
