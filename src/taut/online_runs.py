@@ -11,7 +11,7 @@ May import run, methods, losses and online. training lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -41,6 +41,14 @@ from taut.run import Comparing, Method, Objective
 class OnlineRun(Comparing):
     """What runs have in common that learn from what the model generates."""
 
+    UNWATCHED: ClassVar[Sequence[str]] = (
+        "warn_difference",
+        "max_difference",
+        "warn_effective",
+        "max_silent",
+    )
+    """Keys of guard that nothing would read: of what policy gradients learn from."""
+
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
     """What judges completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
@@ -60,6 +68,12 @@ class OnlineRun(Comparing):
                 f"rollout.refills={self.rollout.refills} with rollout.n=1: a single answer has none that its reward "
                 "could differ from; expected rollout.n of 2 or more; raise it, or take rollout.refills out"
             )
+        for name in self.UNWATCHED:
+            if getattr(self.guard, name) != getattr(GuardConfig, name):
+                raise ConfigError(
+                    f"guard.{name}={getattr(self.guard, name):g} watches policy gradients, and taut {self.METHOD} "
+                    "reads neither advantages nor the engine's log-probs; taut grpo and ppo do; take it out"
+                )
         if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
             raise ConfigError(
                 f"rewards is not set, and taut {self.METHOD} learns from what completions are worth; expected a "
@@ -90,17 +104,16 @@ class OnlineRun(Comparing):
 class PolicyRun(OnlineRun):
     """What GRPO and PPO have in common."""
 
+    UNWATCHED: ClassVar[Sequence[str]] = ()
+
     shaping: ShapingConfig = ShapingConfig()
     reference: ReferenceConfig = ReferenceConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shaping.require_room(self.rollout.max_new_tokens)
-        if self.reference.file is not None:
-            raise ConfigError(
-                f"reference.file={self.reference.file} cannot hold log-probs of completions that are yet to be "
-                "generated; expected a live reference; take reference.file out"
-            )
+        self.shaping.require_room(self.rollout.grows)
+        config: PolicyConfig = getattr(self, self.METHOD)  # its section has the method's name
+        _require_meant(self.reference, f"{self.METHOD}.kl_coef=0", is_read=config.kl_coef > 0)
 
     def policy(
         self, config: PolicyConfig, estimate: Estimator | Gae, critic: CriticConfig | None = None
@@ -121,7 +134,7 @@ class PolicyRun(OnlineRun):
         ways = Ways(
             estimate=estimate,
             shaping=self.shaping,
-            max_new_tokens=rollout.max_new_tokens,
+            limit=rollout.grows,
             temperature=rollout.temperature,
             has_old=not is_fresh,
             penalty=KlPenalty(config.penalty_coef, config.kl_target) if has_penalty else None,
@@ -133,6 +146,20 @@ class PolicyRun(OnlineRun):
             "prompt",
             reference=self.reference if config.kl_coef > 0 else None,
             online=recipe._replace(is_reference_asked_first=is_first),
+        )
+
+
+def _require_meant(reference: ReferenceConfig, without: str, *, is_read: bool) -> None:
+    """Refuse a reference that nothing reads, or that cannot be. ``without``: what makes it unread."""
+    if reference.file is not None:
+        raise ConfigError(
+            f"reference.file={reference.file} cannot hold log-probs of completions that are yet to be generated; "
+            "expected a live reference; take reference.file out"
+        )
+    if not is_read and reference != ReferenceConfig():
+        raise ConfigError(
+            f"settings of reference with {without}, where nothing is compared with it; expected none; take them "
+            "out, or correct the other"
         )
 
 
@@ -187,7 +214,14 @@ class GrpoRun(PolicyRun):
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
             )
-
+        lowering = ["grpo.kl_in=reward"] if self.grpo.penalty_coef else []
+        for name in ("missing_stop", "soft_overlong", "length_cost"):
+            lowering += [f"shaping.{name}"] if getattr(self.shaping, name) else []
+        if self.grpo.advantage == "maxrl" and lowering:
+            raise ConfigError(
+                f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
+                "expected rewards of at least 0; name another advantage, or take it out"
+            )
         if (self.grpo.pass_k or 0) > self.rollout.n:
             raise ConfigError(
                 f"grpo.pass_k={self.grpo.pass_k} and rollout.n={self.rollout.n}: the best of more than there "
@@ -227,6 +261,11 @@ class OnlineDpoRun(OnlineRun):
     rollout: PairsRollout = PairsRollout()
     dpo: DpoConfig = DpoConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_read = STREAM in self.dpo.make_loss().needs
+        _require_meant(self.reference, "dpo.reference_free=true", is_read=is_read)
 
     @property
     def objective(self) -> Objective:

@@ -36,9 +36,10 @@ class ShapingConfig:
     missing_stop: Annotated[float, Field(ge=0)] = 0.0
     """Taken off the reward of a completion that was cut before its end."""
     soft_overlong: Annotated[int, Field(ge=1)] | None = None
-    """So many tokens before rollout.max_new_tokens a penalty begins, and falls to -1 there (DAPO)."""
+    """So many tokens before the limit a penalty begins, and falls to -1 there (DAPO). The limit is
+    rollout.max_new_tokens; of an environment, whose paths have several turns, rollout.environment.max_tokens."""
     length_cost: Annotated[float, Field(ge=0)] = 0.0
-    """Taken off for a completion of rollout.max_new_tokens tokens; in proportion for shorter ones."""
+    """Taken off for a completion as long as that limit; in proportion for shorter ones."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Rewards are held between minus this and this."""
     scale: Literal["none", "batch", "running"] = "none"
@@ -46,11 +47,11 @@ class ShapingConfig:
     overlong: Literal["keep", "drop"] = "keep"
     """drop: completions that were cut are compared with the others, and not learned from (DAPO's overlong filter)."""
 
-    def require_room(self, max_new_tokens: int) -> None:
+    def require_room(self, limit: int) -> None:
         """Raise ConfigError where the margin is longer than the completions."""
-        if self.soft_overlong is not None and self.soft_overlong > max_new_tokens:
+        if self.soft_overlong is not None and self.soft_overlong > limit:
             raise ConfigError(
-                f"shaping.soft_overlong={self.soft_overlong} is longer than rollout.max_new_tokens={max_new_tokens}; "
+                f"shaping.soft_overlong={self.soft_overlong} is longer than a completion may be, {limit} tokens; "
                 "expected the part of it in which the penalty grows; lower it"
             )
 
@@ -82,7 +83,8 @@ class Ways:
 
     estimate: Estimator | Gae
     shaping: ShapingConfig
-    max_new_tokens: int
+    limit: int
+    """Tokens that a path may have beyond its prompt."""
     temperature: float
     has_old: bool
     """Whether the trainer's own log-probs at the start are a stream: more than one step trains on a roll-out."""
@@ -147,7 +149,7 @@ class Policy(Credit):
 
     def _shaped(self, paths: Sequence[Path]) -> tuple[Scale, Tensor]:
         """The rewards as they are compared, and what is known of their spread with them."""
-        how, limit = self.ways.shaping, self.ways.max_new_tokens
+        how, limit = self.ways.shaping, self.ways.limit
         reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
         length_S = torch.tensor([path.episode.sampled_at_N.size for path in paths])
         if how.missing_stop:

@@ -53,7 +53,7 @@ def policy(**keys: Any) -> Policy:
     given: dict[str, Any] = {
         "estimate": ESTIMATORS["mean"],
         "shaping": ShapingConfig(),
-        "max_new_tokens": 4,
+        "limit": 4,
         "temperature": 1.0,
         "has_old": False,
     }
