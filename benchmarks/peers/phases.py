@@ -47,6 +47,8 @@ class Phases:
         self.steps: list[dict[str, float]] = []
         self.helpers_mb = 0.0
         """The most that processes it has started held at the end of a step."""
+        self.peak_mb = 0.0
+        """The largest resident set until the end of the last step."""
         self._spent: dict[str, Any] = defaultdict(lambda: np.zeros(2))
         self._stack = ["training"]
         self._since = _now()
@@ -64,7 +66,7 @@ class Phases:
             step[name], step[f"{name}_cpu"] = self._spent[name].tolist()
         step["seconds"], step["cpu_seconds"] = sum(self._spent.values()).tolist()
         self.steps.append(step)
-        self.helpers_mb = max(self.helpers_mb, helpers_mb())
+        self.helpers_mb, self.peak_mb = max(self.helpers_mb, helpers_mb()), peak_mb()
         self._spent.clear()
 
     def watch(self, owner: Any, function: str, name: str) -> None:

@@ -72,7 +72,7 @@ def main() -> None:
     ]
     result = {
         "steps": steps,
-        "peak_mb": peak_mb() + phases.helpers_mb,
+        "peak_mb": phases.peak_mb + phases.helpers_mb,
         "helpers_mb": phases.helpers_mb,
         "import_mb": import_mb,
     }

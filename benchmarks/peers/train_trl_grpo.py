@@ -30,10 +30,10 @@ AT_A_TIME = {"defaults": 8, "accumulated": 8, "pairs": 16}
 
 
 class Recorder(TrainerCallback):
-    """The time of each step and of its phases, and the memory at the end."""
+    """The time of each step and of its phases, and the memory."""
 
     def __init__(self) -> None:
-        self.import_mb, self.peak_mb = peak_mb(), 0.0
+        self.import_mb = peak_mb()
         self.phases = Phases()
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -41,9 +41,6 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.phases.end_step()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.peak_mb = peak_mb()
 
 
 def rewards(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
@@ -107,7 +104,11 @@ def main() -> None:
         own = {name: entry[name] for name in ("loss", "reward", "entropy")}
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         steps.append(timed | own | tokens)
-    result = {"steps": steps, "peak_mb": recorder.peak_mb, "import_mb": recorder.import_mb}
+    result = {
+        "steps": steps,
+        "peak_mb": recorder.phases.peak_mb + recorder.phases.helpers_mb,
+        "import_mb": recorder.import_mb,
+    }
     Path(job["result"]).write_text(json.dumps(result))
 
 
