@@ -128,7 +128,7 @@ def assemble(
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     _recompute(run, model, dtype, ranks)
-    if one_sample and run.objective.are_compared:
+    if one_sample and run.objective.are_coupled:
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and taut {run.method} compares samples; "
             "expected a model that packs"

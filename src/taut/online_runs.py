@@ -271,7 +271,7 @@ class OnlineDpoRun(OnlineRun):
     def objective(self) -> Objective:
         loss = self.dpo.make_loss()
         needed = self.reference if STREAM in loss.needs else None
-        online = self.recipe(partial(Pairs, loss))
+        online = self.recipe(partial(Pairs, loss))._replace(is_coupled=True)
         return Objective(loss, "prompt", reference=needed, online=online)
 
 

@@ -82,6 +82,11 @@ class Objective(NamedTuple):
     """How what is learned is generated and judged; None: the data have it."""
 
     @property
+    def are_coupled(self) -> bool:
+        """Whether the loss compares samples of a step, which then have to share a forward."""
+        return self.are_compared or (self.online is not None and self.online.is_coupled)
+
+    @property
     def is_taught_ends(self) -> bool:
         """Whether good answers are learned as such, their ends with them, beside being compared or judged."""
         return not self.loss.units.keys().isdisjoint(("cross_entropy", "divergence", "sft"))

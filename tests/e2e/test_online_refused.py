@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from tests.chats import events, write_rows
-from tests.online import keys_of, questions, save_models, train
+from tests.models import save_tiny
+from tests.online import keys_of, make, questions, save_models, train
+from tests.tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
-from taut.errors import ConfigError, DataError, TautError
+from taut.errors import ConfigError, DataError, ModelError, TautError
 from taut.training import METHODS
 
 KEYS: list[tuple[str, dict[str, Any], str]] = [
@@ -145,6 +147,12 @@ def test_what_is_found_before_the_first_step(
     with pytest.raises(TautError, match=told):
         train(keys)
     assert not Path(keys["out"]).exists()
+
+
+def test_pairs_of_a_model_that_runs_one_sample_at_a_time(tmp_path: Path) -> None:
+    stateful = save_tiny("lfm2", tmp_path / "stateful", tiny_tokenizer())
+    with pytest.raises(ModelError, match=r"one sample at a time.*taut online_dpo compares samples"):
+        make(keys_of("online_dpo", stateful, tmp_path))
 
 
 def test_rows_without_an_answer_are_told(model: Path, tmp_path: Path) -> None:

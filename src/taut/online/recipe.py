@@ -29,6 +29,8 @@ class Recipe(NamedTuple):
     critic: CriticConfig | None = None
     is_judged: bool = True
     """Whether rewards are what is learned from."""
+    is_coupled: bool = False
+    """Whether the answers of a group are compared inside the loss, as pairs are."""
 
     @property
     def files(self) -> list[Path]:
