@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from taut import parallel
@@ -130,6 +131,12 @@ def give_critic(
     critic, reasons = build_critic(config, setting)
     scorer.critic = critic
     return [Decision(*reason) for reason in reasons]
+
+
+def shards_of(scorer: Scorer) -> list[nn.Module]:
+    """What is sharded by itself: the policy's layers, and a critic's."""
+    beside = [] if scorer.critic is None else scorer.critic.shards
+    return [*beside, *anatomy.layers(scorer.model)]
 
 
 def pace_of(run: Run) -> Pace | None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from taut import parallel
 from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.attention.select import Chosen, select
-from taut.beside import Loaded, build_roles, give_critic, give_teacher, pace_of
+from taut.beside import Loaded, build_roles, give_critic, give_teacher, pace_of, shards_of
 from taut.data.dataset import Dataset
 from taut.data.pack import PackPolicy
 from taut.data.plan import START, Budget, CostModel, Cursor, Order
@@ -122,9 +122,7 @@ def assemble(
     method, num_steps, cursor = plan
     noise = install_noise(model, run.noise, run.seed)
     is_compared = trains and noise is None and cursor == START and run.objective.head is None
-    alone = {}
-    if is_compared and isinstance(method, Offline):
-        alone = _alone(method, model, dtype, ranks.device)
+    alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     _recompute(run, model, dtype, ranks)
@@ -139,8 +137,7 @@ def assemble(
     )
     decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
     decisions.extend(give_critic(run, inputs, loaded, scorer, ranks))
-    beside = [] if scorer.critic is None else scorer.critic.shards
-    parallel.shard(scorer, [*beside, *anatomy.layers(model)], ranks)
+    parallel.shard(scorer, shards_of(scorer), ranks)
     optimizer = build_optimizer(scorer, run.optim, pace_of(run))
     roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
@@ -162,8 +159,7 @@ def assemble(
         alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
     )
     built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
-    if isinstance(method, Online):
-        _join(built, method)
+    _join(built)
     return built
 
 
@@ -176,11 +172,13 @@ def _recompute(run: Run, model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> 
         )
 
 
-def _join(built: Built, method: Online) -> None:
+def _join(built: Built) -> None:
     """Give a method that generates what it works with, and its watch."""
     run, inputs, job = built.run, built.inputs, built.job
-    recipe = run.objective.online
-    assert recipe is not None
+    method, recipe = job.method, run.objective.online
+    if recipe is None:
+        return
+    assert isinstance(method, Online)
     setting = crew.Setting(
         prompts=method.prompts.asked,
         make_local=engine_of(built),
@@ -300,9 +298,13 @@ def _online(run: Run, recipe: Recipe, prompts: Dataset, cursor: Cursor) -> Plan:
 
 
 def _alone(
-    method: Offline, model: nn.Module, dtype: torch.dtype, device: torch.device
+    method: Offline | Online, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """log-probs of some of the first step's samples, run alone through the library's own path."""
+    """log-probs of some of the first step's samples, run alone through the library's own path. What is generated is
+    compared with its engine instead.
+    """
+    if isinstance(method, Online):
+        return {}
     samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
     chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
     with torch.no_grad(), compute_context(dtype, device):
