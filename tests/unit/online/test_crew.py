@@ -1,0 +1,103 @@
+"""Engine, rewards and environment: had when needed, refused with the reason, and closed where one of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chats import save_model, write_rows
+from tests.online import keys_of, make
+from tests.sampling import SamplingServer
+from tests.server import FakeServer
+from transformers import AutoModelForCausalLM
+
+from taut.errors import ConfigError, DataError, EngineError
+from taut.online import crew
+from taut.online.method import Online
+from taut.online.rollouts import Roller
+from taut.rewards.panel import Panel
+from taut.rollout.server import ServerEngine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def opened(model: Path, place: Path, **keys: Any) -> Roller:
+    built, _ = make(keys_of("grpo", model, place, dtype="float32", **keys))
+    method = built.job.method
+    assert isinstance(method, Online)
+    return method.roller
+
+
+def at(server: FakeServer, **keys: Any) -> dict[str, Any]:
+    return {"rollout__engine": "server", "rollout__url": server.url, **keys}
+
+
+def test_a_server_must_say_the_log_probs_of_what_it_samples_from(
+    model: Path, tmp_path: Path
+) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with (
+        SamplingServer(model=loaded, mode="raw") as server,
+        pytest.raises(EngineError, match=r"gives raw log-probs; .* temperature 0\.7; .*processed"),
+    ):
+        opened(model, tmp_path, **at(server, rollout__temperature=0.7))
+    with SamplingServer(model=loaded, mode="raw") as server:  # at 1 they are the same
+        roller = opened(model, tmp_path, **at(server))
+        assert ("server log-probs", "raw") in [it[:2] for it in roller.settled]
+        roller.close()
+
+
+def noted(closed: list[str], name: str, close: Callable[[Any], None]) -> Callable[[Any], None]:
+    def act(self: Any) -> None:
+        closed.append(name)
+        close(self)
+
+    return act
+
+
+def test_what_was_opened_is_closed_where_the_next_cannot_be_had(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    for one in (Panel, ServerEngine):
+        monkeypatch.setattr(one, "close", noted(closed, one.__name__, one.close))
+    with (
+        FakeServer(max_model_len=256) as plain,
+        pytest.raises(EngineError, match="takes no weights"),
+    ):
+        opened(model, tmp_path, **at(plain))
+    assert closed == ["ServerEngine", "Panel"]
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    closed.clear()
+    missing = {"rollout__environment__name": f"{tmp_path}/none.py:Own"}
+    with SamplingServer(model=loaded) as server, pytest.raises(ConfigError, match=r"none\.py"):
+        opened(model, tmp_path, **at(server, **missing))
+    assert closed == ["Panel", "ServerEngine"]
+
+
+def test_a_model_that_judges_here_cannot_while_another_trains(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "open_rater", lambda verifier: lambda answers: [])
+    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
+    with FakeServer() as server, pytest.raises(ConfigError, match="a model in this process"):
+        opened(model, tmp_path, rewards=judged, **at(server, rollout__ahead=True))
+
+
+def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
+    data = str(write_rows(tmp_path / "some.jsonl", rows))
+    roller = opened(model, tmp_path, data__train=data, rewards="numeric")
+    (told,) = roller.settled
+    assert told[:2] == ("numeric", "nothing of 1 of 2 rows") and "some.jsonl:2" in told[2]
+    none = str(write_rows(tmp_path / "none.jsonl", rows[1:]))
+    with pytest.raises(DataError, match=r"none\.jsonl:1: the row has no right answer"):
+        opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
+    roller = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
+    assert roller.settled[0][1] == "nothing of 1 of 1 rows"
