@@ -93,7 +93,7 @@ class Code(Verifier):
     def judge(self, answered: Answered) -> Judged | None:
         """Why each test failed, for people."""
         cases = read_cases(answered.row, self.column)
-        if cases is None:
+        if cases is None or not cases.cases:
             return None
         chosen = cases.cases[: self.max_tests]
         program = answered.text if self.program == "text" else last_block(answered.text)

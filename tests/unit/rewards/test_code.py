@@ -99,6 +99,10 @@ def test_whatever_a_program_does_is_a_zero_and_no_error(program: str) -> None:
     assert found.reasons[0] != ""
 
 
+def test_a_row_whose_list_of_tests_is_empty_has_none() -> None:
+    assert value_of("print(1)", {"tests": {"inputs": [], "outputs": []}}) is None
+
+
 def test_a_share_or_all() -> None:
     row = {"test_list": ["assert add(1, 2) == 3", "assert add(1, 1) == 0", "assert add(0, 0) == 0"]}
     assert value_of(FUNCTION, row) == 0
