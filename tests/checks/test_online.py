@@ -53,6 +53,18 @@ def test_no_method_raises_a_false_alarm(
         assert found["rollout.update"].outcome == found["engine.logps"].outcome == "passed"
 
 
+def test_prompts_may_be_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(tmp_path, monkeypatch)
+    rows = [{"text": f"the cat and {at} birds", "answer": str(at)} for at in range(12)]
+    session = place.session(data=place.data(rows), method="grpo", rewards="exact_match")
+    examination = examine(session)
+    close(session)
+    assert not examination.failures, told(examination)
+    found = answers(examination)
+    assert found["data.columns"].says == "text; rewards read the other columns"
+    assert found["rewards.gold"].outcome == found["rollout.groups"].outcome == "passed"
+
+
 def test_answers_that_the_context_cuts_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

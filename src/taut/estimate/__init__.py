@@ -92,7 +92,10 @@ def predict_steps(
     run: Run, config: PreTrainedConfig, kernels: Kernels, work: Workload, *, num_ranks: int = 1
 ) -> Prediction:
     """Memory of the first steps: of the micro-batch that needs most."""
-    cases = [(work.first, True)] + ([] if work.later is None else [(work.later, False)])
+    first, later = work.first, work.later
+    cases = [] if later is None else [(later, False)]
+    if later is None or later.num_tokens < first.num_tokens:  # else gradients make it the fuller
+        cases.append((first, True))
     found = [
         predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
         for packed, is_first in cases

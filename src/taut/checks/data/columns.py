@@ -7,7 +7,7 @@ are nowhere else in the row (a prompt that was made of it).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from taut.checks.data.records import Record, records, words_in
@@ -27,6 +27,8 @@ CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
 """What a question is about, by the names that data sets give it."""
 SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
 """Columns that a prompt should have, where a format does not read them."""
+FOR_TESTS = {"input", "inputs"}
+"""Columns that a reward may want, beside a prompt."""
 CHOICE = ("chosen", "rejected")
 """Columns of which one holds a worse answer."""
 VERDICT = "label"
@@ -63,10 +65,10 @@ def ask(session: Session) -> Finding:
             evidence=[says],
             remedy=remedy,
         )
-    problem = _preferences(read)
+    problem = None if session.is_generated else _preferences(read)
     if problem:
         return problem
-    lost = _lost(read)
+    lost = _lost(read, {*FOR_TESTS, *ANSWERS} if session.is_generated else set())
     if lost:
         (source, name), examples = next(iter(lost.items()))
         kind = examples[0].how.format
@@ -80,6 +82,8 @@ def ask(session: Session) -> Finding:
         )
     kinds = " and ".join(Counter(one.how.format for one in read))
     counts = Counter(name for one in read for name in one.how.unread)
+    if session.is_generated:
+        return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
     notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
@@ -128,12 +132,14 @@ def _preferences(read: Sequence[Read]) -> Finding | None:
     return None
 
 
-def _lost(read: Sequence[Read]) -> dict[tuple[str, str], list[Read]]:
-    """(source, column) -> the rows in which what it says is lost, where those are more than a few."""
+def _lost(read: Sequence[Read], left: Collection[str]) -> dict[tuple[str, str], list[Read]]:
+    """(source, column) -> the rows in which what it says is lost, where those are more than a few. ``left``: columns
+    that need not be read.
+    """
     found: dict[tuple[str, str], list[Read]] = {}
     for one in read:
         for name in one.how.unread:
-            if name.lower() in _wanted(one) and _is_nowhere_else(one, name):
+            if name.lower() in _wanted(one) - {*left} and _is_nowhere_else(one, name):
                 found.setdefault((one.record.source, name), []).append(one)
     return {key: it for key, it in found.items() if len(it) > RARELY * _num_rows(read, key[0])}
 
