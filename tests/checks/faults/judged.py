@@ -129,8 +129,8 @@ def the_base_model_in_the_place_of_the_adapter(place: Place, is_faulty: bool) ->
     if is_faulty:
         init = Start.__init__
 
-        def bare(self: Any, scorer: Any, trained: Any, config: Any) -> None:
-            init(self, scorer, trained, config)
+        def bare(self: Any, scorer: Any, trained: Any, *rest: Any) -> None:
+            init(self, scorer, trained, *rest)
             names = {id(p): name for name, p in scorer.named_parameters()}
             for number, parameter in enumerate(trained):
                 if "lora_B" in names[id(parameter)]:
