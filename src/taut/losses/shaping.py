@@ -79,7 +79,6 @@ class Scale:
         """The standard deviation, with count - 1; 0 of fewer than two."""
         return math.sqrt(self.square / (self.count - 1)) if self.count > 1 else 0.0
 
-    def scaled(self, reward_S: Tensor, *, is_centred: bool) -> Tensor:
-        """The rewards by the spread, the mean taken off where asked for; a spread of 0 divides nothing."""
-        centred_S = reward_S - self.mean if is_centred else reward_S
-        return centred_S / self.deviation if self.deviation > 0 else centred_S
+    def scaled(self, reward_S: Tensor) -> Tensor:
+        """The rewards by the spread; one of 0 divides nothing."""
+        return reward_S / self.deviation if self.deviation > 0 else reward_S

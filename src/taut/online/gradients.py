@@ -166,7 +166,7 @@ class Policy(Credit):
         if how.scale == "none":
             return self._scale, reward_S
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
-        return scale, scale.scaled(reward_S, is_centred=False)
+        return scale, scale.scaled(reward_S)
 
     def _penalty(self, said: Mapping[str, FloatArray]) -> Tensor:
         """What each token's reward loses, [N]; empty where nothing is lost."""

@@ -38,12 +38,10 @@ def test_a_running_scale_is_that_of_all_rewards_at_once() -> None:
     assert scale.count == 50
     assert scale.mean == pytest.approx(reward_S.mean().item(), rel=1e-14)
     assert scale.deviation == pytest.approx(reward_S.std().item(), rel=1e-12)
-    found = scale.scaled(reward_S, is_centred=True)
-    assert (found.mean().item(), found.std().item()) == pytest.approx((0.0, 1.0), abs=1e-10)
-    torch.testing.assert_close(scale.scaled(reward_S, is_centred=False), reward_S / reward_S.std())
+    torch.testing.assert_close(scale.scaled(reward_S), reward_S / reward_S.std())
 
 
 def test_rewards_without_spread_are_not_divided() -> None:
     same_S = torch.full((3,), 2.0).double()
-    assert Scale().scaled(same_S, is_centred=False).tolist() == [2.0] * 3
-    assert Scale().merged(same_S).scaled(same_S, is_centred=False).tolist() == [2.0] * 3
+    assert Scale().scaled(same_S).tolist() == [2.0] * 3
+    assert Scale().merged(same_S).scaled(same_S).tolist() == [2.0] * 3
