@@ -151,7 +151,8 @@ def _stop_check(built: Built) -> StopCheck:
 def _answers(run: Run) -> AnswersConfig:
     """How held-out answers are judged: of a run that generates as in training, where nothing else is said."""
     answers, online = run.eval.answers, run.objective.online
-    if online is None or answers.rewards or not run.data.eval or online.rollout.environment.is_on:
+    is_asked = bool(run.data.eval) or answers.is_asked_for
+    if online is None or answers.rewards or not run.has_rewards or not is_asked:
         return answers
     rollout, asked = online.rollout, answers.sampling
     is_set = asked.max_new_tokens != EvalSampling().max_new_tokens

@@ -85,6 +85,10 @@ class OnlineRun(Comparing):
         """Whether rewards are what is learned from."""
         return True
 
+    @property
+    def has_rewards(self) -> bool:
+        return bool(self.rewards) and not self.rollout.environment.is_on
+
     def recipe(
         self, make_credit: Callable[[], Credit], critic: CriticConfig | None = None
     ) -> Recipe:

@@ -162,6 +162,13 @@ class Run:
                 f"found method={self.method} in a run of taut {self.METHOD}; expected {self.METHOD}; give the run to "
                 f"taut {self.method}, or take the key out"
             )
+        if not self.has_rewards:
+            self.eval.answers.require_rewards()
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether answers are judged in training, by what can judge held-out ones too."""
+        return False
 
     @property
     def objective(self) -> Objective:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import taut
 from taut import cli
 from taut.data.render import Renderer
+from taut.errors import Interrupted
+from taut.models.score import Scorer
 from taut.rollout.tools import load_tool
 
 FILE = """
@@ -53,7 +57,8 @@ def done(
 ) -> Done:
     """``taut METHOD run.toml steps=2``."""
     place = tmp_path_factory.mktemp(request.param)
-    keys = keys_of(request.param, model, place, log__console=True, checkpoint__every=2)
+    given = {"log__console": True, "checkpoint__every": 2, "check": "quick"}
+    keys = keys_of(request.param, model, place, **given)
     rewards = "[[rewards]]\nname = 'length_target'\noptions = { target = 5 }\n"
     words = {key: value for key, value in keys.items() if key not in ("method", "rewards", "steps")}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in words.items())
@@ -71,6 +76,8 @@ def test_it_trains_and_says_so(done: Done) -> None:
     assert [e["step"] for e in events(done.out, "rollout")] == list(range(1, 3, updates))
     assert all(np.isfinite(column(done.out, "loss"))) and min(column(done.out, "grad_norm")) > 0
     assert not events(done.out, "warning")
+    asked = {e["name"]: e["outcome"] for e in events(done.out, "check") if e.get("part")}
+    assert asked and "failed" not in asked.values()
     (state,) = taut.runs(done.out)
     assert (state.state, state.method) == ("finished", done.keys["method"])
     lines = done.printed.splitlines()
@@ -141,6 +148,46 @@ def test_it_is_shown_and_gone_on_with(done: Done, capsys: pytest.CaptureFixture[
     longer = taut.resume(done.out, **{"steps": 3, "log.console": False})
     assert longer.steps == 3
     assert column(done.out, "step") == [1, 2, 3]
+
+
+def test_held_out_answers_are_judged_as_in_training_and_the_best_is_kept(
+    model: Path, tmp_path: Path
+) -> None:
+    held_out = str(write_rows(tmp_path / "held_out.jsonl", questions(4)))
+    given = {"data__eval": held_out, "eval__answers__every": 2, "eval__best": "length_target"}
+    keys = keys_of("grpo", model, tmp_path, steps=4, optim__learning_rate=1e-2, **given)
+    result = train(keys)
+    out = Path(keys["out"])
+    measured = {e["step"]: e["length_target"] for e in events(out, "eval")}
+    assert list(measured) == [2, 4] and result.metrics["length_target"] == measured[4]
+    best = json.loads((out / "best" / "best.json").read_text())
+    assert best["value"] == max(measured.values())
+
+
+@pytest.mark.parametrize("number", [2, 12])
+def test_ctrl_c_in_the_middle_of_generation(
+    number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first roll-out there is nothing to keep; later the last step is, and the run goes on as if left alone."""
+    keys = keys_of("grpo", model, tmp_path)
+    whole, out, calls = tmp_path / "whole", Path(keys["out"]), []
+    train(keys | {"out": str(whole)})
+    with monkeypatch.context() as patch:
+        step = Scorer.next_logits
+
+        def interrupted(self: Scorer, *given: Any, **named: Any) -> Any:
+            calls.append(given)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            return step(self, *given, **named)
+
+        patch.setattr(Scorer, "next_logits", interrupted)
+        with pytest.raises(Interrupted, match="by SIGINT"):
+            train(keys)
+    assert len(calls) == number
+    train(keys | {"resume": True})
+    assert column(out, "loss") == column(whole, "loss")
+    assert largest_difference(weights(out / "model"), weights(whole / "model")) == 0
 
 
 def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> None:

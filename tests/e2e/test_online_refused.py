@@ -18,6 +18,12 @@ from taut.training import METHODS
 KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rewards": None}, r"rewards is not set, and taut grpo learns from"),
     ("grpo", {"eval.every": 2}, r"eval\.every=2 .* set eval\.answers\.every"),
+    ("gkd", {"eval.answers.every": 2}, r"eval\.answers without eval\.answers\.rewards"),
+    (
+        "grpo",
+        {"eval.answers.every": 2, "rollout.environment.name": "own.py:Own"},
+        r"eval\.answers without eval\.answers\.rewards",
+    ),
     ("grpo", {"rollout.n": 1}, r"rollout\.n=1 with grpo\.advantage=group"),
     ("ppo", {"rollout.n": 1, "rollout.refills": 1}, r"rollout\.refills=1 with rollout\.n=1"),
     ("online_dpo", {"rollout.n": 1}, r"rollout\.n"),
@@ -125,6 +131,7 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
         ([{"prompt": "1 and 2?"}], {"rewards": "exact_match"}, "the row has no right answer"),
         (None, {"rewards": "nothing.py:worth"}, r"nothing\.py"),
         (None, {"rewards": "exact"}, "exact_match"),
+        (None, {"eval__answers__every": 1}, "there is nothing to ask"),
         (None, {"rollout__reference": "solution"}, "no column 'solution'"),
         (
             None,

@@ -65,8 +65,14 @@ class AnswersConfig:
     sampling: EvalSampling = EvalSampling()
     local: LocalConfig = LocalConfig()
 
-    def __post_init__(self) -> None:
-        if not self.rewards and (self.every or self.data is not None or self.reference is not None):
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether anything is set that asks for answers, with or without what judges them."""
+        return bool(self.rewards or self.every or self.data or self.reference)
+
+    def require_rewards(self) -> None:
+        """Raise ConfigError where answers are asked for and nothing judges them."""
+        if not self.rewards and self.is_asked_for:
             raise ConfigError(
                 "found settings of eval.answers without eval.answers.rewards; expected what judges the answers; "
                 "set eval.answers.rewards=exact_match"
