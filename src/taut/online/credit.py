@@ -101,6 +101,13 @@ class Credit:
         reads = self.asked.values
         return _trees([(p.group, sample_of(p.episode, p.name, has_reads=reads)) for p in paths])
 
+    needs_one = False
+    """Whether there is nothing to train on without a group that is useful."""
+
+    def is_useful(self, group: Group) -> bool:
+        """Whether anything can be learned from a group: its rewards differ."""
+        return group.has_signal
+
     def trees(self, paths: Sequence[Path], said: Said) -> Credited:
         """What is trained on."""
         raise NotImplementedError
@@ -119,6 +126,8 @@ class Credit:
 class Pairs(Credit):
     """Online preferences: of each group the best answer and the worst."""
 
+    needs_one = True
+
     def trees(self, paths: Sequence[Path], said: Said) -> Credited:
         made = []
         for group in _groups(paths).values():
@@ -136,10 +145,16 @@ class Pairs(Credit):
 class Best(Credit):
     """Rejection sampling: of each group the best answers that are good enough."""
 
+    needs_one = True
+
     def __init__(self, loss: Loss, keep: int, at_least: float | None) -> None:
         super().__init__(loss)
         self.keep, self.at_least = keep, at_least
         self.good = max(self.good, at_least or 0.0)
+
+    def is_useful(self, group: Group) -> bool:
+        rewards = [said.total for _, said in group.judged if said.total is not None]
+        return any(self.at_least is None or reward >= self.at_least for reward in rewards)
 
     def trees(self, paths: Sequence[Path], said: Said) -> Credited:
         made = []

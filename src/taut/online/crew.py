@@ -50,7 +50,7 @@ class Setting(NamedTuple):
 
 def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
-    config = recipe.rollout
+    config, credit = recipe.rollout, recipe.make_credit()
     ranks = setting.ranks.apart() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and recipe.rewards:
@@ -77,6 +77,8 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
         seed=setting.seed,
         ranks=ranks,
         is_judged=recipe.is_judged,
+        is_useful=credit.is_useful,
+        needs_one=credit.needs_one,
         settled=[*without, *_settled(recipe, panel, engine, world)],
     )
 

@@ -44,6 +44,9 @@ NOTHING = Verdict({}, None)
 UNJUDGED = Verdict({}, 0.0)
 """and where nobody was to: all are worth the same."""
 
+TRIES = 8
+"""Rounds in which others are asked where nothing at all can be learned, and something must be."""
+
 T = TypeVar("T")
 
 
@@ -61,12 +64,14 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion, beside the model's own stop set."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts."""
+    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts. Where
+    fewer groups than that are left of it, some are trained on more than once."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over a roll-out."""
     refills: Annotated[int, Field(ge=0)] = 0
-    """Rounds in which groups whose rewards are all equal are replaced by other prompts (dynamic sampling); what is
-    still without a signal then is left out, if any other has one."""
+    """Rounds in which groups from which nothing can be learned, as their rewards are all equal, are replaced by other
+    prompts (dynamic sampling); what is such a group still is then left out, if any other is not. Rewards count as they
+    are, before shaping."""
     replay: Annotated[int, Field(ge=0)] = 0
     """Groups of earlier roll-outs with a signal that are trained on again beside each new roll-out, newest first."""
     ahead: bool = False
@@ -181,6 +186,10 @@ class Roller:
     ranks: Ranks
     is_judged: bool = True
     """False: nobody says what completions are worth, and all are learned from."""
+    is_useful: Callable[[Group], bool] = lambda group: group.has_signal
+    """Whether anything can be learned from a group."""
+    needs_one: bool = False
+    """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever refills say."""
     settled: Sequence[tuple[str, str, str]] = ()
     """(name, value, reason) of what was chosen for the user when it was opened."""
 
@@ -189,13 +198,14 @@ class Roller:
         wanted, groups, left_out = len(indices), [], []
         spent = Spent()
         seen = set(indices)
-        for number in range(self.config.refills + 1):
+        for number in range(max(self.config.refills, TRIES if self.needs_one else 0) + 1):
             found = self._once(phase, number, indices, spent)
-            if self.config.refills == 0:
+            if not self.config.refills and not self.needs_one:
                 return Rolled(tuple(found), (), spent, self.is_judged)
-            groups += [group for group in found if group.has_signal]
-            left_out += [group for group in found if not group.has_signal]
-            indices = self._others(phase, number, wanted - len(groups), seen)
+            groups += [group for group in found if self.is_useful(group)]
+            left_out += [group for group in found if not self.is_useful(group)]
+            is_enough = number >= self.config.refills and groups
+            indices = [] if is_enough else self._others(phase, number, wanted - len(groups), seen)
             if not indices:
                 break
             seen.update(indices)

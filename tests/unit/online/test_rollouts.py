@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -89,6 +89,19 @@ def test_where_no_group_has_a_signal_they_are_trained_on_as_they_are() -> None:
     rolled = made.roll(0, [0, 1])
     assert len(rolled.groups) == 4 and not rolled.left_out
     assert not any(group.has_signal for group in rolled.groups)
+
+
+def test_where_something_must_be_learned_others_are_asked_until_it_can_be() -> None:
+    def worth(one: Answered) -> float:
+        return float(one.row["i"] == 7) * int(one.text)
+
+    made, engine, _ = roller(lambda name, index: str(index), worth)
+    rolled = replace(made, needs_one=True).roll(0, [0])
+    assert [group.row.columns["i"] for group in rolled.groups] == [7]
+    assert len(engine.asked) == 1 + len(rolled.left_out) <= 8
+    useful, _, _ = roller(lambda name, index: str(index), lambda one: 1.0)
+    found = replace(useful, needs_one=True, is_useful=lambda group: True).roll(0, [0, 1])
+    assert len(found.groups) == 2 and not found.left_out
 
 
 def test_what_the_engine_could_not_complete_is_judged_by_nobody() -> None:
