@@ -1,8 +1,8 @@
 """A roll-out without an engine: what a run that generates would train on if prompts had gone on as they do.
 
 The second half of each prompt stands for one answer, and the same tokens backwards for another, one of them a good one.
-The trainer's own log-probs stand for the engine's. From there on all is as in training: scores, credit, trees. For checks,
-which look at what a step computes before anything is generated.
+The trainer's own log-probs stand for the engine's. From there on all is as in training: scores, credit, trees. For
+checks, which look at what a step computes before anything is generated.
 
 May import online and what it may. checks call it.
 """
