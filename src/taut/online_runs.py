@@ -87,7 +87,7 @@ class OnlineRun(Comparing):
 
     @property
     def has_rewards(self) -> bool:
-        return bool(self.rewards) and not self.rollout.environment.is_on
+        return self.is_judged and not self.rollout.environment.is_on
 
     def recipe(
         self, make_credit: Callable[[], Credit], critic: CriticConfig | None = None
