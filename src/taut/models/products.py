@@ -8,8 +8,8 @@ does: seen on rows of 576 and 1,536 numbers, the mean distance from float64 is 2
 In training the rows are cut into blocks of few sizes, and what is left is MKL's: oneDNN keeps half a megabyte for every
 shape it has met, and micro-batches come in many (0.8 GB after 1,440 shapes; nothing with blocks).
 
-Other dtypes and devices and autocast are left alone, and so are small products in training. Imported by precision and
-engines.
+Other dtypes and devices and autocast are left alone, and so are small products in training. Imported by precision, the
+head (score) and engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_ROWS = 4
 """With fewer, MKL's matrix-vector product is as quick."""
 MIN_SIZE = 2**24
 """Rows times inputs times outputs: below, what a product of oneDNN's costs in Python is not worth it in training."""
-BLOCKS = (4096, 2048, 1024, 512)
+BLOCKS = (4096, 2048, 1024, 512, 256)
 """Rows that oneDNN is given at a time in training."""
 
 
@@ -96,9 +96,18 @@ def _blocks(num_rows: int) -> Iterator[tuple[slice, bool]]:
         yield slice(at, num_rows), False
 
 
-def _by_blocks(x: Tensor, weight: Tensor) -> Tensor:
+def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out = x W^T, as training has it, for what is no ``linear`` of the model's."""
+    if _is_ours(x, weight) and x.numel() * weight.shape[0] >= MIN_SIZE:
+        _by_blocks(x, weight, out)
+    else:
+        torch.mm(x, weight.T, out=out)
+
+
+def _by_blocks(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """x W^T"""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
     for rows, is_block in _blocks(x.shape[0]):
         if is_block:
             out[rows] = _product(x[rows], weight)

@@ -40,6 +40,7 @@ from taut.models.anatomy import HeadSpec, head
 from taut.models.backbone import hidden_of, hidden_states
 from taut.models.critic import Critic, OwnCritic
 from taut.models.heads import scalar, scalar_head
+from taut.models.products import product_into
 from taut.types import Divergence, Packed, Scores, Wants
 
 MIN_CHUNK_ROWS = 256
@@ -197,7 +198,7 @@ class Chunks:
         hidden = self.hidden[rows]
         z = self._logits[: hidden.shape[0]]
         if self.dtype == self.wide:
-            torch.mm(hidden, self.weight.T, out=z)
+            product_into(z, hidden, self.weight)
         else:
             z.copy_(hidden @ self.weight.T)
         if self.trained is not None:
@@ -263,7 +264,7 @@ class Sums:
         narrow = grad.to(self.chunks.dtype)
         apart, trained = self._take_trained(narrow, rows), self.chunks.trained
         if self.hidden is not None:
-            torch.mm(narrow, self.chunks.weight, out=self.hidden[rows])
+            product_into(self.hidden[rows], narrow, self.chunks.weight.T)
             if apart is not None and trained is not None:
                 self.hidden[rows] += apart @ trained
         if self.weight is not None:

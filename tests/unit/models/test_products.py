@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from taut.models.precision import backward_context, compute_context, recompute_contexts
-from taut.models.products import MIN_ROWS, OneDnn
+from taut.models.products import MIN_ROWS, OneDnn, product_into
 
 
 class Seen(TorchDispatchMode):
@@ -54,6 +54,20 @@ def test_the_product_is_float32s(has_bias: bool) -> None:
     )
     assert found.shape == (1, 9, 64)
     assert float((found - wanted).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [9, 700])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_product_into_memory_that_is_there_is_float32s(rows: int, is_turned: bool) -> None:
+    """The head's, with rows enough and without."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, 256, generator=generator), torch.randn(256, 256)
+    weight = weight.T if is_turned else weight
+    out = torch.empty(rows + 3, 256)
+    with Seen() as seen:
+        product_into(out[:rows], x, weight)
+    assert ("mkldnn::_linear_pointwise" in seen.names) is (rows == 700)
+    assert float((out[:rows] - x.double() @ weight.double().T).abs().max()) < 1e-3
 
 
 def _module(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
