@@ -9,7 +9,7 @@
                               attention cannot be carried exactly
       EngineError             an endpoint that is dead, or does not answer as it must
         RequestRefused        one request it will not serve; others may go on
-      SandboxError            no way to hold a program of the model's, or a sandbox that failed; never the program's fault
+      SandboxError            no way to hold a program of the model's, or a sandbox that failed
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt

@@ -76,8 +76,8 @@ class Stops:
     wanted: float
     """The share that has to end."""
     end_probability: float | None
-    """Geometric mean, over the references, of the probability of the token that ends them, where they end; None where there are
-    none."""
+    """Geometric mean, over the references, of the probability of the token that ends them, where they end; None where
+    there are none."""
     examples: tuple[tuple[str, str], ...]
     """(sample id, the last words) of answers that did not end."""
     is_taught: bool = True
