@@ -9,8 +9,8 @@ Tasks, model and settings are those of examples/grpo. Each run is a process of o
 counts as shown where it is at least 0.15 and three standard errors of its mean over the seeds.
 
 TRL's GRPOTrainer starts from the same warmed model with the same prompts, reward, group, rate and number of prompts a
-step, in its own environment; it is read at equal samples, and where as many seconds of training have passed.
-Evaluations are in neither's seconds.
+step, in its own environment: with as many steps, and with as many as it makes in the same time: CPU time, for each runs
+on one thread and others may use the machine. Evaluations are in neither's.
 """
 
 from __future__ import annotations
@@ -46,18 +46,25 @@ class Task(NamedTuple):
     measured: str
     """The reward that says 1 where an answer is right, else 0."""
     warm_steps: int
+    methods: tuple[str, ...] = ("grpo",)
+    settings: tuple[str, ...] = ()
+    """Further ones, of GRPO and PPO."""
 
 
 SOLVED = f"{EXAMPLE / 'solved.py'}:solved"
 TASKS = {
-    "spell_backward": Task("exact_match", "exact_match", 80),
-    "palindrome_generation": Task(SOLVED, SOLVED, 90),
-    "decimals": Task("math", "math", 150),
-    "number_sorting": Task("reasoning_gym", "reasoning_gym", 200),
+    "spell_backward": Task("exact_match", "exact_match", 80, ("grpo", "trl", "trl_timed")),
+    "palindrome_generation": Task(SOLVED, SOLVED, 105),
+    "decimals": Task("math", "math", 71, ("grpo", "ppo"), ("shaping.missing_stop=1",)),
+    "number_sorting": Task("reasoning_gym", "reasoning_gym", 90),
 }
 METHODS = {"grpo": EXAMPLE / "run.toml", "ppo": EXAMPLE / "ppo" / "run.toml"}
-ONCE = ("ppo", "trl")
-"""Methods that are shown on the first task only."""
+LABELS = {
+    "grpo": "taut grpo",
+    "ppo": "taut ppo",
+    "trl": "TRL, equal samples",
+    "trl_timed": "TRL, equal seconds",
+}
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -84,16 +91,35 @@ class Lab:
     def train(self, name: str, method: str, seed: int) -> None:
         """A run, unless it is there."""
         model, out = self.prepare(name), self.work / name / f"{method}-{seed}"
-        if method == "trl":
-            self._trl(name, model, out, seed)
+        if method.startswith("trl"):
+            self._trl(name, method, model, out, seed)
             return
         words = [
             f"model={model}",
             f"data.train={self.data / name / 'train.jsonl'}",
             f"rewards={TASKS[name].reward}",
             f"seed={seed}",
+            *TASKS[name].settings,
         ]
         self._taut(method, METHODS[method], name, out, words)
+
+    def pace(self, name: str) -> float:
+        """CPU seconds of a step of taut grpo: a run of 41 steps less one of a single step, without evaluations."""
+        kept = self.work / name / "pace.json"
+        if not kept.exists():
+            bare = ("check=off", "stop.prompts=0", "contract.prompts=0", "eval.answers.every=0")
+            words = [
+                f"model={self.prepare(name)}",
+                f"data.train={self.data / name / 'train.jsonl'}",
+                f"rewards={TASKS[name].reward}",
+                f"out={self.work / name / 'pace'}",
+                "--overwrite",
+                *bare,
+            ]
+            train = [sys.executable, "-m", "taut", "grpo", METHODS["grpo"], *words]
+            one, many = (run([*train, f"steps={steps}"]) for steps in (1, 41))
+            kept.write_text(json.dumps({"cpu_seconds_a_step": (many - one) / 40}))
+        return float(json.loads(kept.read_text())["cpu_seconds_a_step"])
 
     def _taut(self, command: str, toml: Path, name: str, out: Path, words: Sequence[str]) -> None:
         if (out / "result.json").exists():
@@ -110,28 +136,35 @@ class Lab:
         result = read_taut(out, TASKS[name].measured.rpartition(":")[2])
         (out / "result.json").write_text(json.dumps(result | {"cpu_seconds": seconds}))
 
-    def _trl(self, name: str, model: Path, out: Path, seed: int) -> None:
-        ours = self.work / name / f"grpo-{seed}" / "result.json"
+    def _trl(self, name: str, method: str, model: Path, out: Path, seed: int) -> None:
         if (out / "result.json").exists():
             return
-        assert ours.exists(), f"{name}: TRL's run is as long as taut's; train grpo first"
         assert TASKS[name].reward == "exact_match", "TRL's side knows this reward only"
-        out.mkdir(parents=True, exist_ok=True)
-        points = json.loads(ours.read_text())["curve"]
+        runs = gather(self.work)[name]
+        steps = [int(point["step"]) for point in runs["grpo"][str(seed)]["curve"]]
+        if method == "trl_timed":
+            steps = [round(steps[-1] * self.pace(name) / pace_of(runs["trl"]))]
         job = {
             "model": str(model),
             "train": str(self.data / name / "train.jsonl"),
             "eval": str(self.data / name / "eval.jsonl"),
             "out": str(out),
             "seed": seed,
-            "steps": [int(point["step"]) for point in points],
-            "seconds": points[-1]["seconds"],
+            "steps": steps,
             **settings_of_trl(),
         }
+        out.mkdir(parents=True, exist_ok=True)
         (out / "job.json").write_text(json.dumps(job))
         print(f"{name} {out.name}", flush=True)
         python = python_of("trl", self.cache)
         run([python, PEERS / "train_trl_learning.py", out / "job.json"])
+
+
+def pace_of(runs: dict[str, Result]) -> float:
+    """CPU seconds of a step of TRL's, without evaluations."""
+    ends = [it["curve"][-1] for it in runs.values() if "cpu_seconds" in it["curve"][-1]]
+    assert ends, "TRL's run as long as taut's is the measure: train trl first"
+    return sum(end["cpu_seconds"] for end in ends) / sum(end["step"] for end in ends)
 
 
 def settings_of_trl() -> Result:
@@ -191,34 +224,14 @@ def gather(work: Path) -> dict[str, dict[str, dict[str, Result]]]:
     return found
 
 
-def at_seconds(curve: Curve, seconds: float) -> dict[str, float]:
-    """The last point of a curve that was reached within ``seconds``, or its first."""
-    return [point for point in curve if point["seconds"] <= seconds or point is curve[0]][-1]
-
-
 def rows_of(name: str, methods: dict[str, dict[str, Result]]) -> list[Result]:
     """What the table says of a task."""
     start = methods["warm"]["0"]["curve"][-1]
-    rows = []
-    for method in ("grpo", "ppo", "trl"):
-        runs = methods.get(method, {})
-        if not runs:
-            continue
-        ends = {seed: run["curve"][-1] for seed, run in runs.items()}
-        if method == "trl":
-            ours = {seed: methods["grpo"][seed]["curve"][-1] for seed in runs}
-            equal = {
-                seed: next(p for p in run["curve"] if p["step"] == ours[seed]["step"])
-                for seed, run in runs.items()
-            }
-            rows.append(row(name, "TRL, equal samples", start, equal))
-            timed = {
-                seed: at_seconds(run["curve"], ours[seed]["seconds"]) for seed, run in runs.items()
-            }
-            rows.append(row(name, "TRL, equal seconds", start, timed))
-        else:
-            rows.append(row(name, method, start, ends))
-    return rows
+    ends = {
+        method: {seed: it["curve"][-1] for seed, it in runs.items()}
+        for method, runs in methods.items()
+    }
+    return [row(name, method, start, ends[method]) for method in LABELS if method in ends]
 
 
 def row(
@@ -248,22 +261,24 @@ def row(
 
 
 def show(rows: Sequence[Result]) -> None:
-    """The table."""
-    columns = "before  after (least)    raise             stopped         samples  seconds  shown"
-    print(f"{'task':24}{'method':20}seeds  {columns}")
+    """The table, as examples/grpo/README.md has it."""
+    print(
+        "| task | | seeds | before | after | raise | least | stopped | samples | seconds | shown |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for it in rows:
-        raised = f"{it['raise']:7.3f} +- {it['standard_error']:.3f}"
-        stopped = f"{it['stopped_before']:.3f} -> {it['stopped_after_least']:.3f}"
         print(
-            f"{it['task']:24}{it['method']:20}{it['seeds']:5}{it['before']:8.3f}{it['after']:7.3f} ({it['least']:.3f})"
-            f"  {raised}  {stopped}{it['samples']:10.0f}{it['seconds']:9.0f}  {'yes' if it['is_shown'] else 'NO'}"
+            f"| {it['task']} | {LABELS[it['method']]} | {it['seeds']} | {it['before']:.3f} | {it['after']:.3f} "
+            f"| {it['raise']:.3f} +- {it['standard_error']:.3f} | {it['least']:.3f} "
+            f"| {it['stopped_before']:.3f} -> {it['stopped_after_least']:.3f} "
+            f"| {it['samples']:.0f} | {it['seconds']:.0f} | {'yes' if it['is_shown'] else 'no'} |"
         )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--methods", nargs="*", default=["grpo", "ppo", "trl"])
+    parser.add_argument("--methods", nargs="*", choices=list(LABELS), default=list(LABELS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--work", type=Path, default=Path(".cache/benchmarks/learning"))
     parser.add_argument("--cache", type=Path, default=Path(".cache"), help="peers' environments")
@@ -275,16 +290,16 @@ def main() -> int:
     arguments = parse_arguments()
     lab = Lab(arguments.work.absolute(), arguments.cache.absolute())
     for seed in arguments.seeds:
-        for position, name in enumerate(TASKS):
-            for method in arguments.methods:
-                if name in arguments.tasks and (position == 0 or method not in ONCE):
+        for name in arguments.tasks:
+            for method in TASKS[name].methods:
+                if method in arguments.methods:
                     lab.train(name, method, seed)
     found = gather(lab.work)
     rows = [it for name, methods in found.items() for it in rows_of(name, methods)]
     show(rows)
     if arguments.record:
         arguments.record.write_text(json.dumps({"table": rows, "runs": found}, indent=1) + "\n")
-    return int(not all(it["is_shown"] for it in rows if not it["method"].startswith("TRL")))
+    return int(not all(it["is_shown"] for it in rows if not it["method"].startswith("trl")))
 
 
 if __name__ == "__main__":

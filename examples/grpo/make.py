@@ -50,9 +50,9 @@ PHRASES = (
     ".0', '",
     ".0']",
     "Write as a fraction: ",
-    "\\frac{",
+    "\\boxed{\\frac{",
     "}{",
-    "\\boxed{",
+    "}}",
 )
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -62,8 +62,8 @@ GENERATORS: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
     "palindrome_generation": {"min_length": 3, "max_length": 6},
     "number_sorting": {
-        "min_numbers": 3,
-        "max_numbers": 3,
+        "min_numbers": 2,
+        "max_numbers": 2,
         "max_decimals": 0,
         "min_value": 10,
         "max_value": 99,
@@ -82,14 +82,14 @@ def generated(name: str, seed: int) -> Iterator[Row]:
 
 
 def decimals(seed: int) -> Iterator[Row]:
-    """Decimals to be written as fractions; the answer is in lowest terms."""
+    """Decimals to be written as fractions; of two equal answers, over ten or in lowest terms, either."""
     draw = random.Random(seed)
     for _ in range(LOOKED_AT):
-        hundredths = draw.randint(1, 9999)
-        value = Fraction(hundredths, 100)
-        answer = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-        question = f"Write as a fraction: {hundredths / 100:.2f}"
-        yield {"question": question, "answer": f"\\boxed{{{answer}}}"}
+        tenths = draw.randint(1, 9999)
+        lowest = Fraction(tenths, 10)
+        above, below = draw.choice([(tenths, 10), (lowest.numerator, lowest.denominator)])
+        answer = f"\\boxed{{\\frac{{{above}}}{{{below}}}}}"
+        yield {"question": f"Write as a fraction: {tenths / 10}", "answer": answer}
 
 
 def make_rows(task: str, seed: int) -> dict[str, list[Row]]:
