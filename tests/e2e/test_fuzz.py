@@ -214,6 +214,8 @@ def assignments(cls: Any) -> dict[str, str]:
     found = {key: row.default for key, row in rows.items() if row.type in plain}
     required = [key for key, row in rows.items() if row.default == "required"]
     needed = {key: '"y"' for key in ("distill.teacher",) if key in rows}
+    if "rollout.n" in rows and not needed:
+        needed["rewards"] = '"exact_match"'
     return {**dict.fromkeys(required, '"x"'), **needed, **found}
 
 
