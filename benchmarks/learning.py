@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py                                   everything; two hours on one quiet core
     python benchmarks/learning.py --tasks spell_backward --methods grpo trl --seeds 0 1
-    python benchmarks/learning.py --tasks --record examples/grpo/curves.json      what there is, written down
+    python benchmarks/learning.py --tasks --record examples/grpo      what there is, written down
 
 Tasks, model and settings are those of examples/grpo. Each run is a process of one thread; what is finished under
 ``--work`` is not done again. Accuracy is that of greedy answers to 500 held-out questions, before and after. A raise
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from peers.environments import PEERS, python_of
 
 Result = dict[str, Any]
-Curve = list[dict[str, float]]
+Found = dict[str, dict[str, dict[str, Result]]]
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo"
 RAISE, DEVIATIONS = 0.15, 3.0
@@ -212,9 +212,9 @@ def read_taut(out: Path, metric: str) -> Result:
     return {"curve": curve, "rewards": rewards, "stops": stops}
 
 
-def gather(work: Path) -> dict[str, dict[str, dict[str, Result]]]:
+def gather(work: Path) -> Found:
     """task -> method -> seed -> what came of it; the warmed model under ``warm`` and seed 0."""
-    found: dict[str, dict[str, dict[str, Result]]] = {}
+    found: Found = {}
     for name in TASKS:
         for path in sorted((work / name).glob("*/result.json")):
             method, _, seed = path.parent.name.partition("-")
@@ -275,6 +275,36 @@ def show(rows: Sequence[Result]) -> None:
         )
 
 
+def rounded(values: Any) -> Any:
+    """The same with four decimals."""
+    return json.loads(json.dumps(values), parse_float=lambda text: round(float(text), 4))
+
+
+def record(found: Found, rows: Sequence[Result], folder: Path) -> None:
+    """Everything that was measured, and a picture of it."""
+    (folder / "curves.json").write_text(json.dumps({"table": rows, "runs": found}) + "\n")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "learning"
+    figure, panels = plt.subplots(1, len(found), figsize=(3.2 * len(found), 2.6), sharey=True)
+    for panel, (name, methods) in zip(panels, found.items(), strict=True):
+        panel.set(title=name, xlabel="completions", ylim=(0, 1))
+        start = methods["warm"]["0"]["curve"][-1]["accuracy"]
+        for label in (label for label in LABELS if label in methods):
+            runs = [run["curve"] for run in methods[label].values()]
+            ends = [[0, *(point["samples"] for point in curve)] for curve in runs]
+            heights = [[start, *(point["accuracy"] for point in curve)] for curve in runs]
+            colour = f"C{list(LABELS).index(label)}"
+            for number, (across, up) in enumerate(zip(ends, heights, strict=True)):
+                panel.plot(
+                    across, up, color=colour, linewidth=0.8, label=None if number else LABELS[label]
+                )
+        panel.legend(fontsize=7, loc="lower right", frameon=False)
+    panels[0].set_ylabel("held-out accuracy")
+    figure.tight_layout()
+    figure.savefig(folder / "curves.svg", metadata={"Date": None})
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
@@ -282,7 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--work", type=Path, default=Path(".cache/benchmarks/learning"))
     parser.add_argument("--cache", type=Path, default=Path(".cache"), help="peers' environments")
-    parser.add_argument("--record", type=Path, help="write the curves and the table here")
+    parser.add_argument("--record", type=Path, help="a folder for curves.json and curves.svg")
     return parser.parse_args()
 
 
@@ -294,11 +324,11 @@ def main() -> int:
             for method in TASKS[name].methods:
                 if method in arguments.methods:
                     lab.train(name, method, seed)
-    found = gather(lab.work)
-    rows = [it for name, methods in found.items() for it in rows_of(name, methods)]
+    found = rounded(gather(lab.work))
+    rows = rounded([it for name, methods in found.items() for it in rows_of(name, methods)])
     show(rows)
     if arguments.record:
-        arguments.record.write_text(json.dumps({"table": rows, "runs": found}, indent=1) + "\n")
+        record(found, rows, arguments.record)
     return int(not all(it["is_shown"] for it in rows if not it["method"].startswith("trl")))
 
 
