@@ -153,8 +153,8 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     ("edit", "message"),
     [
         (
-            lambda it: it.update(method="ppo"),
-            r"found method='ppo' at .*resolved\.json; expected one of sft, reward, .*; the run",
+            lambda it: it.update(method="dqn"),
+            r"found method='dqn' at .*resolved\.json; expected one of sft, reward, .*; the run",
         ),
         (lambda it: it.pop("method"), r"found method=None at"),
         (lambda it: it.pop("directory"), r"found no 'config' and 'directory' at"),

@@ -62,15 +62,18 @@ def an_environment_by_another_name(place: Place, is_faulty: bool) -> Session:
     return generating(place, rewards=[], rollout__environment__name=f"{path}:Game")
 
 
-@fault("rollout.room", says="data.max_length=244", part="quick")
+@fault("rollout.room", says="data.max_length=216", part="quick")
 def prompts_that_fill_the_context(place: Place, is_faulty: bool) -> Session:
-    """A few prompts are as long as the model's context, and nothing can follow them."""
-    rows, keys = sums(), {"data__max_length": 256, "data__too_long": "drop"}
+    """A prompt is nearly as long as the model's context, and one token can follow it."""
+    rows, keys = (
+        sums(),
+        {"data__max_length": 256, "data__too_long": "drop", "rollout__max_new_tokens": 40},
+    )
     session = generating(place, rows, **keys)
     if is_faulty:
         message = {"role": "user", "content": ""}
         own = session.renderer.prompt_ids([message], ()).size
-        message["content"] = "a" * (256 - own)  # a token each
+        message["content"] = "a" * (255 - own)  # a token each
         rows[3]["messages"] = [message]
         session = generating(place, rows, **keys)
     return session
