@@ -253,7 +253,6 @@ def row(
         "stopped_before": start["stopped"],
         "stopped_after_least": min(end["stopped"] for end in ends.values()),
         "samples": fmean(end["samples"] for end in ends.values()),
-        "seconds": fmean(end["seconds"] for end in ends.values()),
         "is_shown": mean >= RAISE
         and mean >= DEVIATIONS * error
         and RANGE[0] <= start["accuracy"] <= RANGE[1],
@@ -262,16 +261,14 @@ def row(
 
 def show(rows: Sequence[Result]) -> None:
     """The table, as examples/grpo/README.md has it."""
-    print(
-        "| task | | seeds | before | after | raise | least | stopped | samples | seconds | shown |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| task | | seeds | before | after | raise | least | stopped | samples | shown |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for it in rows:
         print(
             f"| {it['task']} | {LABELS[it['method']]} | {it['seeds']} | {it['before']:.3f} | {it['after']:.3f} "
             f"| {it['raise']:.3f} +- {it['standard_error']:.3f} | {it['least']:.3f} "
             f"| {it['stopped_before']:.3f} -> {it['stopped_after_least']:.3f} "
-            f"| {it['samples']:.0f} | {it['seconds']:.0f} | {'yes' if it['is_shown'] else 'no'} |"
+            f"| {it['samples']:.0f} | {'yes' if it['is_shown'] else 'no'} |"
         )
 
 

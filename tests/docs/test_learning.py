@@ -93,7 +93,7 @@ def test_the_model_is_small_and_its_prompts_are_short(make: ModuleType, tmp_path
 
 def test_a_raise_is_shown_where_it_is_large_beside_its_error(learning: ModuleType) -> None:
     def ends(*accuracies: float) -> dict[str, dict[str, float]]:
-        point = {"stopped": 1.0, "samples": 1.0, "seconds": 1.0}
+        point = {"stopped": 1.0, "samples": 1.0}
         return {str(i): {**point, "accuracy": value} for i, value in enumerate(accuracies)}
 
     start = {"accuracy": 0.3, "stopped": 1.0}
