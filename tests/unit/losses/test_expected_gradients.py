@@ -16,6 +16,7 @@ import torch
 from tests.preferences import packs
 from torch import Tensor
 
+from taut.losses.advantages import gae
 from taut.losses.correction import Correction
 from taut.losses.kl import estimate, penalty
 from taut.losses.policy import Kl, PolicyGradient
@@ -115,6 +116,24 @@ def test_a_baseline_changes_nothing_but_the_noise(name: str) -> None:
     packed = drawn_from(POLICY, advantage_N=REWARD_S[PACKED.row_N] - 7.0)
     found = expected(PolicyGradient(name), packed)
     torch.testing.assert_close(found, -gradient_of_reward(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_gae_has_the_gradient_of_the_reward(lam: float) -> None:
+    """Of exact values with any lambda; of a critic that is wrong with lambda = 1 only."""
+    weight_N = drawn_from(POLICY).weight_N
+    earned = torch.zeros(len(OPEN)).double().index_add(0, AT_N, weight_N * REWARD_S[PACKED.row_N])
+    exact = earned / reached(POLICY)
+    for value, is_exact in ((exact, True), (exact + table(4)[:, 0], lam == 1.0)):
+        paths = []
+        for row, reward in enumerate(REWARD_S):
+            value_N = value[AT_N[PACKED.row_N == row]]
+            reward_N = torch.zeros_like(value_N)
+            reward_N[-1] = reward
+            paths.append(gae(reward_N, value_N, 0.0, 1.0, lam)[0])
+        found = expected(PolicyGradient(), drawn_from(POLICY, advantage_N=torch.cat(paths)))
+        off = float((found + gradient_of_reward()).norm())
+        assert (off < 1e-12) if is_exact else (off > 1e-2)
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])

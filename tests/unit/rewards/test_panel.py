@@ -124,7 +124,7 @@ def test_what_goes_wrong_is_an_error_of_that_answer_and_the_others_are_in_their_
     texts += ["true", "none", "d"]
     begun = time.monotonic()
     scores = dict(zip(texts, said(panel, "judged", *texts), strict=True))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
     assert [scores[it] for it in "abcd"] == [Score(2.0)] * 4
     assert (scores["true"], scores["none"]) == (Score(1.0), Score())
     errors = {text: score.error for text, score in scores.items() if score.error}

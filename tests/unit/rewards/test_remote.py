@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,7 +146,7 @@ def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) 
 
     def reply(body: dict[str, Any]) -> Reply:
         if body["completions"] == ["late"]:
-            go.wait(5)
+            go.wait(60)
         return 200, {"scores": [1]}
 
     server.reply = reply
@@ -158,12 +157,11 @@ def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) 
         answers = [Answered(text=text, prompt="") for text in texts]
         found.extend(said("reward_server", *answers, url=server.url, timeout=1, concurrency=8))
 
-    begun = time.monotonic()
     thread = threading.Thread(target=ask)
     thread.start()
-    thread.join(10)
+    thread.join(30)
+    assert not thread.is_alive()
     go.set()
-    assert time.monotonic() - begun < 4
     assert found[0] == Score(error="reward_server had no answer within 1 s")
     assert found[1:] == [Score(1.0)] * 20
     assert 1 < server.most <= 8

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -215,7 +216,7 @@ def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
         if text == "exit":
             raise SystemExit(1)
         if text == "hang":
-            time.sleep(1)
+            Event().wait(60)
         return {"junk": 5, "nan": Step(done=True, reward=float("nan")), "nothing": Step()}.get(
             text, Step(done=True)
         )
@@ -224,7 +225,7 @@ def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
     world = own(step, timeout=0.2)
     began = time.monotonic()
     found = played(world, lambda name, index, turn: words[index], n=len(words))
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 30
     reasons = [episode.error for episode in found]
     assert reasons[:2] == [
         "the environment's step raised KeyError: 'lost'",
