@@ -27,6 +27,17 @@ METHODS_KEYS: dict[str, dict[str, Any]] = {
     "gkd": {"rollout.n": 2},
 }
 """name -> what makes it small."""
+TWICE = """
+from taut.rollout.environment import Step
+
+class Twice:
+    def step(self, text, calls):
+        self.said = getattr(self, "said", 0) + 1
+        if self.said == 2:
+            return Step(done=True, reward={"short": -len(text) / 10, "there": 1})
+        return Step(messages=[{"role": "user", "content": "And then?"}])
+"""
+"""A file with an environment that hears two answers."""
 
 
 def save_models(place: Path) -> Path:

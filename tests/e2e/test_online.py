@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.chats import column, events, largest_difference, sft, weights, write_rows
 from tests.models import save_tiny
-from tests.online import METHODS_KEYS, keys_of, questions, save_models, train
+from tests.online import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
 from tests.tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,17 +25,6 @@ from taut.data.render import Renderer
 from taut.errors import Interrupted
 from taut.models.score import Scorer
 from taut.rollout.tools import load_tool
-
-FILE = """
-from taut.rollout.environment import Step
-
-class Twice:
-    def step(self, text, calls):
-        self.said = getattr(self, "said", 0) + 1
-        if self.said == 2:
-            return Step(done=True, reward={"short": -len(text) / 10, "there": 1})
-        return Step(messages=[{"role": "user", "content": "And then?"}])
-"""
 
 
 class Done(NamedTuple):
@@ -125,14 +114,15 @@ def test_a_roll_out_is_told_token_for_token(done: Done) -> None:
 
 
 def test_metrics_of_the_method(done: Done) -> None:
-    first = events(done.out, "step")[0]
+    method = done.keys["method"]
+    first = events(done.out, "rollout" if method == "best_of_n" else "step")[0]
     wanted = {
         "grpo": {"engine/difference", "engine/effective", "engine/largest", "entropy_estimate"},
         "ppo": {"ratio", "clip/low", "value/explained", "grad_norm/critic", "engine/difference"},
         "online_dpo": {"rewards/margin", "kl"},
-        "best_of_n": set(),
+        "best_of_n": {"kept", "reward_kept"},
         "gkd": {"divergence", "cross_entropy"},
-    }[done.keys["method"]]
+    }[method]
     assert wanted <= first.keys()
     if "engine/difference" in first:
         assert first["engine/difference"] < 1e-12 and first["engine/largest"] < 1e-10
@@ -191,7 +181,7 @@ def test_ctrl_c_in_the_middle_of_generation(
 
 
 def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "twice.py").write_text(FILE)
+    (tmp_path / "twice.py").write_text(TWICE)
     environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
     keys = keys_of("grpo", model, tmp_path, rewards=None, steps=2, **environment)
     train(keys)

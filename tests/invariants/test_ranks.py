@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 """A program whose second rank fails at step 2, while the first waits for it in a collective."""
 
+PROGRAM = """\
+import json, sys, taut
+from taut import parallel
+parallel.stop = lambda ranks: ranks.barrier()  # the group is joined once
+for keys in json.load(open(sys.argv[1])):
+    getattr(taut, keys["method"])(**keys)
+"""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -100,6 +109,15 @@ def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
         timeout=180,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def two_ranks(place: Path, todo: Sequence[Mapping[str, Any]]) -> None:
+    """The runs that ``todo`` has the keys of, one after another, in one process group of two."""
+    (place / "program.py").write_text(PROGRAM)
+    (place / "todo.json").write_text(json.dumps(todo))
+    done = torchrun(place / "program.py", place / "todo.json")
+    assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr
 
 
 def held_out_of(train: Path) -> str:

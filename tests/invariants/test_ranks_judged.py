@@ -5,14 +5,13 @@ All runs are of one torchrun, one after another, in one process group.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.chats import column, events, largest_difference, save_model, weights
-from tests.invariants.test_ranks import LIMIT, torchrun
+from tests.invariants.test_ranks import LIMIT, two_ranks
 from tests.judged import keys_of, train
 from tests.left import read_checkpoint
 
@@ -40,14 +39,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps, a rank without": ("process", ALONE),
 }
 
-PROGRAM = """\
-import json, sys, taut
-from taut import parallel
-parallel.stop = lambda ranks: ranks.barrier()  # the group is joined once
-for keys in json.load(open(sys.argv[1])):
-    getattr(taut, keys["method"])(**keys)
-"""
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,11 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 train(keys)
             else:
                 todo.append(keys)
-    (place / "program.py").write_text(PROGRAM)
-    (place / "todo.json").write_text(json.dumps(todo))
-    done = torchrun(place / "program.py", place / "todo.json")
-    assert done.returncode == 0, done.stderr
-    assert "UserWarning" not in done.stderr
+    two_ranks(place, todo)
     return place
 
 

@@ -5,15 +5,13 @@ All runs are of one torchrun, one after another, in one process group.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.chats import column, events, largest_difference, weights
-from tests.invariants.test_ranks import LIMIT, torchrun
-from tests.invariants.test_ranks_judged import PROGRAM
-from tests.online import keys_of, save_models, train
+from tests.invariants.test_ranks import LIMIT, two_ranks
+from tests.online import TWICE, keys_of, save_models, train
 
 UNEVEN = {"batch.tokens_per_microbatch": 90, "steps": 3}
 """The ranks have different numbers of micro-batches."""
@@ -63,24 +61,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 train(keys)
             else:
                 todo.append(keys)
-    (place / "program.py").write_text(PROGRAM)
-    (place / "todo.json").write_text(json.dumps(todo))
-    done = torchrun(place / "program.py", place / "todo.json")
-    assert done.returncode == 0, done.stderr
-    assert "UserWarning" not in done.stderr
+    two_ranks(place, todo)
     return place
-
-
-TWICE = """
-from taut.rollout.environment import Step
-
-class Twice:
-    def step(self, text, calls):
-        self.said = getattr(self, "said", 0) + 1
-        if self.said == 2:
-            return Step(done=True, reward=-len(text) / 10)
-        return Step(messages=[{"role": "user", "content": "And then?"}])
-"""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -89,6 +71,7 @@ def test_two_ranks_equal_one_process(name: str, place: Path) -> None:
     assert events(two, "start")[0]["num_ranks"] == 2
     for found, wanted in zip(events(two, "rollout"), events(one, "rollout"), strict=True):
         told = {key: wanted[key] for key in SAME if key in wanted}
+        assert told
         assert {key: found[key] for key in told} == pytest.approx(told, rel=LIMIT)
         assert [s["ids"] for s in found["samples"]] == [s["ids"] for s in wanted["samples"]]
     for field in ("sample_ids", "num_targets", "num_tokens_unshared"):
@@ -97,6 +80,7 @@ def test_two_ranks_equal_one_process(name: str, place: Path) -> None:
         told = {k: v for k, v in wanted.items() if "/" in k or k in ("loss", "grad_norm", "ratio")}
         if wanted["step"] == 1:  # margins are 0 to rounding, and on either side of it
             told.pop("rewards/accuracy", None)
+        assert told
         assert {key: found[key] for key in told} == pytest.approx(told, rel=1e-8, abs=LIMIT)
     folder = "adapter" if "lora.rank" in RUNS[name][1] else "model"
     assert largest_difference(weights(two / folder), weights(one / folder)) < LIMIT

@@ -6,7 +6,6 @@ for token, since each token is drawn by a number of its own; what is computed fr
 
 from __future__ import annotations
 
-import ast
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -159,15 +158,3 @@ def test_its_reward_is_the_last_number(flat: dict[str, Callable[..., Any]]) -> N
     assert reward("2 and 3 make 5.", ["5"]) == 1.0
     assert reward("5, or 6", ["5"]) == 0.0
     assert reward("-5", ["5"]) == reward("five", ["5"]) == reward("", ["5"]) == 0.0
-
-
-def test_it_imports_nothing_of_taut_and_fits_in_200_lines() -> None:
-    text = FLAT.read_text(encoding="utf-8")
-    names = {
-        alias.name if isinstance(node, ast.Import) else str(node.module)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assert not any(name.split(".")[0] == "taut" for name in names)
-    assert len(text.splitlines()) <= 200

@@ -6,7 +6,6 @@ rounding: 1e-9 relative, on the loss of every step and on every final weight.
 
 from __future__ import annotations
 
-import ast
 import json
 import random
 import runpy
@@ -112,15 +111,3 @@ def test_as_a_program_it_saves_a_model_that_stops(
     )
     with pytest.raises(AssertionError, match="is not empty"):
         flat["main"](words)
-
-
-def test_it_imports_nothing_of_taut_and_fits_in_200_lines() -> None:
-    text = FLAT.read_text(encoding="utf-8")
-    names = {
-        alias.name if isinstance(node, ast.Import) else str(node.module)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assert not any(name.split(".")[0] == "taut" for name in names)
-    assert len(text.splitlines()) <= 200

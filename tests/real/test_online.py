@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.chats import column, events, write_rows
-from tests.real.vllm import needs_vllm, served
+from tests.real.vllm import needs_vllm
 
 import taut
-from taut.rollout import worker
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -32,25 +30,6 @@ COMMON: dict[str, Any] = {
     "contract.prompts": 0,
     "checkpoint.every": 0,
 }
-
-
-@pytest.fixture(scope="module")
-def url(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = (
-        "--worker-extension-cls=taut_worker.TautWorker",
-        "--enable-lora",
-        "--max-lora-rank=8",
-        "--served-model-name=smol",
-        "--logprobs-mode=processed_logprobs",
-    )
-    variables = {
-        "PYTHONPATH": str(Path(worker.__file__).parent),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    }
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with served(real_model, log, options, variables) as url:
-        yield url
 
 
 def trained(model: Path, place: Path, **keys: Any) -> Path:
@@ -84,9 +63,9 @@ def test_in_this_process(real_model: Path, tmp_path: Path) -> None:
     ids=["adapter", "full", "ahead"],
 )
 def test_against_a_server(
-    given: dict[str, Any], url: str, real_model: Path, tmp_path: Path
+    given: dict[str, Any], pushed_to: str, real_model: Path, tmp_path: Path
 ) -> None:
-    engine = {"rollout__engine": "server", "rollout__url": url}
+    engine = {"rollout__engine": "server", "rollout__url": pushed_to}
     out = trained(real_model, tmp_path, **engine, **given)
     rollouts, apart = events(out, "rollout"), column(out, "engine/difference")
     is_ahead = "rollout__ahead" in given

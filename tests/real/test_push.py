@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.real.vllm import needs_vllm, served
+from tests.real.vllm import needs_vllm
 from tests.weights import CPU, change
 from torch import nn
 
@@ -20,7 +19,6 @@ from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.score import Scorer
 from taut.parallel import Ranks
-from taut.rollout import worker
 from taut.rollout.answer import TOLERANCE
 from taut.rollout.engine import Sampling
 from taut.rollout.server import ServerConfig, ServerEngine
@@ -32,24 +30,6 @@ LIMIT = TOLERANCE["float32"]
 pytestmark = [pytest.mark.real, pytest.mark.slow, needs_vllm]
 
 
-@pytest.fixture(scope="module")
-def url(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = (
-        "--worker-extension-cls=taut_worker.TautWorker",
-        "--enable-lora",
-        "--max-lora-rank=8",
-    )
-    variables = {
-        "PYTHONPATH": str(Path(worker.__file__).parent),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    }
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    named = ("--served-model-name=smol", "--logprobs-mode=processed_logprobs")
-    with served(real_model, log, (*options, *named), variables) as url:
-        yield url
-
-
 def loaded(directory: Path) -> nn.Module:
     attention = select("auto", CPU, torch.float32, load_config(str(directory))).implementation
     return load_model(str(directory), dtype=torch.float32, device=CPU, attention=attention)
@@ -57,7 +37,7 @@ def loaded(directory: Path) -> nn.Module:
 
 @pytest.mark.parametrize("mode", ["adapter", "full"])  # full changes the base under adapters
 def test_what_is_sampled_after_a_push_is_the_training_model_s(
-    url: str, real_model: Path, mode: str
+    pushed_to: str, real_model: Path, mode: str
 ) -> None:
     model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_rows="never"))
     asked = Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32)
@@ -67,7 +47,7 @@ def test_what_is_sampled_after_a_push_is_the_training_model_s(
     chat = [{"role": "user", "content": "Name a colour."}]
     prompt = Prompt("a", renderer.prompt_ids(chat))
     sampling = Sampling(max_new_tokens=16, temperature=0.7, seed=1)
-    engine = ServerEngine.open(url, config, tokenizer, renderer.stop_ids, 1024)
+    engine = ServerEngine.open(pushed_to, config, tokenizer, renderer.stop_ids, 1024)
     try:
         engine = engine.follow(asked)
         assert engine.sync is not None
