@@ -19,7 +19,6 @@ Results go to a JSON file and a table. Exit status 1 if a target was measured an
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,7 +36,7 @@ from data import SMALL, Model
 from objectives import OBJECTIVES, SIGMOID, Objective
 from pairs import Lengths, Pair, make_pairs, write_pairs
 from report import Contender
-from sft import Bench, matches
+from sft import Bench, matches, parse_arguments
 from taut.models.lora import LoraConfig, apply_lora, save_adapter
 
 Result = dict[str, Any]
@@ -326,27 +325,8 @@ def has_missed(result: Result) -> bool:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8 pairs a step, three steps")
-    parser.add_argument(
-        "--cases", nargs="*", default=[], help="words: cases whose name has one of them"
-    )
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="words: contenders whose name has one of them"
-    )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--cache", type=Path, default=Path(".cache"), help="holds the peers' environments"
-    )
-    parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/dpo.json"))
-    return parser.parse_args()
-
-
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = parse_arguments(__doc__, "dpo", "8 pairs a step, three steps")
     results: Result = {"threads": arguments.threads, "dtype": arguments.dtype, "cases": {}}
     chosen = [
         case

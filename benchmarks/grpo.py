@@ -21,7 +21,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,7 +36,7 @@ from asked import write_prompts
 from data import SMALL, Model
 from policies import POLICIES
 from report import Contender
-from sft import Bench, matches
+from sft import Bench, matches, parse_arguments
 from taut.demo.fetch import get_model
 
 Result = dict[str, Any]
@@ -334,27 +333,8 @@ def has_missed(result: Result) -> bool:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small, 256, beside one mode of TRL")
-    parser.add_argument(
-        "--cases", nargs="*", default=[], help="words: cases whose name has one of them"
-    )
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="words: contenders whose name has one of them"
-    )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--cache", type=Path, default=Path(".cache"), help="holds the peers' environments"
-    )
-    parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/grpo.json"))
-    return parser.parse_args()
-
-
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = parse_arguments(__doc__, "grpo", "small, 256, beside one mode of TRL")
     results: Result = {"threads": arguments.threads, "dtype": arguments.dtype, "cases": {}}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:

@@ -236,29 +236,31 @@ def scaling(bench: Bench) -> list[Result]:
     return found
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="the small model, few steps, one round"
-    )
+def parse_arguments(
+    doc: str | None, name: str, quick: str, rounds: int | None = 1
+) -> argparse.Namespace:
+    """The words of ``NAME.py``, with the first line of its docstring and what its ``--quick`` is."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument(
         "--cases", nargs="*", default=[], help="words: cases whose name has one of them"
     )
     parser.add_argument(
         "--only", nargs="*", default=[], help="words: contenders whose name has one of them"
     )
-    parser.add_argument("--rounds", type=int, help="rounds, instead of each case's own number")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of every case")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--cache", type=Path, default=Path(".cache"), help="holds the peers' environments"
     )
-    parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/sft.json"))
+    parser.add_argument("--out", type=Path, default=Path(f".cache/benchmarks/{name}.json"))
     return parser.parse_args()
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    quick = "the small model, few steps, one round"
+    arguments = parse_arguments(__doc__, "sft", quick, rounds=None)
     results: Result = {"threads": arguments.threads, "dtype": arguments.dtype, "cases": {}}
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(arguments.cache.absolute(), Path(work), arguments.threads, arguments.dtype)
