@@ -1,4 +1,4 @@
-"""The examples on preferences, on the real model: they reach what their expected.json says."""
+"""The examples on short answers, on the real model: they reach what their expected.json says."""
 
 from __future__ import annotations
 
@@ -74,3 +74,15 @@ def test_a_reward_model_of_the_same_pairs(real_model: Path, data: Path, tmp_path
     assert result.metrics["accuracy"] >= expected("shorter-reward")["accuracy_after_at_least"]
     scored = taut.score(model=str(result.model), data=str(data / "eval.jsonl"))
     assert scored.accuracy == pytest.approx(result.metrics["accuracy"])
+
+
+def test_right_and_short_from_rewards_alone(real_model: Path, data: Path, tmp_path: Path) -> None:
+    wanted, out = expected("grpo-shorter"), tmp_path / "grpo"
+    given = {"model": str(real_model), "data": {"train": str(data / "train.jsonl")}}
+    taut.grpo(EXAMPLES / "grpo-shorter/run.toml", out=str(out), **given)
+    rollouts = [e for e in all_events(out / "events.jsonl") if e["kind"] == "rollout"]
+    last = rollouts[-1]
+    assert len(rollouts) == wanted["steps"]
+    assert last["reward"] >= wanted["reward_last_at_least"]
+    assert last["stopped"] >= wanted["stopped_last_at_least"]
+    assert last["tokens_mean"] <= wanted["tokens_last_at_most"]
