@@ -241,13 +241,13 @@ def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -
 def _train(method: Any, run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Result:
     from taut import api
     from taut.errors import ConfigError
-    from taut.run import Run
+    from taut.run import Run, command_of
     from taut.training import METHODS
 
     if isinstance(run, Run) and run.method != method:
         raise ConfigError(
-            f"found a run of taut {run.method} given to taut.{method}; expected one of taut {method}; call "
-            f"taut.{run.method}"
+            f"found a run of {command_of(run.method)} given to taut.{method}; expected one of {command_of(method)}; "
+            f"call taut.{run.method}"
         )
     return api.train(_configure(METHODS[method], run, keys))
 

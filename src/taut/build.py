@@ -51,7 +51,7 @@ from taut.online.recipe import Recipe
 from taut.optim import build_optimizer, learning_rate
 from taut.parallel import Ranks
 from taut.rollout.local import LocalEngine
-from taut.run import Decision, Inputs, Run, rows_of
+from taut.run import Decision, Inputs, Run, command_of, rows_of
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -128,8 +128,8 @@ def assemble(
     _recompute(run, model, dtype, ranks)
     if one_sample and run.objective.are_coupled:
         raise ModelError(
-            f"model={run.model}: it runs one sample at a time ({one_sample}), and taut {run.method} compares samples; "
-            "expected a model that packs"
+            f"model={run.model}: it runs one sample at a time ({one_sample}), and "
+            f"{command_of(run.method)} compares samples; expected a model that packs"
         )
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     fit = build_fit(

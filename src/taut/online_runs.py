@@ -28,13 +28,13 @@ from taut.methods.policy import GrpoConfig, PolicyConfig, PpoConfig, RollOut
 from taut.methods.preference import DpoConfig
 from taut.methods.reference import STREAM, ReferenceConfig
 from taut.online.credit import All, Best, BestOfNConfig, Credit, Pairs
-from taut.online.gradients import Gae, KlPenalty, Policy, ShapingConfig, Ways
 from taut.online.guard import GuardConfig
+from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.recipe import Recipe
 from taut.online.rollouts import RolloutConfig
 from taut.rewards.panel import PanelConfig
 from taut.rewards.registry import RewardSpec
-from taut.run import Comparing, Method, Objective
+from taut.run import Comparing, Method, Objective, command_of
 
 
 @configclass
@@ -71,12 +71,13 @@ class OnlineRun(Comparing):
         for name in self.UNWATCHED:
             if getattr(self.guard, name) != getattr(GuardConfig, name):
                 raise ConfigError(
-                    f"guard.{name}={getattr(self.guard, name):g} watches policy gradients, and taut {self.METHOD} "
-                    "reads neither advantages nor the engine's log-probs; taut grpo and ppo do; take it out"
+                    f"guard.{name}={getattr(self.guard, name):g} watches policy gradients, and "
+                    f"{command_of(self.METHOD)} reads neither advantages nor the engine's log-probs; taut grpo and ppo "
+                    "do; take it out"
                 )
         if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
             raise ConfigError(
-                f"rewards is not set, and taut {self.METHOD} learns from what completions are worth; expected a "
+                f"rewards is not set, and {command_of(self.METHOD)} learns from what completions are worth; expected a "
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
@@ -118,6 +119,8 @@ class PolicyRun(OnlineRun):
         self.shaping.require_room(self.rollout.grows)
         config: PolicyConfig = getattr(self, self.METHOD)  # its section has the method's name
         _require_meant(self.reference, f"{self.METHOD}.kl_coef=0", is_read=config.kl_coef > 0)
+        if self.rollout.engine == "local":
+            config.require_no_auto()
 
     def policy(
         self, config: PolicyConfig, estimate: Estimator | Gae, critic: CriticConfig | None = None
@@ -128,7 +131,7 @@ class PolicyRun(OnlineRun):
         loss = config.make_loss(
             RollOut(
                 temperature=rollout.temperature,
-                max_new_tokens=rollout.max_new_tokens,
+                limit=rollout.grows,
                 is_fresh=is_fresh,
                 has_engine_logp=True,
                 is_apart=rollout.engine == "server",
@@ -143,7 +146,7 @@ class PolicyRun(OnlineRun):
             has_old=not is_fresh,
             penalty=KlPenalty(config.penalty_coef, config.kl_target) if has_penalty else None,
         )
-        recipe = self.recipe(partial(Policy, loss, ways), critic)
+        recipe = self.recipe(partial(PolicyCredit, loss, ways), critic)
         is_first = has_penalty or (config.kl_coef > 0 and not is_fresh)
         return Objective(
             loss,
@@ -200,6 +203,20 @@ class GkdConfig(DistillConfig):
     divergence: Literal["forward", "reverse", "js"] = "reverse"
     """reverse: KL(student || teacher), which keeps to what the teacher does most; forward: KL(teacher || student); js:
     both, to their mixture."""
+
+    def __post_init__(self) -> None:
+        for key in ("top_logprobs", "eval_top_logprobs", "tail"):
+            if getattr(self, key) is not None:
+                raise ConfigError(
+                    f"distill.{key}={getattr(self, key)}: a file knows nothing of completions that are yet to be "
+                    "generated; expected a teacher alone; set distill.teacher=DIR, and leave it out"
+                )
+        if self.sft_weight:
+            raise ConfigError(
+                f"distill.sft_weight={self.sft_weight:g} weighs the data's own answers, and taut gkd learns on the "
+                "student's, whose log-prob has a mean gradient of 0; expected none; leave it out"
+            )
+        super().__post_init__()
 
 
 @configclass
@@ -295,6 +312,11 @@ class BestOfNRun(OnlineRun):
                 f"best_of_n.keep={self.best_of_n.keep} and rollout.n={self.rollout.n}; expected to keep at most as "
                 "many as there are; raise rollout.n"
             )
+        if self.rollout.refills and self.best_of_n.at_least is None:
+            raise ConfigError(
+                f"rollout.refills={self.rollout.refills} replaces prompts whose answers are all not good enough, and "
+                "without best_of_n.at_least the best is always good enough; set that, or take rollout.refills out"
+            )
 
     @property
     def objective(self) -> Objective:
@@ -315,10 +337,9 @@ class GkdRun(OnlineRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distill.top_logprobs is not None:
+        if self.distill.teacher is None:
             raise ConfigError(
-                f"distill.top_logprobs={self.distill.top_logprobs} knows nothing of completions that are yet to be "
-                "generated; expected a teacher; set distill.teacher=DIR"
+                "distill.teacher is not set; expected a model directory; set distill.teacher=DIR"
             )
         self.distill.require_teacher(self.model, has_eval=False)
         for key in ("refills", "replay"):
@@ -331,6 +352,11 @@ class GkdRun(OnlineRun):
             raise ConfigError(
                 "rewards is set, and taut gkd learns from its teacher alone; expected none; take rewards out, or set "
                 "eval.answers.rewards to judge held-out answers"
+            )
+        if self.grading != PanelConfig():
+            raise ConfigError(
+                "grading is set, and taut gkd has no rewards whose work it could share out; expected none; take "
+                "grading out"
             )
 
     @property

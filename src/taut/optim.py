@@ -54,11 +54,16 @@ class OptimConfig:
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where the decay ends, as a part of ``learning_rate``."""
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """The largest norm of the whole gradient; a larger one is scaled down to it. None: no
-    clipping.
+    """The largest norm of the whole gradient (of PPO: the policy's and the critic's, each); a larger one is scaled down
+    to it. None: no clipping.
     """
 
     def __post_init__(self) -> None:
+        if self.schedule == "constant" and self.min_learning_rate_ratio:
+            raise ConfigError(
+                f"optim.min_learning_rate_ratio={self.min_learning_rate_ratio:g} is where a decay ends, and "
+                "optim.schedule=constant has none; expected linear or cosine; set that, or leave it out"
+            )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ConfigError(
                 f"optim.warmup_steps={self.warmup_steps} and "

@@ -62,6 +62,11 @@ Method: TypeAlias = Literal[
 ]
 
 
+def command_of(method: Method) -> str:
+    """The command that trains it, as it is typed."""
+    return f"taut {method.replace('_', '-')}"
+
+
 class Objective(NamedTuple):
     """What a method minimises, and what it has to be given for that."""
 
@@ -159,8 +164,8 @@ class Run:
     def __post_init__(self) -> None:
         if self.method != self.METHOD:
             raise ConfigError(
-                f"found method={self.method} in a run of taut {self.METHOD}; expected {self.METHOD}; give the run to "
-                f"taut {self.method}, or take the key out"
+                f"found method={self.method} in a run of {command_of(self.METHOD)}; expected {self.METHOD}; give the "
+                f"run to {command_of(self.method)}, or take the key out"
             )
         if not self.has_rewards:
             self.eval.answers.require_rewards()
@@ -190,7 +195,7 @@ class Comparing(Run):
         }.items():
             if value:
                 raise ConfigError(
-                    f"{key}={value:g} in a run of taut {self.METHOD}: what is compared must not be noisy; "
+                    f"{key}={value:g} in a run of {command_of(self.METHOD)}: what is compared must not be noisy; "
                     f"expected {key}=0; take the key out"
                 )
 

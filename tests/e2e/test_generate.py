@@ -35,7 +35,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def generate(model: Path, prompts: Path, out: Path, **keys: Any) -> Generated:
-    return taut.generate(model=model, prompts=prompts, out=out, device="cpu", **keys)
+    if keys.get("engine") != "server":
+        keys["device"] = "cpu"
+    return taut.generate(model=model, prompts=prompts, out=out, **keys)
 
 
 def test_lines_are_the_same_whatever_runs_beside_them_and_when(
@@ -119,6 +121,12 @@ def test_what_cannot_be_exact_is_refused_or_bounded(tmp_path: Path) -> None:
             {"engine": "server", "url": "u", "adapter": "a"},
             "adapter=a would be ignored by engine=server",
         ),
+        ({"server.timeout": 5.0}, "settings of server would be ignored by engine=local"),
+        (
+            {"engine": "server", "url": "u", "local.sequences": 2},
+            "settings of local would be ignored by engine=server",
+        ),
+        ({"engine": "server", "url": "u", "dtype": "float32"}, "settings of dtype would be"),
         ({"template": "missing.jinja"}, "template: cannot read missing.jinja: No such file"),
     ],
 )

@@ -31,6 +31,21 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rollout.top_p": 0.9}, r"rollout\.top_p"),
     ("grpo", {"rollout.url": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.url"),
     ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.url=None"),
+    (
+        "grpo",
+        {"rollout.server.timeout": 5.0},
+        r"rollout\.server is set with rollout\.engine=local",
+    ),
+    (
+        "grpo",
+        {
+            "rollout.engine": "server",
+            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.local.sequences": 2,
+        },
+        r"rollout\.local is set with rollout\.engine=server",
+    ),
+    ("gkd", {"grading.workers": 2}, r"grading is set, and taut gkd has no rewards"),
     ("grpo", {"rollout.ahead": True}, r"rollout\.ahead=true with rollout\.engine=local"),
     (
         "grpo",
@@ -89,7 +104,15 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     (
         "gkd",
         {"distill.teacher": None, "distill.top_logprobs": "a", "distill.divergence": "forward"},
-        r"distill\.top_logprobs=a knows nothing of completions",
+        r"distill\.top_logprobs=a: a file knows nothing of completions",
+    ),
+    ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket: a file knows nothing"),
+    ("gkd", {"distill.sft_weight": 1.0}, r"distill\.sft_weight=1 weighs the data's own answers"),
+    ("best_of_n", {"rollout.refills": 1}, r"rollout\.refills=1 .* best_of_n\.at_least"),
+    (
+        "grpo",
+        {"grpo.correction_cap": 7.0},
+        r"found grpo\.correction_cap=7, which nothing reads: with the engine in this process",
     ),
     ("online_dpo", {"lora.rank": 2, "lora.dropout": 0.1}, r"lora\.dropout=0\.1 in a run of taut"),
     ("grpo", {"rollout.environment.tools": ["calculator"]}, r"rollout\.environment\.tools"),
@@ -135,7 +158,11 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
         (None, {"rollout__reference": "solution"}, "no column 'solution'"),
         (
             None,
-            {"rollout__engine": "server", "rollout__url": "http://127.0.0.1:9/v1"},
+            {
+                "rollout__engine": "server",
+                "rollout__url": "http://127.0.0.1:9/v1",
+                "rollout__server__retries": 0,
+            },
             "no answer",
         ),
     ],
@@ -147,8 +174,7 @@ def test_what_is_found_before_the_first_step(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    quick = {"rollout__server__retries": 0}
-    keys = keys_of("grpo", model, tmp_path, **quick, **given)
+    keys = keys_of("grpo", model, tmp_path, **given)
     if rows is not None:
         keys["data.train"] = str(write_rows(tmp_path / "rows.jsonl", rows))
     with pytest.raises(TautError, match=told):
@@ -158,7 +184,7 @@ def test_what_is_found_before_the_first_step(
 
 def test_pairs_of_a_model_that_runs_one_sample_at_a_time(tmp_path: Path) -> None:
     stateful = save_tiny("lfm2", tmp_path / "stateful", tiny_tokenizer())
-    with pytest.raises(ModelError, match=r"one sample at a time.*taut online_dpo compares samples"):
+    with pytest.raises(ModelError, match=r"one sample at a time.*taut online-dpo compares samples"):
         make(keys_of("online_dpo", stateful, tmp_path))
 
 

@@ -13,9 +13,9 @@ from taut.config import from_mapping
 from taut.data.plan import Order
 from taut.data.prompt_set import PromptSet
 from taut.errors import ConfigError
-from taut.online.gradients import Gae, ShapingConfig
 from taut.online.guard import BEGINNING, RECENT, Guard, GuardConfig
 from taut.online.method import Kept, Online
+from taut.online.policy_credit import Gae, ShapingConfig
 from taut.online.rollouts import RolloutConfig
 from taut.online.scoring import VALUE
 from taut.online_runs import GrpoRun

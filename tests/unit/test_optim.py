@@ -60,6 +60,7 @@ def test_the_default_warms_up_for_three_hundredths() -> None:
         {"beta2": 1.0},
         {"warmup_steps": -1},
         {"min_learning_rate_ratio": 1.5},
+        {"min_learning_rate_ratio": 0.5, "schedule": "constant"},
         {"clip_grad_norm": 0.0},
     ],
 )

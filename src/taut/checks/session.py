@@ -50,8 +50,8 @@ from taut.data.stops import StopSet
 from taut.loop import Job
 from taut.models import anatomy
 from taut.models.score import Scorer
-from taut.online.gradients import Policy
 from taut.online.method import Online
+from taut.online.policy_credit import PolicyCredit
 from taut.online.rehearsal import rehearsed
 from taut.parallel import Ranks
 from taut.run import (
@@ -220,7 +220,7 @@ class Session:
     def is_policy_gradient(self) -> bool:
         """Whether the loss is no measure of what is learned, and only its gradient means something."""
         method = self.job.method
-        return isinstance(method, Online) and isinstance(method.credit, Policy)
+        return isinstance(method, Online) and isinstance(method.credit, PolicyCredit)
 
     @property
     def is_scalar(self) -> bool:

@@ -26,7 +26,7 @@ from taut.models.load import context_length
 from taut.models.prove import one_sample_reasons
 from taut.online.method import Online
 from taut.parallel import Ranks
-from taut.run import Inputs, Run
+from taut.run import Inputs, Run, command_of
 from taut.types import Packed, Sample, Tree
 
 NUM_STEPS = 5
@@ -150,8 +150,8 @@ def without_data(run: Run, config: PreTrainedConfig, num_ranks: int) -> Workload
     """
     if run.objective.kind != "sft":
         raise ConfigError(
-            f"data.train is not set: what the rows of taut {run.method} share is not guessed; expected data; set "
-            "data.train=FILE"
+            f"data.train is not set: what the rows of {command_of(run.method)} share is not guessed; expected data; "
+            "set data.train=FILE"
         )
     budget = run.batch.tokens_per_microbatch
     length = min(run.data.max_length or GUESSED, context_length(config) or GUESSED)

@@ -49,7 +49,7 @@ from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
 from taut.models.reward import reward_skeleton
 from taut.models.score import Scorer
-from taut.run import Run
+from taut.run import Run, command_of
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
@@ -169,14 +169,14 @@ def trace(
     """What one micro-batch holds. ``is_first``: no gradient is there before it."""
     if run.objective.teacher is not None:
         raise ModelError(
-            f"found a run of taut {run.method}: what a teacher takes is not foretold; expected one without a teacher; "
-            "measure it with a short run instead"
+            f"found a run of {command_of(run.method)}: what a teacher takes is not foretold; expected one "
+            "without a teacher; measure it with a short run instead"
         )
     online = run.objective.online
     if online is not None and online.critic is not None:
         raise ModelError(
-            f"found a run of taut {run.method}: what a critic takes is not foretold; expected one without a critic; "
-            "measure it with a short run instead"
+            f"found a run of {command_of(run.method)}: what a critic takes is not foretold; expected one "
+            "without a critic; measure it with a short run instead"
         )
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -44,6 +44,8 @@ from taut.errors import ConfigError
 
 Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(reward_S, group_S) -> advantage_S: float64 [S], int64 [S] of any numbers."""
+ALIKE = 1e-12
+"""Rewards that differ by no more are alike: sums of parts come in any order, and rounding is no signal."""
 EPSILON = 1e-4
 
 
@@ -98,7 +100,7 @@ def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
     num_groups, index_S = _numbered(group_S)
     for number in range(num_groups):
         at = (index_S == number).nonzero().squeeze(1)
-        if at.numel() > 1:
+        if at.numel() > 1 and float(reward_S[at].max() - reward_S[at].min()) > ALIKE:
             advantage_S[at] = _raised(reward_S[at], min(k, at.numel()))
     return advantage_S
 
@@ -109,9 +111,12 @@ def _raised(reward_G: Tensor, k: int) -> Tensor:
     """
     size = reward_G.numel()
     sorted_G, order = reward_G.sort()
-    ways_G = torch.tensor([float(math.comb(j, k - 2)) for j in range(size)], dtype=reward_G.dtype)
+    shares = [
+        math.comb(j, k - 2) / math.comb(size, k) for j in range(size)
+    ]  # exact integers, of any size
+    share_G = torch.tensor(shares, dtype=reward_G.dtype)
     above_GG = (sorted_G[:, None] - sorted_G[None, :]).clamp(min=0)
-    raised_G = above_GG @ (ways_G / math.comb(size, k)) * size
+    raised_G = above_GG @ share_G * size
     return torch.empty_like(reward_G).index_copy(0, order, raised_G)
 
 
@@ -136,7 +141,7 @@ def whiten(value: Tensor) -> Tensor:
 
 def _deviation(value: Tensor) -> float:
     """The standard deviation with n - 1, exactly 0 of one and of what is all alike."""
-    if value.numel() < 2 or bool((value == value[0]).all()):
+    if value.numel() < 2 or float(value.max() - value.min()) <= ALIKE:
         return 0.0
     return float(value.std())
 
@@ -178,4 +183,4 @@ def _centred(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
     extreme = reward_S.new_zeros(num_groups)
     most = extreme.scatter_reduce(0, index_S, reward_S, "amax", include_self=False)
     least = extreme.scatter_reduce(0, index_S, reward_S, "amin", include_self=False)
-    return count_S, centred_S.masked_fill((most == least)[index_S], 0.0)
+    return count_S, centred_S.masked_fill((most - least <= ALIKE)[index_S], 0.0)

@@ -14,7 +14,7 @@ and is in no metric.
 
 ``engine/kl`` is KL(engine || trainer) by k3, ``engine/kl_k1`` by k1, both per token (losses/kl.py has the estimators).
 ``engine/weight`` and ``engine/weight_square`` are means of e^d (of tokens or samples, as the level is; what cap and
-floor make of it where they act): ``effective_share`` makes of them the effective sample size by the number of samples,
+floor make of it where they act): ``effective_share`` makes of them the effective sample size by the number of tokens,
 (sum w)^2 / (n sum w^2).
 
 May import types, torch and its neighbours in losses.
@@ -92,9 +92,13 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
 
 
 def effective_share(metrics: Mapping[str, float]) -> float | None:
-    """The effective sample size by the number of samples, 0 to 1, of a step's metrics; None where there are none."""
+    """The effective sample size by the number of tokens, 0 (every one is masked) to 1, of a step's metrics; None where
+    there are none.
+    """
     square = metrics.get("engine/weight_square")
-    return metrics["engine/weight"] ** 2 / square if square else None
+    if square is None:
+        return None
+    return metrics["engine/weight"] ** 2 / square if square > 0 else 0.0
 
 
 def largest_difference(scores: Scores, packed: Packed) -> float:

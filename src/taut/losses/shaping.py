@@ -25,6 +25,9 @@ from torch import Tensor
 
 from taut.types import FinishReason
 
+NO_SPREAD = 1e-9
+"""A spread that is less than this part of the mean (of 1 where that is smaller) is of rounding."""
+
 
 def stopped(finish_reasons: Sequence[FinishReason]) -> Tensor:
     """bool [S]: which paths ended of themselves."""
@@ -80,5 +83,6 @@ class Scale:
         return math.sqrt(self.square / (self.count - 1)) if self.count > 1 else 0.0
 
     def scaled(self, reward_S: Tensor) -> Tensor:
-        """The rewards by the spread; one of 0 divides nothing."""
-        return reward_S / self.deviation if self.deviation > 0 else reward_S
+        """The rewards by the spread; none, or one of rounding alone, divides nothing."""
+        is_spread = self.deviation > NO_SPREAD * max(1.0, abs(self.mean))
+        return reward_S / self.deviation if is_spread else reward_S

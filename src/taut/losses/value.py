@@ -44,20 +44,22 @@ def value_cost(scores: Scores, packed: Packed, critic: Critic) -> tuple[Tensor, 
         held_square_R = (held_R - return_R) ** 2
         metrics["value/clipped"] = mean((held_square_R > square_R).double())
         square_R = torch.maximum(square_R, held_square_R)
+    of_R, off_R = packed.read_values["return"].double(), error_R.double()
     metrics |= {
         "value/mean": mean(value_R),
-        "value/error": mean(error_R),
-        "value/error_square": mean(error_R**2),
-        "return/mean": mean(return_R),
-        "return/square": mean(return_R**2),
+        "value/error": mean(off_R),
+        "value/error_square": mean(off_R**2),
+        "return/mean": mean(of_R),
+        "return/square": mean(of_R**2),
     }
     return critic.coef * 0.5 * square_R.sum(), metrics
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float | None:
-    """Of a step's metrics; None where there is no critic, or all returns are one."""
+    """Of a step's metrics; None where there is no critic, or all returns are one but for rounding."""
     if "return/square" not in metrics:
         return None
-    spread = metrics["return/square"] - metrics["return/mean"] ** 2
+    square = metrics["return/square"]
+    spread = square - metrics["return/mean"] ** 2
     left = metrics["value/error_square"] - metrics["value/error"] ** 2
-    return 1.0 - left / spread if spread > 0 else None
+    return 1.0 - left / spread if spread > 1e-9 * square else None

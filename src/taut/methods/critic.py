@@ -6,8 +6,9 @@ in models/critic.py, the losses on its values in losses/value.py.
              adapters
     shared   a head on the policy's hidden states
 
-Whichever it is, its gradient is clipped apart from the policy's (``optim.clip``): a poor value estimate must not
-shrink the policy's step. The key ``freeze`` and the policy's adapters have no part in it.
+The gradient of its own parameters is clipped apart from the policy's (``optim.clip``), so that a poor value estimate
+does not shrink the policy's step; what a shared one sends into the policy's trunk is clipped with the policy's, and
+``critic.detach`` sends nothing. The key ``freeze`` and the policy's adapters have no part in it.
 
 May import what methods may. run.py names the section, build.py makes the critic.
 """

@@ -37,12 +37,16 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
+CORRECTING = ("correction_level", "correction_cap", "correction_floor")
+
+
 class RollOut(NamedTuple):
     """What a loss is to know of how its roll-outs come about."""
 
     temperature: float
     """What tokens are sampled at."""
-    max_new_tokens: int
+    limit: int
+    """Tokens an answer may have."""
     is_fresh: bool
     """Whether each is the policy's own and trained on once; else ``old_logp_N`` is there."""
     has_engine_logp: bool
@@ -92,7 +96,8 @@ class PolicyConfig:
     """token (DAPO: every token counts alike), sequence (GRPO: every answer), constant (Dr. GRPO: sums, divided by a
     length). None: as the loss's paper has it: token for clip, cispo and reinforce, else sequence."""
     constant_length: Annotated[int, Field(gt=0)] | None = None
-    """Of average=constant; None: rollout.max_new_tokens."""
+    """Of average=constant; None: the most an answer may have: rollout.max_new_tokens, or of an environment
+    rollout.environment.max_tokens."""
     clip_low: Positive | None = None
     """How far a ratio may fall below 1 before a token counts no more; None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo
     0.4 (of log-ratios)."""
@@ -108,8 +113,8 @@ class PolicyConfig:
     kl_coef: NotNegative = 0.0
     """What a nat of divergence from the reference costs; 0: there is no reference. 0.001 to 0.05 are usual."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of its own, token by token; reward: a penalty on each token's reward, by which a token also answers
-    for the divergence of those after it."""
+    """loss: a term of its own, token by token; reward: a penalty on rewards. PPO charges each token, which then answers
+    for those after it too; where answers are compared, each is charged the sum of its tokens."""
     kl_value: KlValue | None = None
     """Of kl_in=loss: the estimator that is reported; k3 where not given. (Of kl_in=reward k1 and k3 are.)"""
     kl_gradient: KlGradient | None = None
@@ -125,7 +130,8 @@ class PolicyConfig:
     """How tokens are weighted whose engine and trainer differ: truncated (TIS), masked (MIS), none; auto: truncated
     where the engine is another program, else none."""
     correction_level: Literal["token", "sequence"] | None = None
-    """What a weight is of; None: token where truncated, sequence where masked."""
+    """What a weight is of; None: token where truncated, sequence where masked. Of correction=auto, as the next two:
+    with a server only."""
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
     """The largest weight; masked: beyond it there is none."""
     correction_floor: Share = 0.0
@@ -147,7 +153,7 @@ class PolicyConfig:
         defaults, average = _DEFAULTS[self.loss], self.average or _DEFAULTS[self.loss].average
         length = None
         if average == "constant":
-            length = self.constant_length or roll_out.max_new_tokens
+            length = self.constant_length or roll_out.limit
         return PolicyGradient(
             surrogate=self.loss,
             bounds=Bounds(
@@ -192,6 +198,16 @@ class PolicyConfig:
         level = self.correction_level or ("sequence" if kind == "masked" else "token")
         return Correction(kind, level, self.correction_cap, self.correction_floor)
 
+    def require_no_auto(self) -> None:
+        """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
+        for name in CORRECTING if self.correction == "auto" else ():
+            if getattr(self, name) != _default(self, name):
+                raise ConfigError(
+                    f"found {self.section}.{name}={_shown(getattr(self, name))}, which nothing reads: with the engine "
+                    f"in this process {self.section}.correction=auto is none; expected truncated or masked; set that, "
+                    f"or leave {name} out"
+                )
+
     def _keys(self) -> Iterator[_Key]:
         """Keys that are read only beside others."""
         made, has_kl = SURROGATES[self.loss], self.kl_coef > 0
@@ -208,7 +224,7 @@ class PolicyConfig:
         yield _Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
         yield _Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
         yield _Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
-        for name in ("correction_level", "correction_cap", "correction_floor"):
+        for name in CORRECTING:
             yield _Key(name, self.correction != "none", "correction=truncated or masked")
 
     def _require_meant(self, roll_out: RollOut) -> None:

@@ -1,9 +1,9 @@
 """What becomes of judged paths: the trees that are trained on, with what each token is given credit for.
 
-    Policy    every token its advantage: policy gradients (online/gradients.py)
-    Pairs     the best and the worst answer of a group, as a preference: online DPO (arXiv 2402.04792)
-    Best      the best answers of a group, to be learned as they are: rejection sampling (RAFT, arXiv 2304.06767)
-    All       every answer as it is: a teacher says what of it is right (GKD, arXiv 2306.13649)
+    PolicyCredit  every token its advantage: policy gradients (online/policy_credit.py)
+    Pairs         the best and the worst answer of a group, as a preference: online DPO (arXiv 2402.04792)
+    Best          the best answers of a group, to be learned as they are: rejection sampling (RAFT, arXiv 2304.06767)
+    All           every answer as it is: a teacher says what of it is right (GKD, arXiv 2306.13649)
 
 Wiring: the maths is in losses. What was sampled is trained on token for token.
 
@@ -40,7 +40,7 @@ class BestOfNConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Path:
+class Rewarded:
     """An episode with a reward."""
 
     name: str
@@ -62,14 +62,14 @@ class Path:
         return int(self.episode.version_N.min())
 
 
-def paths_of(groups: Sequence[Group], phase: int) -> list[Path]:
+def paths_of(groups: Sequence[Group], phase: int) -> list[Rewarded]:
     """The paths of a roll-out that have a reward."""
     found = []
     for number, group in enumerate(groups):
         for episode, verdict in group.judged:
             assert verdict.total is not None
             name = f"{episode.row.id}#{episode.index} of roll-out {phase + 1}"
-            found.append(Path(name, number, episode, verdict, verdict.total))
+            found.append(Rewarded(name, number, episode, verdict, verdict.total))
     return found
 
 
@@ -96,7 +96,7 @@ class Credit:
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
 
-    def bare(self, paths: Sequence[Path]) -> list[Tree]:
+    def bare(self, paths: Sequence[Rewarded]) -> list[Tree]:
         """The paths, a tree for each group, as the models that score them see them."""
         reads = self.asked.values
         return _trees([(p.group, sample_of(p.episode, p.name, has_reads=reads)) for p in paths])
@@ -108,7 +108,7 @@ class Credit:
         """Whether anything can be learned from a group: its rewards differ."""
         return group.has_signal
 
-    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         """What is trained on."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class Pairs(Credit):
 
     needs_one = True
 
-    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         made = []
         for group in _groups(paths).values():
             best, worst = max(group, key=_reward), min(group, key=_reward)
@@ -156,7 +156,7 @@ class Best(Credit):
         rewards = [said.total for _, said in group.judged if said.total is not None]
         return any(self.at_least is None or reward >= self.at_least for reward in rewards)
 
-    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         made = []
         for group in _groups(paths).values():
             chosen = sorted(group, key=lambda one: -one.reward)[: self.keep]
@@ -175,13 +175,13 @@ class Best(Credit):
 class All(Credit):
     """Every answer as it is."""
 
-    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         made = [(path, sample_of(path.episode, path.name, has_reads=False)) for path in paths]
         return credited(made, {}, {})
 
 
 def credited(
-    made: Sequence[tuple[Path, Sample]],
+    made: Sequence[tuple[Rewarded, Sample]],
     metrics: dict[str, float],
     advantages: Mapping[str, FloatArray],
     *,
@@ -207,17 +207,17 @@ def _trees(made: Sequence[tuple[int, Sample]], *, is_atom: bool = False) -> list
     return [Tree(tuple(samples), is_atom) for samples in by_group.values()]
 
 
-def _groups(paths: Sequence[Path]) -> dict[int, list[Path]]:
-    found: dict[int, list[Path]] = {}
+def _groups(paths: Sequence[Rewarded]) -> dict[int, list[Rewarded]]:
+    found: dict[int, list[Rewarded]] = {}
     for path in paths:
         found.setdefault(path.group, []).append(path)
     return found
 
 
-def _preferred(path: Path) -> Sample:
+def _preferred(path: Rewarded) -> Sample:
     values = {"preference": path.reward, "margin": path.reward}
     return replace(sample_of(path.episode, path.name, has_reads=False), values=values)
 
 
-def _reward(path: Path) -> float:
+def _reward(path: Rewarded) -> float:
     return path.reward

@@ -95,6 +95,12 @@ class RolloutConfig:
                 f"rollout.engine={self.engine} and rollout.url={self.url} contradict each other: a url is where the "
                 "server answers; set both rollout.engine=server and rollout.url=http://HOST:PORT/v1, or neither"
             )
+        for section, config in (("local", LocalConfig()), ("server", ServerConfig())):
+            if section != self.engine and getattr(self, section) != config:
+                raise ConfigError(
+                    f"rollout.{section} is set with rollout.engine={self.engine}, where nothing reads it; expected the "
+                    f"settings of the engine in use; take rollout.{section} out, or set rollout.engine={section}"
+                )
         if self.ahead and self.engine == "local":
             raise ConfigError(
                 "rollout.ahead=true with rollout.engine=local: the engine in this process has the weights that train, "

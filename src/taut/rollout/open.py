@@ -95,6 +95,14 @@ class ModelUse:
             raise ConfigError(
                 f"url={self.url} would be ignored by engine=local; set engine=server, or remove it"
             )
+        reads = {"local": ("local", "dtype", "device", "attention"), "server": ("server",)}
+        unread = reads["server" if self.engine == "local" else "local"]
+        for key in unread:
+            if getattr(self, key) != getattr(ModelUse, key):
+                raise ConfigError(
+                    f"settings of {key} would be ignored by engine={self.engine}, which does not read them; remove "
+                    "them, or set the other engine"
+                )
 
 
 Decision: TypeAlias = tuple[str, str, str]
@@ -179,7 +187,8 @@ def _server(use: ModelUse, rendering: Rendering) -> Opened:
     assert use.url is not None
     renderer, stops = rendering.renderer, rendering.stops
     context = context_length(rendering.config)
-    engine = ServerEngine.open(use.url, use.server, renderer.tokenizer, stops.ids, context)
+    tokenizer = renderer.tokenizer
+    engine = ServerEngine.open(use.url, use.server, tokenizer, stops.ids, context, section="")
     decisions = [*rendering.decisions, *engine.decisions]
     return Opened(engine, renderer, stops, engine.context, decisions, engine.close)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import combinations, product
+from math import comb
 
 import pytest
 import torch
@@ -99,6 +100,19 @@ def test_pass_at_k_by_subsets() -> None:
         for i in range(n)
     ]
     assert found.tolist() == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_pass_at_k_of_large_groups() -> None:
+    """More subsets than an int64 counts: with every other answer right, k that are all wrong are rare."""
+    reward = torch.tensor([1.0, 0.0] * 34, dtype=torch.float64)
+    found = pass_at_k(reward, torch.zeros(68, dtype=torch.int64), k=34)
+    assert found.sum().item() == pytest.approx(68 * comb(34, 33) * 34 / comb(68, 34), rel=1e-9)
+
+
+def test_what_differs_by_rounding_is_alike() -> None:
+    reward = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
+    for name, estimator in ESTIMATORS.items():
+        assert not estimator(reward, torch.zeros(3).long()).any(), name
 
 
 def test_values_by_hand() -> None:

@@ -60,6 +60,7 @@ def test_metrics_are_of_what_is_known() -> None:
     assert "engine/corrected" not in found
     assert means(GAP, Correction("truncated"))["engine/corrected"] == pytest.approx(1 / 4)
     assert effective_share({}) is None
+    assert effective_share({"engine/weight": 0.0, "engine/weight_square": 0.0}) == 0.0  # all masked
 
 
 def test_an_engine_that_knows_nothing() -> None:
@@ -119,6 +120,14 @@ def test_the_critic() -> None:
     assert explained_variance({**of, "value/error": 1.0}) == 1.0  # off by a constant
     assert explained_variance({**of, "return/square": 1.0}) is None
     assert explained_variance({}) is None
+
+
+def test_returns_that_differ_by_rounding_are_one() -> None:
+    same_R = torch.full((333,), 0.7)
+    scores = Scores(torch.empty(0), scalar_R=torch.linspace(0, 1, 333))
+    packed = replace(PACKED, read_values={"return": same_R, "value": same_R})
+    _, found = value_cost(scores, packed, Critic())
+    assert explained_variance({name: float(a / b) for name, (a, b) in found.items()}) is None
 
 
 def test_the_controller() -> None:

@@ -45,3 +45,12 @@ def test_rewards_without_spread_are_not_divided() -> None:
     same_S = torch.full((3,), 2.0).double()
     assert Scale().scaled(same_S).tolist() == [2.0] * 3
     assert Scale().merged(same_S).scaled(same_S).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("reward_S", [[0.1] * 6, [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]])
+def test_a_spread_of_rounding_divides_nothing(reward_S: list[float]) -> None:
+    """Six tenths have a deviation of 1.5e-17."""
+    given_S = torch.tensor(reward_S, dtype=torch.float64)
+    scale = Scale().merged(given_S)
+    assert scale.deviation > 0
+    assert scale.scaled(given_S).tolist() == reward_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.losses.sft import CrossEntropy
 from taut.online.credit import All, Best, Pairs, Path, paths_of
-from taut.online.gradients import Gae, KlPenalty, Policy, ShapingConfig, Ways
+from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.rollouts import Group
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
@@ -49,7 +50,7 @@ def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> 
     return paths_of(groups, 0)
 
 
-def policy(**keys: Any) -> Policy:
+def policy(**keys: Any) -> PolicyCredit:
     given: dict[str, Any] = {
         "estimate": ESTIMATORS["mean"],
         "shaping": ShapingConfig(),
@@ -57,7 +58,7 @@ def policy(**keys: Any) -> Policy:
         "temperature": 1.0,
         "has_old": False,
     }
-    return Policy(PolicyGradient(), Ways(**{**given, **keys}))
+    return PolicyCredit(PolicyGradient(), Ways(**{**given, **keys}))
 
 
 def said(every: Sequence[Path], **values: float) -> dict[str, dict[str, Any]]:
@@ -136,12 +137,23 @@ def test_rewards_are_shaped_in_order() -> None:
     assert given.metrics["reward_shaped"] == pytest.approx(sum(shaped) / 2)
 
 
+def test_a_paths_length_is_what_it_has_beyond_its_prompt() -> None:
+    """Of eight tokens the policy chose two; a limit of ten counts all eight."""
+    (one, other) = paths([[0.0, 0.0]])
+    played = replace(one.episode, ids_T=np.concatenate([PROMPT, np.arange(8)]))
+    how = policy(shaping=ShapingConfig(length_cost=1.0), limit=10)
+    given = how.trees([replace(one, episode=played), other], said([one, other]))
+    found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
+    np.testing.assert_allclose(found, [(-0.8 + 0.3) / 2, (0.8 - 0.3) / 2])
+
+
 def test_a_cut_path_may_be_compared_and_not_learned_from() -> None:
     every = paths([[1.0, 0.0]], a1="length")
     given = policy(shaping=ShapingConfig(overlong="drop")).trees(every, said(every))
     (sample,) = given.trees[0].samples
     np.testing.assert_allclose(sample.streams["advantage_N"], [0.5, 0.5])
     both = paths([[1.0, 0.0]], a0="length", a1="length")
+    assert given.advantages.keys() == {path.name for path in every if not path.is_cut}
     with pytest.raises(CheckFailed, match="overlong=drop"):
         policy(shaping=ShapingConfig(overlong="drop")).trees(both, said(both))
 

@@ -20,9 +20,9 @@ from taut.loop import Job
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.losses.shaping import Scale
-from taut.online.gradients import Policy, ShapingConfig, Ways
 from taut.online.guard import Guard, GuardConfig
 from taut.online.method import Crew, Online, numbered
+from taut.online.policy_credit import PolicyCredit, ShapingConfig, Ways
 from taut.online.rollouts import Roller, RolloutConfig
 from taut.parallel import Ranks
 from taut.rewards.answered import Answered
@@ -60,7 +60,7 @@ def online(worth: Any = half, guard: GuardConfig | None = None, **keys: Any) -> 
     size = 2 * config.minibatches
     order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
     ways = Ways(ESTIMATORS["mean"], ShapingConfig(scale="running"), 4, 1.0, has_old=False)
-    credit = Policy(PolicyGradient(), ways)
+    credit = PolicyCredit(PolicyGradient(), ways)
     method = Online(
         config, cast(PromptSet, None), order, credit, Guard(guard or GuardConfig()), seed=3
     )
@@ -108,14 +108,10 @@ def test_a_step_that_is_begun_again_has_what_it_had() -> None:
 
 def test_fewer_trees_than_updates() -> None:
     """One pair of prompts, of which one has a signal after refills: each update has it."""
-    method = online(worth=lambda one: float(one.row["i"] == 2) * int(one.text), minibatches=2)
-    method.phase = None
-    trees = method.prepare(1)
-    assert len(trees) == 2
-    config = online(
+    method = online(
         minibatches=4, refills=9, worth=lambda one: float(one.row["i"] == 2) * int(one.text)
     )
-    assert [len(config.prepare(step)) for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert [len(method.prepare(step)) for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
 
 
 def test_groups_with_a_signal_are_replayed_newest_first() -> None:
@@ -183,7 +179,7 @@ def test_a_roll_out_that_stops_the_run_has_changed_nothing() -> None:
         method.prepare(1)
     assert method.phase is None and method.replayed == []
     assert method.credit.remember() == before
-    assert isinstance(method.credit, Policy) and method.credit._scale == Scale()
+    assert isinstance(method.credit, PolicyCredit) and method.credit._scale == Scale()
 
 
 def test_an_engine_that_fails_has_changed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from taut.checks.finding import Finding, failed, passed
 from taut.checks.rollout.opened import groups, obstacle, online
 from taut.checks.session import Session
 from taut.losses import advantages
-from taut.online.credit import Path, paths_of
-from taut.online.gradients import Policy, ShapingConfig
+from taut.online.credit import Rewarded, paths_of
+from taut.online.policy_credit import PolicyCredit, ShapingConfig
 from taut.online.rollouts import Group
 from taut.online.scoring import scored
 from taut.rewards.panel import Verdict
@@ -97,7 +97,7 @@ def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
     paths = paths_of(judged, 0)
     names = [path.name for path in paths]
     wrong = [f"{name} names {times} paths" for name, times in Counter(names).items() if times > 1]
-    if wrong or not isinstance(credit, Policy):
+    if wrong or not isinstance(credit, PolicyCredit):
         return wrong
     said = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
     given = credit.trees(paths, said).advantages
@@ -109,10 +109,10 @@ def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
 
 
 def _uncentred(
-    paths: Sequence[Path], advantage_of: dict[str, float], *, is_plain: bool
+    paths: Sequence[Rewarded], advantage_of: dict[str, float], *, is_plain: bool
 ) -> Iterator[str]:
     """Groups whose advantages do not add up to 0, or, where rewards are not shaped, do not follow them."""
-    by_group: dict[int, list[Path]] = {}
+    by_group: dict[int, list[Rewarded]] = {}
     for path in paths:
         by_group.setdefault(path.group, []).append(path)
     for group in by_group.values():

@@ -24,7 +24,7 @@ from taut.errors import CheckFailed, ConfigError
 from taut.losses import Loss, kl, shaping
 from taut.losses.advantages import Estimator, gae, whiten
 from taut.losses.shaping import Scale
-from taut.online.credit import Credit, Credited, Path, credited
+from taut.online.credit import Credit, Credited, Rewarded, credited
 from taut.online.scoring import POLICY, REFERENCE, VALUE, Asked, Said, sample_of
 from taut.types import FloatArray, Sample
 
@@ -99,7 +99,7 @@ class Ways:
         )
 
 
-class Policy(Credit):
+class PolicyCredit(Credit):
     """Policy gradients."""
 
     def __init__(self, loss: Loss, ways: Ways) -> None:
@@ -108,7 +108,7 @@ class Policy(Credit):
         self._scale = Scale()
         self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
 
-    def trees(self, paths: Sequence[Path], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         scale, reward_S = self._shaped(paths)
         lost = [self._penalty(said[path.name]) for path in paths]
         if isinstance(self.ways.estimate, Gae):
@@ -133,7 +133,8 @@ class Policy(Credit):
                 "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
             )
         metrics = self._metrics(reward_S, paths, said)
-        return credited(made, metrics, given)._replace(
+        learned = {path.name: given[path.name] for path, _ in made}
+        return credited(made, metrics, learned)._replace(
             learned=_Learned(scale, self._next_coef(metrics))
         )
 
@@ -147,11 +148,11 @@ class Policy(Credit):
     def recall(self, remembered: Mapping[str, Any]) -> None:
         self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
 
-    def _shaped(self, paths: Sequence[Path]) -> tuple[Scale, Tensor]:
+    def _shaped(self, paths: Sequence[Rewarded]) -> tuple[Scale, Tensor]:
         """The rewards as they are compared, and what is known of their spread with them."""
         how, limit = self.ways.shaping, self.ways.limit
         reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
-        length_S = torch.tensor([path.episode.sampled_at_N.size for path in paths])
+        length_S = torch.tensor([_length(path) for path in paths])
         if how.missing_stop:
             ends = [path.episode.finish_reason for path in paths]
             reward_S = reward_S + shaping.unfinished(ends, how.missing_stop)
@@ -176,7 +177,7 @@ class Policy(Credit):
 
     def _sample(
         self,
-        path: Path,
+        path: Rewarded,
         advantage_N: FloatArray,
         return_N: FloatArray | None,
         said: Mapping[str, FloatArray],
@@ -192,7 +193,7 @@ class Policy(Credit):
         values = {"return": return_N, "value": said[VALUE][: return_N.size]}
         return replace(sample, read_at_R=sample.target_at_N - 1, read_values=values)
 
-    def _metrics(self, reward_S: Tensor, paths: Sequence[Path], said: Said) -> dict[str, float]:
+    def _metrics(self, reward_S: Tensor, paths: Sequence[Rewarded], said: Said) -> dict[str, float]:
         metrics = {}
         if self.ways.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
@@ -212,7 +213,7 @@ class Policy(Credit):
 
 
 def _by_critic(
-    how: Gae, paths: Sequence[Path], reward_S: Tensor, lost: Sequence[Tensor], said: Said
+    how: Gae, paths: Sequence[Rewarded], reward_S: Tensor, lost: Sequence[Tensor], said: Said
 ) -> tuple[list[FloatArray], list[FloatArray | None]]:
     """(advantages, returns) of each path's tokens."""
     advantages: list[Tensor] = []
@@ -230,6 +231,11 @@ def _by_critic(
         sizes = [one.numel() for one in advantages]
         advantages = list(torch.split(whiten(torch.cat(advantages)), sizes))
     return [one.numpy() for one in advantages], returns
+
+
+def _length(path: Rewarded) -> int:
+    """Tokens a path has beyond its prompt: an environment's too, as its limit counts them."""
+    return int(path.episode.ids_T.size - path.episode.sampled_at_N[0])
 
 
 def _tensor(value: FloatArray) -> Tensor:
