@@ -2,7 +2,8 @@
 
 What stands between two calls of one turn is the end of the first and the beginning of the second; what is before the
 first or after the last alone belongs to the turn. What was found is proven: calls rendered and read again are equal, or
-the template is refused, as is one that writes no calls.
+the template is refused, as is one that writes no calls. How thoughts are written, in which nothing is a call, is found
+in the same way.
 
 May import errors, formats, strict_json, template and tool_calls. Imported by rollout.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -24,6 +27,7 @@ from taut.data.tool_calls import (
     NamedCall,
     ObjectCall,
     TaggedCall,
+    Thought,
     ToolCall,
     loose,
 )
@@ -53,6 +57,10 @@ HARD = (
         {"words": 'a "b" é', "number": 3, "flag": True, "tree": {"x": [1.5, "two"]}},
     ),
 )
+THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Let me see.")
+"""A thought, under every name that templates know."""
+USUAL = ("<think>", "</think>")
+"""Around the thoughts of a template that takes them out, and writes none."""
 
 
 def derive_call_format(template: Template) -> CallFormat:
@@ -67,13 +75,16 @@ def derive_call_format(template: Template) -> CallFormat:
     one = one[len(_common_prefix(plain, one)) :]
     two = _turn(template, PROBES)
     for find in (_find_object, _find_named, _find_tagged):
-        made = find(one, two)
+        try:
+            made = find(one, two)
+        except ValueError:  # two calls are not written as one is
+            continue
         if made is None:
             continue
         specials = tuple(template.tokenizer.get_added_vocab()) if not made[0] else ()
         found = CallFormat(*made, example=one, specials=specials)
         if _is_proven(found, template, num_calls=2 if two else 1):
-            return found
+            return replace(found, thought=_thought(template, found))
     raise RenderError(
         f"the chat template writes a tool call as {one.strip()!r:.200}, which is in none of the forms that are read "
         f"(JSON, or tags with a key and a value); expected one of them; give another template with {template.key}=FILE"
@@ -92,6 +103,35 @@ def _is_proven(found: CallFormat, template: Template, num_calls: int) -> bool:
         ]:
             return False
     return True
+
+
+def _thought(template: Template, found: CallFormat) -> Thought | None:
+    """How the template writes a thought before what is said, and before a call; None where it knows none."""
+    word = THOUGHT["thinking"]
+    said: Message = {"role": "assistant", "content": "Hello"}
+    asks: Message = {**said, "content": "", "tool_calls": [PROBES[0].as_message()]}
+    turns = ((said, "Hello"), (asks, found.begin.split()[0] if found.begin else "{"))
+    split = [(*_row(template, {**turn, **THOUGHT}).partition(word), mark) for turn, mark in turns]
+    shown = [
+        (before, after.partition(mark)[0]) for before, is_there, after, mark in split if is_there
+    ]
+    prompt = template.apply(PROBE[:1], TOOLS, "the probe", is_prompt=True).text
+    if not shown:
+        row = _row(template, {**said, "content": f"{word.join(USUAL)}Hello"})
+        is_taken_out = "Hello" in row and word not in row
+        return Thought(*USUAL, prompt.rstrip().endswith(USUAL[0])) if is_taken_out else None
+    before, end = shown[0][0], reduce(_common_prefix, (after for _, after in shown)).strip()
+    own = before[len(_common_prefix(prompt, before)) :].strip()
+    is_open = not own and before.startswith(prompt)
+    return Thought(own or before.split()[-1], end, is_open) if end else None
+
+
+def _row(template: Template, turn: Message) -> str:
+    """What the template writes with this turn; empty where it does not take it."""
+    try:
+        return template.apply((*PROBE[:1], turn), TOOLS, "the probe").text
+    except RenderError:
+        return ""
 
 
 def _turn(template: Template, calls: Sequence[ToolCall]) -> str | None:

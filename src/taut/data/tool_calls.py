@@ -6,16 +6,19 @@
                                                                              schema says string
 
 Reading is strict about markers and what is between them, and easy about white space around them. What is marked as a
-call and cannot be read is a ToolCall with its error; it is never dropped.
+call and cannot be read is a ToolCall with its error; it is never dropped. In a thought nothing is a call.
 
 Does not run anything, and does not know templates. May import formats and strict_json. Imported by rollout.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from taut.data.formats import Tool
@@ -26,6 +29,16 @@ Arguments: TypeAlias = dict[str, Any]
 NAME = r"[\w.\-]+"
 WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 """How templates that write arguments as text write what JSON calls true, false and null."""
+JSON_TYPES: dict[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+"""What schemas call a value of each type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,7 @@ class ToolCall:
 
     def as_message(self) -> Tool:
         """As a message's ``tool_calls`` have it."""
-        function = {"name": self.name, "arguments": self.arguments}
+        function = {"name": self.name, "arguments": copy.deepcopy(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -84,7 +97,10 @@ class ObjectCall:
         if not isinstance(name, str) or not name:
             raise Malformed(f"the call has no {self.name_key}")
         if isinstance(arguments, str):
-            arguments, _ = _json(arguments, 0)
+            text = arguments
+            arguments, end = _json(text, 0)
+            if text[end:].strip():
+                raise Malformed("there is text after the arguments; expected one object")
         own = value.get("id")
         return _Found(name, _object(arguments), own if isinstance(own, str) else "")
 
@@ -134,6 +150,28 @@ class TaggedCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """How a template writes thoughts."""
+
+    begin: str
+    end: str
+    is_open: bool
+    """Whether a turn begins in one."""
+
+    def parts(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The text in its parts, and whether each is thought. What is before an end, and never began, is; so is all
+        that comes after a beginning without an end."""
+        pieces = text.split(self.end)
+        for number, piece in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            said = piece.partition(self.begin)[0]
+            if (self.is_open and number == 0) or (said == piece and not is_last):
+                said = ""
+            yield said, False
+            yield piece[len(said) :] + ("" if is_last else self.end), True
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a template writes calls."""
 
@@ -145,6 +183,8 @@ class CallFormat:
     """A turn with a call, as the template writes it, for people."""
     specials: tuple[str, ...] = ()
     """Tokens of the tokenizer that may stand before a call which no marker begins (``<|python_tag|>``)."""
+    thought: Thought | None = None
+    """None: the template writes none."""
 
     def read(self, text: str, tools: Sequence[Tool], first: int = 0) -> tuple[str, list[ToolCall]]:
         """What is said beside the calls, and the calls; ``first``: how many the conversation has had before."""
@@ -154,19 +194,25 @@ class CallFormat:
             if isinstance(piece, str):
                 plain.append(piece)
                 continue
-            number = first + len(calls)
+            taken, number = {call.id for call in calls}, first + len(calls)
             if isinstance(piece, Malformed):
-                calls.append(ToolCall(_own_id(number), "", error=str(piece)))
+                calls.append(ToolCall(_id("", number, taken), "", error=str(piece)))
             else:
-                taken = {call.id for call in calls}
                 calls.append(ToolCall(_id(piece.id, number, taken), piece.name, piece.arguments))
         return "".join(plain).strip(), calls
 
     def _pieces(self, text: str, tools: Sequence[Tool]) -> Iterator[str | _Found | Malformed]:
         """The text in its parts."""
-        if not self.begin:
-            yield from self._whole(text, tools)
-            return
+        for part, is_thought in (
+            [(text, False)] if self.thought is None else self.thought.parts(text)
+        ):
+            if is_thought:
+                yield part
+            else:
+                yield from (self._among if self.begin else self._whole)(part, tools)
+
+    def _among(self, text: str, tools: Sequence[Tool]) -> Iterator[str | _Found | Malformed]:
+        """A text with marked calls in it."""
         opening = self.begin.split()[0]
         at = 0
         while (start := text.find(opening, at)) >= 0:
@@ -176,10 +222,16 @@ class CallFormat:
                 yield from found
             except Malformed as error:
                 yield error
-                last = self.end.split()[-1] if self.end else ""
-                stop = text.find(last, start + len(opening)) if last else -1
-                at = len(text) if stop < 0 else stop + len(last)
+                at = self._after(text, start + len(opening), opening)
         yield text[at:]
+
+    def _after(self, text: str, at: int, opening: str) -> int:
+        """Where to read on after a call that cannot be read: at its end, or where the next begins."""
+        last = self.end.split()[-1] if self.end else ""
+        stop, following = text.find(last, at) if last else -1, text.find(opening, at)
+        if following >= 0 and not 0 <= stop < following:
+            return following
+        return len(text) if stop < 0 else stop + len(last)
 
     def _marked(self, text: str, at: int, tools: Sequence[Tool]) -> tuple[list[_Found], int]:
         begin = re.compile(loose(self.begin)).match(text, at)
@@ -225,9 +277,19 @@ def _maybe(marker: str, side: str) -> str:
 def _json(text: str, at: int) -> tuple[Any, int]:
     begin = at + len(text[at:]) - len(text[at:].lstrip())
     try:
-        return read_item(text, begin)
+        value, end = read_item(text, begin)
     except ValueError as error:
         raise Malformed(f"the call is not JSON: {error}") from None
+    return _unicode(value), end
+
+
+def _unicode(value: Any) -> Any:
+    """The value, which can be written."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Malformed("half of a surrogate pair is in it; expected Unicode text") from None
+    return value
 
 
 def _object(value: Any) -> Arguments:
@@ -240,30 +302,39 @@ def _kinds(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
     """The types that a tool's schema gives its arguments."""
     for tool in tools:
         if tool["function"]["name"] == name:
-            properties = tool["function"].get("parameters", {}).get("properties", {})
-            return {key: schema.get("type") for key, schema in properties.items()}
+            parameters = tool["function"].get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            schemas = properties if isinstance(properties, dict) else {}
+            return {key: it.get("type") for key, it in schemas.items() if isinstance(it, dict)}
     return {}
 
 
 def _value(text: str, key: str, kind: Any) -> Any:
     """An argument that was written as text."""
-    if kind == "string":
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kinds == ["string"]:
         return text
-    if text.strip() in WORDS:
-        return WORDS[text.strip()]
     try:
-        return read_json(text)
+        value = WORDS[text.strip()] if text.strip() in WORDS else _unicode(read_json(text))
+    except Malformed:
+        raise
     except ValueError:
-        if kind is None:
+        if kind is None or "string" in kinds:
             return text
-        raise Malformed(f"the argument {key} is not of type {kind}") from None
+        raise Malformed(
+            f"the argument {key} is not of type {' or '.join(map(str, kinds))}"
+        ) from None
+    is_meant = "string" not in kinds or any(name in kinds for name in JSON_TYPES[type(value)])
+    return value if is_meant else text
 
 
-def _own_id(number: int) -> str:
+def own_id(number: int) -> str:
     """Nine letters and digits, as Mistral's templates want them."""
     return f"call{number:05d}"
 
 
 def _id(found: str, number: int, taken: Collection[str]) -> str:
-    is_good = re.fullmatch(r"[A-Za-z0-9]{9}", found) is not None and found not in taken
-    return found if is_good else _own_id(number)
+    """The model's own, or the next of ours; one that nobody has."""
+    if re.fullmatch(r"[A-Za-z0-9]{9}", found) is not None and found not in taken:
+        return found
+    return next(name for name in map(own_id, count(number)) if name not in taken)

@@ -39,8 +39,33 @@ TAGS = TURN.replace(
     "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v | tojson if v is mapping else v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
 )
+COUNTED = TURN.replace(
+    "CALL",
+    '{"arguments": {{ f.arguments | tojson }}, "name": "{{ f.name }}", "of": {{ m.tool_calls | length }}}',
+)
+"""Two calls are not written as one is."""
 PYTHONIC = TURN.replace(
     "CALL", "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v }},{% endfor %})]"
+)
+HIDDEN = TURN.replace("{{ m.content }}{%", "{{ m.content.split('</think>') | last }}{%").replace(
+    "CALL", "<tool_call>{{ f | tojson }}</tool_call>"
+)
+"""Takes thoughts out."""
+OPEN = (
+    TURN.replace(
+        "{{ m.content }}{%",
+        "{% if m.role == 'assistant' %}[THINK]\n{{ m.reasoning_content }}\n[/THINK]\n\n{% endif %}{{ m.content }}{%",
+    )
+    .replace("assistant\n{% endif", "assistant\n[THINK]\n{% endif")
+    .replace("CALL", "<tool_call>{{ f | tojson }}</tool_call>")
+)
+"""A turn begins in a thought."""
+CHANNELS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{% if m.thinking %}<|im_start|>assistant<|channel|>analysis"
+    "<|message|>{{ m.thinking }}<|end|>{% endif %}<|im_start|>{{ m.role }}{% for c in m.tool_calls or [] %}"
+    " to=functions.{{ c.function.name }}<|message|>{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|message|>' + m.content if m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 
 WRITTEN = {
@@ -59,6 +84,9 @@ OF_NAME = {
     "mistral11": MISTRAL11,
     "deepseek": DEEPSEEK,
     "tags": TAGS,
+    "hidden": HIDDEN,
+    "open": OPEN,
+    "channels": CHANNELS,
 }
 
 
@@ -103,6 +131,11 @@ def test_a_bad_call_does_not_hide_a_good_one() -> None:
     assert [bool(call.error) for call in calls] == [True, False]
     _, (cut,) = format_of("qwen3").read(WRITTEN["qwen3"].removesuffix("</tool_call>"), TOOLS)
     assert cut.error == "expected </tool_call> after the call"
+    _, calls = format_of("qwen3").read('<tool_call>{"name": "a" ' + ADD, TOOLS)
+    assert [bool(call.error) for call in calls] == [True, False]
+    text = "[TOOL_CALLS]a[CALL_ID]abc[ARGS]{bad}[TOOL_CALLS]b[CALL_ID]abd[ARGS]{}"
+    _, calls = format_of("mistral11").read(text, TOOLS)
+    assert [call.name for call in calls] == ["", "b"]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +145,8 @@ def test_a_bad_call_does_not_hide_a_good_one() -> None:
         ('{"name": "add", "arguments": [1]}', "the arguments are no JSON object"),
         ('{"name": "add", "name": "sub", "arguments": {}}', "the key 'name' is there twice"),
         ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no JSON"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "half of a surrogate pair"),
+        ('{"name": "add", "arguments": "{} junk"}', "there is text after the arguments"),
     ],
 )
 def test_what_is_wrong_with_a_call(text: str, error: str) -> None:
@@ -133,11 +168,82 @@ def test_tagged_values_have_the_type_of_the_schema() -> None:
     assert wrong.error == "the argument number is not of type integer"
 
 
+def typed(value: str, parameters: object) -> ToolCall:
+    text = f"<tool_call><function=add><parameter=x>\n{value}\n</parameter></function></tool_call>"
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    _, (call,) = format_of("tags").read(text, [tool])
+    return call
+
+
+@pytest.mark.parametrize(
+    ("kinds", "value", "read"),
+    [
+        (["string", "integer"], "hello", "hello"),
+        (["string", "integer"], "5", 5),
+        (["string", "null"], "5", "5"),
+        (["null", "string"], "None", None),
+        (["string"], "5", "5"),
+    ],
+)
+def test_a_tagged_value_has_one_of_several_types(
+    kinds: list[str], value: str, read: object
+) -> None:
+    assert typed(value, {"properties": {"x": {"type": kinds}}}).arguments == {"x": read}
+
+
+def test_a_tagged_value_that_has_none_of_the_types_says_so() -> None:
+    call = typed("hello", {"properties": {"x": {"type": ["integer", "null"]}}})
+    assert call.error == "the argument x is not of type integer or null"
+    assert "surrogate" in str(
+        typed('{"a": "\\ud800"}', {"properties": {"x": {"type": "object"}}}).error
+    )
+
+
+@pytest.mark.parametrize("parameters", [None, {"properties": {"x": True}}, {"properties": None}])
+def test_a_schema_that_says_nothing_of_an_argument(parameters: object) -> None:
+    assert typed("hello", parameters).arguments == {"x": "hello"}
+
+
+def test_a_message_has_arguments_of_its_own() -> None:
+    call = ToolCall("call00000", "add", {"a": [1]})
+    call.as_message()["function"]["arguments"]["a"].append(2)
+    assert call.arguments == {"a": [1]}
+
+
 @pytest.mark.parametrize("value", ["[" * 100_000, "NaN", "1e999", "9" * 5000, '{"a": 1, "a": 2}'])
 def test_a_tagged_value_is_json_as_the_standard_has_it(value: str) -> None:
     text = f"<tool_call><function=mixed><parameter=number>\n{value}\n</parameter></function></tool_call>"
     _, (call,) = format_of("tags").read(text, TOOLS)
     assert call.error == "the argument number is not of type integer"
+
+
+ADD = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "num_calls"),
+    [
+        ("qwen3", f"<think>I could write {ADD} but no.</think>The answer is 5.", 0),
+        ("qwen3", f"<think>Yes.</think>\n\n{ADD}<think>Again? {ADD}</think>{ADD}", 2),
+        ("qwen3", f"{ADD}<think>And {ADD}", 1),
+        ("qwen3", f"It was open. {ADD}</think>{ADD}", 1),
+        ("hidden", f"<think>{ADD}</think>{ADD}", 1),
+        ("open", f"hm {ADD} [/THINK]\n\n{ADD}", 1),
+        ("open", f"hm {ADD}", 0),
+        ("qwen2.5", f"<think>{ADD}</think>{ADD}", 2),
+        ("channels", " to=functions.add<|message|>{}", 1),
+        (
+            "channels",
+            "<|channel|>analysis<|message|>I write to=functions.add<|message|>{}<|end|><|im_start|>assistant "
+            "to=functions.sub<|message|>{}",
+            1,
+        ),
+    ],
+)
+def test_in_a_thought_nothing_is_a_call(name: str, text: str, num_calls: int) -> None:
+    said, calls = format_of(name).read(text, TOOLS)
+    assert [call.error for call in calls] == [None] * num_calls
+    assert num_calls or said == text.strip()
 
 
 def test_the_models_own_id_is_kept_where_it_is_one() -> None:
@@ -146,6 +252,8 @@ def test_the_models_own_id_is_kept_where_it_is_one() -> None:
     assert call.id == "a1B2c3D4e"
     _, twice = format_of("mistral3").read(text + text, TOOLS)
     assert [call.id for call in twice] == ["a1B2c3D4e", "call00001"]
+    _, ours = format_of("mistral3").read(text.replace("a1B2c3D4e", "call00001") + text[:30], TOOLS)
+    assert [call.id for call in ours] == ["call00001", "call00002"]
 
 
 def test_a_special_token_may_stand_before_a_bare_call() -> None:
@@ -163,5 +271,7 @@ def test_a_template_without_calls_is_refused(name: str) -> None:
 
 
 def test_a_form_that_cannot_be_read_is_refused_with_what_it_is() -> None:
+    with pytest.raises(RenderError, match="none of the forms"):
+        derive_call_format(Template(tiny_tokenizer(), COUNTED))
     with pytest.raises(RenderError, match=r"find_weather\(city=Paris"):
         derive_call_format(Template(tiny_tokenizer(), PYTHONIC))
