@@ -8,7 +8,7 @@ from pathlib import Path
 from taut.checks import CHECKS
 from taut.config import Row, describe
 from taut.rewards import REWARDS
-from taut.run import Run
+from taut.run import Run, command_of
 from taut.training import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,8 @@ These keys are those of every command that trains; what only some of them take i
 
 OTHERS = """
 # Of some methods
+
+Where a command has another default than the first of those that take a key, it stands in brackets.
 """
 
 
@@ -66,15 +68,28 @@ def config_page() -> str:
 def _sections() -> Iterator[str]:
     """The tables that are not of every run, each with the commands that take it."""
     common = {row.key for row in describe(Run)}
-    found: dict[str, list[Row]] = {}
-    takers: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[tuple[str, Row]]]] = {}
     for method, cls in METHODS.items():
-        own = [row for row in describe(cls) if row.key not in common]
-        for name in dict.fromkeys(row.key.partition(".")[0] for row in own):
-            found[name] = [row for row in own if row.key.partition(".")[0] == name]
-            takers.setdefault(name, []).append(f"`taut {method}`")
-    for name, rows in found.items():
-        yield _table(f"{name}: {', '.join(takers[name])}", rows)
+        for row in describe(cls):
+            if row.key not in common:
+                keys = found.setdefault(row.key.partition(".")[0], {})
+                keys.setdefault(row.key, []).append((command_of(method), row))
+    for name, keys in found.items():
+        takers = dict.fromkeys(command for rows in keys.values() for command, _ in rows)
+        title = f"{name}: {', '.join(f'`{command}`' for command in takers)}"
+        yield _table(title, [_of_all(rows) for rows in keys.values()])
+
+
+def _of_all(rows: Sequence[tuple[str, Row]]) -> Row:
+    """A key as the first of its commands has it, with the defaults of those that have another."""
+    first = rows[0][1]
+    others = [
+        f"{command.removeprefix('taut ')}: {row.default}"
+        for command, row in rows
+        if row.default != first.default
+    ]
+    beside = f" ({', '.join(others)})" if others else ""
+    return first._replace(default=first.default + beside)
 
 
 def check_page() -> str:

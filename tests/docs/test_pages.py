@@ -12,9 +12,9 @@ import pytest
 from tests.docs.pages import CHECK_PAGE, CONFIG_PAGE, ROOT, check_page, config_page
 
 from taut.cli import COMMANDS, config_class, sort_words, switches
-from taut.config import load
-from taut.run import Run
-from taut.training import class_of
+from taut.config import describe, load
+from taut.run import Run, command_of
+from taut.training import METHODS, class_of
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -86,7 +86,10 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     minimal.write_text('model = "m"\nout = "o"\n[data]\ntrain = "a.jsonl"\n')
     named_one = path is not None and (ROOT / path).is_file()
     source = (ROOT / path if named_one else minimal) if path else None
-    assert isinstance(load(cls, source, overrides), cls)
+    loaded = load(cls, source, overrides)
+    assert isinstance(loaded, cls)
+    if called.call == "taut.api:train":
+        assert loaded.out is not None, f"{page}: out is not set"
 
 
 def test_the_first_screen_of_the_readme_has_the_two_commands() -> None:
@@ -108,6 +111,21 @@ def test_every_example_parses(path: Path) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
+
+
+def test_the_configuration_page_has_the_default_of_every_command() -> None:
+    lines = re.findall(r"^\| `([\w.]+)` \| (.*)$", CONFIG_PAGE.read_text("utf-8"), re.MULTILINE)
+    cells = {key: re.split(r"(?<!\\) \| ", rest)[1] for key, rest in lines}
+    wrong = []
+    for method, cls in METHODS.items():
+        name = re.escape(command_of(method).removeprefix("taut "))
+        for row in describe(cls):
+            first, _, others = cells[row.key].partition(" (")
+            own = re.search(rf"(?:^|, ){name}: ([^,)]*)", others)
+            told = own[1] if own else first
+            if told != row.default and row.key != "method":  # each command has its own
+                wrong.append(f"{name}: {row.key}={row.default}, and the page says {told}")
+    assert wrong == []
 
 
 def test_the_table_of_checks_is_current() -> None:
