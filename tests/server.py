@@ -206,10 +206,15 @@ def changing(**values: Any) -> Any:
 
 @contextmanager
 def opened(
-    server: FakeServer, config: ServerConfig = CONFIG, context: int | None = 64
+    server: FakeServer,
+    config: ServerConfig = CONFIG,
+    context: int | None = 64,
+    section: str = "",
 ) -> Iterator[ServerEngine]:
     with server:
-        engine = ServerEngine.open(server.url, config, tiny_tokenizer(), [7], context)
+        engine = ServerEngine.open(
+            server.url, config, tiny_tokenizer(), [7], context, section=section
+        )
         try:
             yield engine
         finally:

@@ -65,6 +65,8 @@ def test_the_server_has_the_weights_of_each_step(
     out = Path(keys["out"])
     assert max(column(out, "engine/difference")) < 1e-5
     assert max(column(out, "engine/largest")) < 1e-4
+    tensors = [(e["push_equal"], e["push_unread"]) for e in events(out, "rollout")]
+    assert tensors == [(len(list(server.model.parameters())), 0)] * 4
     pushed = [(e["staleness_max"], e["push_change"] > 0) for e in events(out, "rollout")]
     assert pushed == [(0, False), (0, True), (0, True), (0, True)]
     assert [s["version"] for e in events(out, "rollout") for s in e["samples"][:1]] == [0, 1, 2, 3]

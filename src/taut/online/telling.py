@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from taut.online.credit import Credited, Path
+from taut.online.credit import Credited, Rewarded
 from taut.online.rollouts import Rolled, RolloutConfig
 from taut.rollout.engine import Engine
 from taut.rollout.server import ServerEngine
@@ -23,7 +23,7 @@ DIGITS = 4
 
 
 def fields(
-    rolled: Rolled, paths: Sequence[Path], given: Credited, version: int, config: RolloutConfig
+    rolled: Rolled, paths: Sequence[Rewarded], given: Credited, version: int, config: RolloutConfig
 ) -> dict[str, Any]:
     """The event's fields."""
     groups = [*rolled.groups, *rolled.left_out]
@@ -69,6 +69,8 @@ def push(engine: Engine) -> dict[str, float]:
     return {
         "push_seconds": proof.seconds,
         "push_bytes": proof.num_bytes,
+        "push_equal": proof.num_equal,
+        "push_unread": len(proof.unread),
         "push_error": proof.largest_error,
         "push_change": proof.largest_change,
         "server_restarts": sync.restarts,
@@ -77,14 +79,19 @@ def push(engine: Engine) -> dict[str, float]:
 
 def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
     """What the completions are worth, those of groups that were left out included."""
-    groups = chain(rolled.groups, rolled.left_out)
+    groups = [*rolled.groups, *rolled.left_out]
     rewards = [said.total for group in groups for _, said in group.judged if said.total is not None]
+    said_of = [
+        pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
+    ]
+    has_none = [said.total is None and (one.error or said.error) is None for one, said in said_of]
     return {
         "reward": fmean(rewards),
         "reward_std": pstdev(rewards),
         **_parts(rolled),
-        "groups_with_signal": len(given.with_signal),
+        "groups_with_signal": given.num_groups_with_signal,
         "left_out": len(rolled.left_out),
+        "without_reward": sum(has_none),
     }
 
 
@@ -99,9 +106,9 @@ def _parts(rolled: Rolled) -> dict[str, float]:
     return {f"reward/{name}": fmean(some) for name, some in values.items()}
 
 
-def shown(paths: Sequence[Path]) -> list[Path]:
+def shown(paths: Sequence[Rewarded]) -> list[Rewarded]:
     """The best and the worst path of the group whose rewards differ most."""
-    groups: dict[int, list[Path]] = {}
+    groups: dict[int, list[Rewarded]] = {}
     for path in paths:
         groups.setdefault(path.group, []).append(path)
     ordered = [sorted(some, key=lambda path: -path.reward) for some in groups.values()]
@@ -109,7 +116,7 @@ def shown(paths: Sequence[Path]) -> list[Path]:
     return [chosen[0], chosen[-1]][: min(LOGGED, len(chosen))]
 
 
-def sample(path: Path, given: Credited) -> dict[str, Any]:
+def sample(path: Rewarded, given: Credited) -> dict[str, Any]:
     """A path for people to look at."""
     episode = path.episode
     advantage_N = given.advantages.get(path.name)

@@ -4,8 +4,9 @@
     ...                                    phase 3 is trained on
     ahead.take(4)                          waits; what the call raised is raised here
 
-The call runs in one thread beside the one that trains: it asks a server and judges answers, makes no collective call
-and leaves torch's global state alone (gradient mode is the thread's own; seeds and thread counts are everybody's).
+The call runs in one thread beside the one that trains: it asks a server and judges answers, makes its collective calls
+in a process group of its own (``Ranks.apart``) and leaves torch's global state alone (gradient mode is the thread's
+own; seeds and thread counts are everybody's).
 
 ``close`` waits for nothing. The thread is a daemon, so neither an error nor an interrupt has to wait for answers still
 under way: closing the engine, which comes next, cancels those, and the thread ends with them.

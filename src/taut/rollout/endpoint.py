@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import random
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -48,12 +48,23 @@ class Endpoint:
     """An endpoint at ``url``. ``close`` ends its thread and connections."""
 
     def __init__(
-        self, url: str, *, key: str | None, timeout: float, retries: int, backoff: float
+        self,
+        url: str,
+        *,
+        key: str | None,
+        timeout: float,
+        retries: int,
+        backoff: float,
+        section: str,
+        patience: Sequence[str] = ("server.timeout", "server.retries"),
     ) -> None:
-        self.url = _checked(url)
+        """``section``: of the configuration, as in ``rollout.``; ``patience``: the keys in it of how long is waited."""
+        self.section = section
+        self._patience = " or ".join(f"{section}{key}" for key in patience)
+        self.url = _checked(url, section)
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self._under_way: set[anyio.CancelScope] = set()
-        self._secret = _secret(key)
+        self._secret = _secret(key, section)
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         client = httpx2.AsyncClient(
             headers=headers,
@@ -109,7 +120,7 @@ class Endpoint:
             await anyio.sleep(min(pause, LONGEST_WAIT))
         raise EngineError(
             f"server: {found} from {place} ({attempt + 1} attempts); expected an answer; start the server or wait "
-            "for it, set server.timeout or server.retries, then run the same command again"
+            f"for it, set {self._patience}, then run the same command again"
         )
 
     async def _send(self, place: str, body: dict[str, Any] | None) -> httpx2.Response | str:
@@ -137,8 +148,8 @@ class Endpoint:
             return answer.json()
         except ValueError:
             raise EngineError(
-                f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set url to an "
-                "OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
+                f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set {self.section}url to "
+                "an OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
             ) from None
 
     def _nothing(self, place: str, answer: httpx2.Response) -> None:
@@ -149,12 +160,13 @@ class Endpoint:
         found = f"server: HTTP {status} from {place}: {self._message(answer)}"
         if status in (401, 403):
             raise EngineError(
-                f"{found}; expected to be let in; set server.key to the name of the environment variable with the key"
+                f"{found}; expected to be let in; set {self.section}server.key to the name of the environment variable "
+                "with the key"
             )
         if 400 <= status < 500 and status not in (404, 405):
             raise RequestRefused(found)
         raise EngineError(
-            f"{found}; expected an OpenAI-compatible endpoint; set url as in http://127.0.0.1:8000/v1"
+            f"{found}; expected an OpenAI-compatible endpoint; set {self.section}url as in http://127.0.0.1:8000/v1"
         )
 
     def _message(self, answer: httpx2.Response) -> str:
@@ -189,26 +201,29 @@ def _trusted() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def _checked(url: str) -> str:
+def _checked(url: str, section: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"url={url}: expected a URL as in http://127.0.0.1:8000/v1; correct it")
+        raise ConfigError(
+            f"{section}url={url}: expected a URL as in http://127.0.0.1:8000/v1; correct it"
+        )
     if parts.username is not None or parts.query or parts.fragment:
         raise ConfigError(
-            f"url for {parts.hostname} has more than host and path; expected one as in http://127.0.0.1:8000/v1; "
-            "set server.key to the name of an environment variable that holds the key"
+            f"{section}url for {parts.hostname} has more than host and path; expected one as in "
+            f"http://127.0.0.1:8000/v1; set {section}server.key to the name of an environment variable that holds the "
+            "key"
         )
     return url.rstrip("/")
 
 
-def _secret(key: str | None) -> str | None:
+def _secret(key: str | None, section: str) -> str | None:
     if key is None:
         return None
     value = os.environ.get(key)
     if not value:
         raise ConfigError(
-            f"server.key={key}: no environment variable of this name is set; expected it to hold the API key; "
-            "export it, or remove server.key"
+            f"{section}server.key={key}: no environment variable of this name is set; expected it to hold the API key; "
+            f"export it, or remove {section}server.key"
         )
     return value
 

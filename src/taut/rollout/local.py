@@ -124,7 +124,8 @@ class LocalEngine:
         if stateful:
             raise ModelError(
                 f"{type(anatomy.unwrap(scorer.model)).__name__} has layers with state across tokens ({stateful[0]}), "
-                "which the local engine does not keep; expected attention only; serve the model and use engine=server"
+                "which the local engine does not keep; expected attention only; serve the model and use engine=server "
+                "(rollout.engine=server where it trains)"
             )
         rope = anatomy.length_dependent_rope(scorer.model)
         if rope is not None:  # beyond it the angles of the tokens already kept would change

@@ -51,8 +51,8 @@ class Folder:
             self.path = made.rename(parent / f"{PREFIX}{made.name.removeprefix('.taut-')}")
         except OSError as error:
             raise OutputError(
-                f"server.sync.folder: {parent} cannot be written: {error.strerror}; expected a folder that this "
-                "process and the server both see; set server.sync.folder"
+                f"rollout.server.sync.folder: {parent} cannot be written: {error.strerror}; expected a folder that "
+                "this process and the server both see; set it to one"
             ) from None
         assert self._lock is not None  # nobody else looks at it under its first name
 
@@ -102,8 +102,8 @@ def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> in
             file.chmod(0o644)
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            f"server.sync.folder: {folder} cannot be written: {error}; expected room for the model's weights; "
-            "set server.sync.folder to a folder with room"
+            f"rollout.server.sync.folder: {folder} cannot be written: {error}; expected room for the model's weights; "
+            "set it to a folder with room"
         ) from None
     return num_bytes
 
@@ -120,7 +120,7 @@ def require_arrived(
     """How many tensors the server has to the bit, and the names of those it cannot show.
 
     ``workers``: the reports of each. A parameter is whole on every worker, or in shards that add up. Raises
-    EngineError for one that is neither.
+    EngineError for one that is neither, and where the server shows none at all.
     """
     by_name: dict[str, list[Report]] = {}
     for report in (report for reports in workers for report in reports):
@@ -139,6 +139,11 @@ def require_arrived(
                 "and let nobody else push to it"
             )
         shown.update(parts)
+    if not shown:
+        raise EngineError(
+            f"server: it shows a checksum of none of the {len(tensors)} tensors just pushed; expected most of them; "
+            "serve the model that is trained, with the worker extension of this version of taut"
+        )
     return len(shown), [name for name in tensors if name not in shown]
 
 

@@ -41,6 +41,8 @@ class Held(BaseModel):
     """Of its process: another one after a restart."""
     version: int
     """Of what it loaded last; -1: nothing."""
+    folder: str
+    """Where that lay, under a name that no other push had."""
     dtype: str
 
 
@@ -101,8 +103,8 @@ class Asked:
             error = parsed(_Failed, result).error
             if error is not None:
                 raise EngineError(
-                    f"server: it {error}; expected to see the files that were written there; set server.sync.folder "
-                    "to a folder that both see under one name"
+                    f"server: it {error}; expected to see the files that were written there; set "
+                    "rollout.server.sync.folder to a folder that both see under one name"
                 )
 
     def checksums(self, folder: Path) -> list[list[Report]]:
@@ -111,10 +113,20 @@ class Asked:
         return [parsed(_Reports, {"found": result}).found for result in results]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        self.openai.tell("load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        """Under a name nobody else has. One that is sent again, since its answer was lost, vLLM refuses."""
+        try:
+            self.root.tell("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except RequestRefused:
+            if not self.serves(name):
+                raise
 
     def unload_adapter(self, name: str) -> None:
-        self.openai.tell("unload_lora_adapter", {"lora_name": name})
+        """Once it is gone, vLLM knows no such name."""
+        try:
+            self.openai.tell("unload_lora_adapter", {"lora_name": name})
+        except EngineError:
+            if self.serves(name):
+                raise
 
     def leave(self, name: str) -> None:
         """Unload an adapter, if that is soon done."""
@@ -180,7 +192,7 @@ def served_card(endpoint: Endpoint, name: str | None) -> Card:
     """The model to be asked."""
     served = parsed(Models, endpoint.ask("models")).data
     cards = [card for card in served if card.id == name or PUSHED not in card.id]
-    names = ", ".join(card.id for card in cards) or "none"
+    names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
     if name is None and len(cards) == 1:
         return cards[0]
     for card in cards:
@@ -189,8 +201,8 @@ def served_card(endpoint: Endpoint, name: str | None) -> Card:
     if name is None:
         raise EngineError(
             f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
-            "set server.name"
+            f"set {key}"
         )
     raise EngineError(
-        f"server: {endpoint.url} serves {names}; expected server.name={name}; set it to a name that is served"
+        f"server: {endpoint.url} serves {names}; expected {key}={name}; set it to a name that is served"
     )

@@ -110,9 +110,21 @@ class ServerEngine:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Collection[int],
         context: int | None,
+        *,
+        section: str = "rollout.",
     ) -> ServerEngine:
-        """The engine at ``url`` for the model that tokenizer, stop set and context are those of."""
-        endpoint = _endpoint(url, config, config.timeout, config.retries)
+        """The engine at ``url`` for the model that tokenizer, stop set and context are those of.
+
+        ``section``: of the configuration, where ``url`` and ``config`` come from; by default a training's.
+        """
+        endpoint = Endpoint(
+            url,
+            key=config.key,
+            timeout=config.timeout,
+            retries=config.retries,
+            backoff=config.backoff,
+            section=section,
+        )
         try:
             card = served_card(endpoint, config.name)
             texts = Texts(tokenizer, stop_ids)
@@ -132,16 +144,22 @@ class ServerEngine:
 
         The first one is to come before anything is generated. Raises EngineError for a server that takes no weights.
         """
-        root = self.endpoint.url.removesuffix("/v1")
-        asked = Asked(
-            self.endpoint, _endpoint(root, self.config, self.config.sync.timeout, 1), self.name
+        root = Endpoint(
+            self.endpoint.url.removesuffix("/v1"),
+            key=self.config.key,
+            timeout=self.config.sync.timeout,
+            retries=1,
+            backoff=self.config.backoff,
+            section=self.endpoint.section,
+            patience=["server.sync.timeout"],
         )
+        asked = Asked(self.endpoint, root, self.name)
         ids = self.texts.tokenizer(PROBE, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
         most = None if self.context is None else self.context - 1
         try:
             sync = Sync(asked, trained, self.config.sync, np.asarray(ids[:most], dtype=np.int64))
         except BaseException:
-            asked.root.close()
+            root.close()
             raise
         return replace(self, sync=sync)
 
@@ -165,7 +183,8 @@ class ServerEngine:
         """(name, value, reason) of what the server settled."""
         named = "as asked" if self.config.name is not None else "the only model it serves"
         kind = "what it answers at temperature 1 and at 2 with top_k=1"
-        return [("server.name", self.name, named), ("server log-probs", self.kind, kind)]
+        key = f"{self.endpoint.section}server.name"
+        return [(key, self.name, named), ("server log-probs", self.kind, kind)]
 
     def unaided(self) -> ServerEngine:
         """The same endpoint, told no stop token: it ends a completion where it does so for everybody."""
@@ -255,13 +274,14 @@ class ServerEngine:
                 "expected 0 or more than that; set sampling.temperature=0 for the most likely token"
             )
         require_usable(prompts, self.model_context)
+        key = f"{self.endpoint.section or 'sampling.'}max_new_tokens"
         for prompt in prompts:
             needed = prompt.ids_T.size + room(prompt, sampling, self.model_context)
             if self.served_context is not None and needed > self.served_context:
                 raise EngineError(
                     f"{prompt.id}: prompt and completion may take {needed:,} tokens and the server's max_model_len is "
                     f"{self.served_context:,}; expected room for both; start it with --max-model-len {needed}, or set "
-                    "sampling.max_new_tokens"
+                    f"{key}"
                 )
 
     def _body(
@@ -373,7 +393,3 @@ class ServerEngine:
         choice = parsed(Answer, answer).choices[0]
         checked(choice, prompt)
         return choice.logprobs
-
-
-def _endpoint(url: str, config: ServerConfig, timeout: float, retries: int) -> Endpoint:
-    return Endpoint(url, key=config.key, timeout=timeout, retries=retries, backoff=config.backoff)

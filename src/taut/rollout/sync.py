@@ -42,7 +42,7 @@ from taut.parallel import Ranks
 from taut.rollout import worker
 from taut.rollout.answer import TOLERANCE
 from taut.rollout.parcel import PREFIX, Folder, checkpoint_tensors, require_arrived, write
-from taut.rollout.served import PUSHED, Asked, Report
+from taut.rollout.served import PUSHED, Asked, Held, Report
 from taut.types import FloatArray, IntArray, Sample
 
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
@@ -124,7 +124,8 @@ class _Sent:
     dtype: str
     said_N: FloatArray
     """What the server said of the probe afterwards."""
-    starts: list[str]
+    held: list[Held]
+    """What each worker is to say it has, until the next push; none where no extension is there to say it."""
     checksums: list[list[Report]]
 
 
@@ -188,7 +189,7 @@ class Sync:
         obstacle = adapter_obstacle(model)
         if wanted == "adapter" and obstacle is not None:
             raise EngineError(
-                f"server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set server.sync.mode=full"
+                f"rollout.server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set it to full"
             )
         if wanted != "full" and obstacle is None and asked.takes_adapters():
             return "adapter"
@@ -209,6 +210,7 @@ class Sync:
         before_N = asked.log_probs(asked.base, self.probe_T) if last is None else last.said_N
         folder = self._folder.new(f"{version}-{self._count}")  # a path that never was before
         if self.mode == "full":
+            self._folder.keep_only(folder)  # there need be room for one push alone
             sent, num_bytes, arrived = self._push_full(version, state, folder)
         else:
             sent, num_bytes, arrived = self._push_adapter(version, state, folder), 0, (0, [])
@@ -239,10 +241,9 @@ class Sync:
         num_bytes = write(tensors, dtype, folder)
         checksums = self._load(version, folder)
         arrived = require_arrived(tensors, dtype, checksums)
-        starts = [one.start for one in held]
-        sent = _Sent(
-            version, self.asked.base, folder, held[0].dtype, np.empty(0), starts, checksums
-        )
+        now = {"version": version, "folder": str(folder)}
+        held = [one.model_copy(update=now) for one in held]
+        sent = _Sent(version, self.asked.base, folder, held[0].dtype, np.empty(0), held, checksums)
         return sent, num_bytes, arrived
 
     def _load(self, version: int, folder: Path) -> list[list[Report]]:
@@ -256,10 +257,11 @@ class Sync:
         save_adapter(self.trained.scorer.model, folder, dict(state))
         make_readable(folder)
         name = f"{self.asked.base}{PUSHED}{folder.parent.name.removeprefix(PREFIX)}-{folder.name}"
+        held = self._held()
         self.asked.load_adapter(name, folder)
         if self._sent is not None and self.asked.serves(self._sent.name):
             self.asked.unload_adapter(self._sent.name)
-        return _Sent(version, name, folder, self._dtype, np.empty(0), [], [])
+        return _Sent(version, name, folder, self._dtype, np.empty(0), held, [])
 
     def _require_same(
         self, said_N: FloatArray, wanted_N: FloatArray, old_N: FloatArray | None, dtype: str
@@ -283,17 +285,19 @@ class Sync:
         sent = self._sent
         if sent is None or self._has(sent):
             return 0
+        held = self._held()
         if self.mode == "adapter":
             self.asked.load_adapter(sent.name, sent.folder)
         else:
-            starts = [one.start for one in self.asked.held()]
+            now = {"version": sent.version, "folder": str(sent.folder)}
+            held = [one.model_copy(update=now) for one in held]
             checksums = self._load(sent.version, sent.folder)
             if checksums != sent.checksums:
                 raise EngineError(
                     "server: started again, it shows other checksums for the same weights; expected the same model in "
                     f"the same dtype ({sent.dtype}); start it as before"
                 )
-            self._sent = replace(sent, starts=starts)
+        self._sent = replace(sent, held=held)
         said_N = self.asked.log_probs(sent.name, self.probe_T)
         self._require_same(said_N, sent.said_N, None, sent.dtype)
         return 1
@@ -306,19 +310,23 @@ class Sync:
             )
 
     def _has(self, sent: _Sent) -> bool:
-        """Whether the server has it still; False after a restart."""
-        if self.mode == "adapter":
-            return self.asked.serves(sent.name)
-        held = self.asked.held()
-        if [one.start for one in held] != sent.starts:
+        """Whether the server has it still, on the same base; False after a restart."""
+        if self.mode == "adapter" and not self.asked.serves(sent.name):
             return False
-        for one in held:
-            if one.version != sent.version:
+        held = self._held()
+        if [one.start for one in held] != [one.start for one in sent.held]:
+            return False
+        for one, due in zip(held, sent.held, strict=True):
+            if one != due:
                 raise EngineError(
-                    f"server: it holds weights of version {one.version}; expected those of {sent.version}, which were "
-                    "pushed to it; let nobody else push to it"
+                    f"server: it holds weights {_origin(one)}; expected those {_origin(due)}, which it had at this "
+                    "run's last push; let nobody else push to it"
                 )
         return True
+
+    def _held(self) -> list[Held]:
+        """What each worker has; nothing where no extension is there to say it."""
+        return [] if self._dtype == "unknown" else self.asked.held()
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -339,11 +347,19 @@ def _together(ranks: Ranks, work: Callable[[], T]) -> T:
 def how_to_start(name: str) -> str:
     """The command line of a server that takes weights."""
     place = Path(worker.__file__).parent
-    return (
-        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={place} vllm serve DIR --served-model-name {name} "
-        "--worker-extension-cls taut_worker.TautWorker --logprobs-mode processed_logprobs; for adapters alone "
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve DIR --enable-lora --max-lora-rank RANK (docs/weights.md)"
+    serve = (
+        f"vllm serve DIR --served-model-name {name} --logprobs-mode processed_logprobs "
+        "--host 127.0.0.1"
     )
+    return (
+        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={place} {serve} --worker-extension-cls "
+        f"taut_worker.TautWorker; for adapters alone VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {serve} --enable-lora "
+        "--max-lora-rank RANK (docs/weights.md)"
+    )
+
+
+def _origin(held: Held) -> str:
+    return f"of version {held.version} ({held.folder})" if held.folder else "it was started with"
 
 
 def adapter_obstacle(model: nn.Module) -> str | None:

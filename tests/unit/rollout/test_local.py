@@ -168,7 +168,9 @@ def test_logits_that_are_not_finite_name_the_prompt(temperature: float) -> None:
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_layers_with_state_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ModelError, match=r"state across tokens .*engine=server"):
+    with pytest.raises(
+        ModelError, match=r"state across tokens .*engine=server \(rollout\.engine=server"
+    ):
         engine(Scorer(tiny_model(name, dtype=torch.float32)))
 
 

@@ -132,5 +132,7 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(tmp_pat
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"server\.sync\.folder: .*file.* cannot be written"):
+    with pytest.raises(
+        OutputError, match=r"^rollout\.server\.sync\.folder: .*file.* cannot be written"
+    ):
         Folder(str(tmp_path / "file"))

@@ -12,14 +12,15 @@ import pytest
 import torch
 from tests.server import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
 from tests.tokenizers import tiny_tokenizer
-from tests.weights import CPU, WeightServer, change, tiny, trained
+from tests.weights import CPU, WeightServer, Worker, change, tiny, trained
 
 from taut.config import from_mapping, replace
 from taut.errors import ConfigError, EngineError
 from taut.models.lora import LoraConfig, apply_lora
 from taut.parallel import Ranks
-from taut.rollout import served
+from taut.rollout import served, sync
 from taut.rollout.open import ModelUse
+from taut.rollout.parcel import write
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Sync, Trained
 from taut.rollout.worker import taut_worker
@@ -95,8 +96,7 @@ def test_an_adapter_alone_goes_under_a_name_of_its_own(folder: str) -> None:
         assert list(server.adapters) == [after] != [before]
         assert server.requests[-1]["model"] == after
     assert proof is not None and proof.mode == "adapter" and proof.largest_change > 0.01
-    assert server.adapters == {}
-    assert server.told.count("/collective_rpc") == 1  # for the dtype
+    assert server.adapters == {} and server.worker.taut_version == -1
 
 
 def test_what_vllm_loads_no_adapter_of_goes_whole(folder: str) -> None:
@@ -105,7 +105,8 @@ def test_what_vllm_loads_no_adapter_of_goes_whole(folder: str) -> None:
         assert sync_of(engine).mode == "full"
     with (
         pytest.raises(
-            EngineError, match=r"vLLM loads no adapter with DoRA; .* server\.sync\.mode=full"
+            EngineError,
+            match=r"^rollout\.server\.sync\.mode=adapter, .*vLLM loads no adapter with DoRA",
         ),
         following(WeightServer(), trained(model), folder=folder, mode="adapter"),
     ):
@@ -121,7 +122,32 @@ def test_nothing_is_left_in_the_folder(folder: str) -> None:
     assert list(Path(folder).iterdir()) == []
 
 
+def test_the_folder_needs_room_for_one_push(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    def writing(tensors: Any, dtype: torch.dtype, place: Path) -> int:
+        found.append([path.name for path in place.parent.iterdir() if path.is_dir()])
+        return write(tensors, dtype, place)
+
+    monkeypatch.setattr(sync, "write", writing)
+    with following(WeightServer(), trained(tiny()), folder=folder) as engine:
+        engine.update(0)
+        engine.update(1)
+    assert found == [["0-1"], ["1-2"]]
+
+
 # What does not
+
+
+def test_a_server_that_shows_no_checksum_is_refused(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "taut_checksums", lambda worker, folder: [])
+    with (
+        following(WeightServer(), trained(tiny()), folder=folder) as engine,
+        pytest.raises(EngineError, match=r"step 0: .*a checksum of none of the \d+ tensors"),
+    ):
+        engine.update(0)
 
 
 def test_a_plain_server_is_refused_with_the_command_that_starts_another() -> None:
@@ -133,6 +159,8 @@ def test_a_plain_server_is_refused_with_the_command_that_starts_another() -> Non
         following(FakeServer(), trained(tiny())),
     ):
         pass
+    ways = str(e.value).split("; for adapters alone ")
+    assert len(ways) == 2 and all("--host 127.0.0.1" in way for way in ways)
     place = str(e.value).partition("PYTHONPATH=")[2].split()[0]
     assert (Path(place) / "taut_worker.py").exists()
     with FakeServer() as server:
@@ -183,7 +211,9 @@ def test_a_folder_the_server_does_not_see(folder: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(taut_worker, "_files", lambda folder: [])
     with (
         following(WeightServer(), trained(tiny()), folder=folder) as engine,
-        pytest.raises(EngineError, match=r"it sees no file in .*; set server\.sync\.folder"),
+        pytest.raises(
+            EngineError, match=r"it sees no file in .*; set rollout\.server\.sync\.folder"
+        ),
     ):
         engine.update(0)
 
@@ -238,12 +268,25 @@ def test_answers_of_a_server_that_was_started_again_meanwhile_are_not_used(folde
             engine.generate([prompt("a", 1, 20)], GREEDY)
 
 
-def test_somebody_else_s_push_is_noticed(folder: str) -> None:
-    server = WeightServer()
-    with following(server, trained(tiny()), folder=folder) as engine:
-        engine.update(4)
-        server.worker.taut_version = 9
-        with pytest.raises(EngineError, match="holds weights of version 9; expected those of 4"):
+@pytest.mark.parametrize("way", ["full", "adapter"])
+def test_somebody_else_s_push_of_the_same_step_is_noticed(folder: str, way: str) -> None:
+    """Of every weight, over this run's own or under its adapter."""
+    model = tiny() if way == "full" else apply_lora(tiny(), LORA)
+    server = WeightServer(has=("full", "adapter"))
+    with following(server, trained(model), folder=folder) as engine:
+        engine.update(5)
+        assert sync_of(engine).mode == way
+        engine.generate([prompt("a", 1, 20)], GREEDY)
+        before = r"5 \(.*5-1\)" if way == "full" else "it was started with"
+        other = ServerEngine.open(server.url, CONFIG, tiny_tokenizer(), [7], 64)
+        other = other.follow(trained(tiny(seed=5)))
+        sync_of(other)._require_same = lambda *numbers: None  # type: ignore[method-assign]
+        try:
+            other.update(5)
+        finally:
+            other.close()
+        found = rf"holds weights of version 5 \(.*5-1\); expected those .*{before}, which"
+        with pytest.raises(EngineError, match=found):
             engine.generate([prompt("a", 1, 20)], GREEDY)
 
 

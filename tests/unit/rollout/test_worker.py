@@ -111,7 +111,24 @@ def test_loading_makes_a_tied_head_s_copy_anew(tensors: dict[str, Tensor], tmp_p
     worker = Worker(model)
     assert worker.taut_load(str(tmp_path), 5) == {}
     assert torch.equal(model.head.packed, tensors["embed.weight"].T + 1)
-    assert worker.taut_held()["version"] == 5 and worker.taut_held()["dtype"] == "float32"
+    held = worker.taut_held()
+    assert (held["version"], held["folder"], held["dtype"]) == (5, str(tmp_path), "float32")
+
+
+def test_a_load_that_fails_half_way_is_seen_to_have_begun(
+    tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(tensors, tmp_path / "weights.safetensors")
+    worker = Worker(Model(tensors))
+    assert (worker.taut_held()["version"], worker.taut_held()["folder"]) == (-1, "")
+
+    def failing(**given: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(worker, "reload_weights", failing)
+    with pytest.raises(RuntimeError):
+        worker.taut_load(str(tmp_path), 5)
+    assert worker.taut_held()["folder"] == str(tmp_path)
 
 
 def test_a_folder_without_files_is_said(tensors: dict[str, Tensor], tmp_path: Path) -> None:

@@ -40,11 +40,14 @@ class TautWorker:
 
     taut_version = -1
     """Of the weights that were loaded last; -1: those the server started with."""
+    taut_folder = ""
+    """Where they lay. Its name is random, so that it tells one push from another of the same version."""
 
     def taut_held(self) -> dict[str, Any]:
         """Which process this is, and what it has."""
         dtype = str(_worker(self).model_runner.model_config.dtype).removeprefix("torch.")
-        return {"start": START, "version": self.taut_version, "dtype": dtype}
+        held = {"start": START, "version": self.taut_version, "folder": self.taut_folder}
+        return {**held, "dtype": dtype}
 
     def taut_load(self, folder: str, version: int) -> dict[str, Any]:
         """Put the weights of a folder's files, named as in the checkpoint, in the place of those the model has."""
@@ -56,10 +59,10 @@ class TautWorker:
             return {"error": f"cannot read {file}: {error.strerror}"}
         if not files:
             return {"error": f"sees no file in {folder}"}
+        self.taut_version, self.taut_folder = version, folder  # said even if it fails half-way
         _worker(self).reload_weights(weights_iterator=_tensors(files))
         for _, layer in _copied(_worker(self).model_runner.get_model()):
             layer.quant_method.process_weights_after_loading(layer)
-        self.taut_version = version
         return {}
 
     def taut_checksums(self, folder: str) -> list[dict[str, Any]]:
