@@ -34,6 +34,7 @@ from taut.evals.during import (
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.lifecycle import Asked, execute
 from taut.online.method import Online
+from taut.online.recipe import judging, require_judgeable
 from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
 from taut.recorded import keep_reference
 from taut.rewards import files_of
@@ -125,14 +126,14 @@ def _inputs(run: Run) -> list[str]:
     """What the run reads."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
     asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
-    files = map(str, files_of(run.eval.answers.rewards))
+    files = [*map(str, files_of(run.eval.answers.rewards)), *judging(run.eval.answers.rewards)]
     reference = run.objective.reference
     others = [reference.model, reference.file] if reference else []
     if (teacher := run.objective.teacher) is not None:
         others += [teacher.teacher, teacher.top_logprobs, teacher.eval_top_logprobs]
     if (online := run.objective.online) is not None:
         others += [online.critic.model if online.critic else None]
-        others += map(str, online.files)
+        others += [*map(str, online.files), *judging(online.rewards)]
     named = [path for path in others if path]
     return [run.model, *adapter, *named, *input_paths(run.data), *input_paths(asked), *files]
 
@@ -189,6 +190,7 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
     answers, make_engine = _answers(run), engine_of(built)
+    require_judgeable(answers.rewards, job.ranks.size)
     kind = run.objective.kind
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
     found += [] if answering is None else [answering.as_evaluation()]

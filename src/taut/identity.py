@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
@@ -32,7 +32,9 @@ from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
 from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
+from taut.online.recipe import models_of
 from taut.parallel import Ranks
+from taut.rewards.reward_model import RewardModel
 from taut.run import Inputs, Method, Run
 from taut.training import METHODS
 
@@ -61,7 +63,6 @@ FREE = (
     "guard",
     "rollout.url",  # where an engine is, and how it is asked
     "rollout.server",
-    "rollout.local",
     "dtype",  # what came of it is compared
 )
 """Keys that a resume may change."""
@@ -73,11 +74,25 @@ ROUNDING = (
     "config.batch.share_prefixes",
     "config.batch.min_saved_tokens",
     "config.reference.file",
+    "config.rollout.local",
     "environment",
 )
 """What a resume may change at the price of rounding."""
+OF_A_KIND = (
+    "model",
+    "adapter",
+    "reference",
+    "critic",
+    "reward model",
+    "code",
+    "data",
+    "environment",
+)
+"""Parts of an identity that name what they hold."""
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 """Largest relative difference of a step's loss from the uninterrupted run's, by compute dtype, after such a change."""
+RENDERING = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja")
+"""Files of a tokenizer and its template."""
 SHOWN = 5
 """Differences that one message names."""
 
@@ -119,6 +134,8 @@ def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         if online.critic is not None and online.critic.model is not None:
             config = _config_of(online.critic.model, "critic.model", run)
             found["critic"] = _hashes(online.critic.model, "critic.model", config, ranks)
+        for label, judge in models_of(online.rewards).items():
+            found.setdefault("reward model", {})[label] = _judge(judge, run, ranks)
     if reference is not None and reference.model is not None:
         config = _config_of(reference.model, "reference.model", run)
         found["reference"] = _hashes(reference.model, "reference.model", config, ranks)
@@ -130,14 +147,27 @@ def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def _judge(judge: RewardModel, run: Run, ranks: Ranks) -> dict[str, str]:
+    """What a reward model in this process says depends on its tokenizer and template, too."""
+    key, has_code = "rewards.options.model", judge.trust_remote_code
+    try:
+        config = load_config(judge.model, has_code)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    found = _hashes(judge.model, key, config, ranks, has_code=has_code, more=RENDERING)
+    if judge.template is not None:
+        found["template"] = _digest([_code(Path(judge.template).expanduser())])
+    return found
+
+
 def _code(path: Path) -> str:
-    """What is in a file of the user's own code."""
+    """What is in a file of the user's own."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"found {path} named as code of a reward, an environment or a tool, which cannot be read: {error}; "
-            "expected a Python file; correct the path"
+            f"found {path} named as code of a reward, an environment or a tool, or as a template, which cannot be "
+            f"read: {error}; expected a text file; correct the path"
         ) from error
 
 
@@ -235,7 +265,7 @@ def _told(key: str) -> str:
     part, _, name = key.partition(".")
     if part == "config":
         return name
-    if part in ("model", "adapter", "reference", "critic", "code", "data", "environment") and name:
+    if part in OF_A_KIND and name:
         return f"{part} {name.removesuffix('.content')}"
     return key
 
@@ -255,17 +285,23 @@ def _is_hash(value: Any) -> bool:
 
 
 def _hashes(
-    path: str, key: str, config: Any, ranks: Ranks, *, has_code: bool = False
+    path: str,
+    key: str,
+    config: Any,
+    ranks: Ranks,
+    *,
+    has_code: bool = False,
+    more: Sequence[str] = (),
 ) -> dict[str, str]:
     """File name -> SHA-256 of what a model or adapter is read from; a hub name's commit. The ranks share the work.
 
-    ``has_code``: whether Python code that comes with the model is run.
+    ``has_code``: whether Python code that comes with the model is run. ``more``: other files that count.
     """
     directory = user_path(path, key)
     if not directory.is_dir():
         return {"commit": str(getattr(config, "_commit_hash", None))}
-    kinds = ("*.safetensors", "*.bin", "*config.json", *(["*.py"] if has_code else []))
-    files = [file for kind in kinds for file in sorted(directory.glob(kind))]
+    kinds = ("*.safetensors", "*.bin", "*config.json", *(["*.py"] if has_code else []), *more)
+    files = list(dict.fromkeys(file for kind in kinds for file in sorted(directory.glob(kind))))
     mine = files[ranks.rank :: ranks.size]
     with ThreadPoolExecutor(4) as threads:
         found = dict(zip([f.name for f in mine], threads.map(durable.digest, mine), strict=True))

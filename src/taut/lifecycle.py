@@ -26,6 +26,8 @@ from taut.config import to_dict
 from taut.deliver import answer_for_best, choose_goldens, save_model
 from taut.errors import (
     CheckFailed,
+    ConfigError,
+    DataError,
     EngineError,
     Interrupted,
     OutOfMemory,
@@ -268,9 +270,12 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
 def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
     """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved."""
     job = built.job
-    is_sound = isinstance(error, EngineError | CheckFailed) and isinstance(job.method, Online)
-    if not is_sound or job.ranks.size > 1 or not 0 < job.done < job.num_steps:
+    is_sound = isinstance(error, EngineError | CheckFailed | ConfigError | DataError)
+    if not isinstance(job.method, Online) or not is_sound:
         return error
+    if job.ranks.size > 1 or not 0 < job.done < job.num_steps:
+        return error
+    job.method.reject()
     try:
         kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
     except OutputError as trouble:

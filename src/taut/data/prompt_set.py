@@ -106,6 +106,10 @@ def _require_fitting(config: DataConfig) -> None:
                 f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
                 "have answers to learn; take it out"
             )
+    if config.cache is not None:
+        raise ConfigError(
+            f"data.cache={config.cache}, and prompts are read anew each time; expected none; take it out"
+        )
 
 
 def _fitted(
@@ -137,6 +141,7 @@ def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Inciden
         "line": np.array([int(row.place.rpartition(":")[2]) for row in rows]),
         "part": np.zeros(len(rows), dtype=np.int32),
     }
-    told = json.dumps([[row.references, row.columns] for row in rows], default=str)
+    # ids too: they key the random streams
+    told = json.dumps([[row.id, row.references, row.columns] for row in rows], default=str)
     digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["offsets"].tobytes() + told.encode())
     return Entry(arrays, num_rows, tuple(incidents), digest.hexdigest())

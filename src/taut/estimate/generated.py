@@ -1,8 +1,9 @@
 """What a run that generates trains on if every completion has all the tokens it may have: the trees of its steps.
 
 The prompts are those the run begins with. Completions are tokens drawn at random, no two alike; their rewards differ,
-so that all is learned from that can be; and nothing is scored: what models would say of them is 0. What generation
-itself takes, time and the keys and values that it keeps, is not foretold.
+so that all is learned from that can be; what is replayed of earlier roll-outs is there in full; and nothing is scored:
+what models would say of them is 0. What generation itself takes, time and the keys and values that it keeps, is not
+foretold.
 
 Imports build and below. ``steps`` calls it.
 """
@@ -28,8 +29,23 @@ def prepared(method: Online, config: PreTrainedConfig, step: int) -> list[Tree]:
     """The trees of a step (counted from 1)."""
     number = (step - 1) // method.config.updates
     if method.phase is None or method.phase.number != number:
-        method.phase = Phase(number, _assumed(method, config, number))
+        trees = _assumed(method, config, number)
+        most = _num_trees(method, len(trees))
+        others = number
+        while len(trees) < most:  # other roll-outs stand for those before
+            others += 1
+            trees += _assumed(method, config, others)
+        method.phase = Phase(number, trees[:most])
     return method.prepare(step)
+
+
+def _num_trees(method: Online, fresh: int) -> int:
+    """Trees of a roll-out of so many, with all that are trained on again beside it."""
+    config, replayed = method.config, method.config.replay
+    if config.max_staleness is not None:
+        before = (config.max_staleness + 1) // config.updates - 1 - config.ahead
+        replayed = min(replayed, before * fresh)
+    return fresh + replayed
 
 
 def _assumed(method: Online, config: PreTrainedConfig, number: int) -> list[Tree]:
@@ -42,7 +58,7 @@ def _assumed(method: Online, config: PreTrainedConfig, number: int) -> list[Tree
         most = method.config.grows
         size = most if context is None else max(1, min(most, context - row.ids_T.size))
         ids_SN = draw.integers(0, vocabulary, (method.config.n, size))
-        worth = [method.credit.good - index / method.config.n for index in range(len(ids_SN))]
+        worth = [method.credit.good + index / method.config.n for index in range(len(ids_SN))]
         episodes = tuple(_episode(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
         groups.append(Group(episodes, tuple(Verdict({"assumed": Score(w)}, w) for w in worth)))
     paths = paths_of(groups, number)

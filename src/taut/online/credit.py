@@ -84,6 +84,13 @@ class Credited(NamedTuple):
     """Of each path that is learned from."""
     learned: Any = None
     """For ``Credit.learn``."""
+    num_told_apart: int | None = None
+    """Groups of which rewards say something; None: of those with a signal alone."""
+
+    @property
+    def num_groups_with_signal(self) -> int:
+        """Groups of whose rewards something is learned."""
+        return len(self.with_signal) if self.num_told_apart is None else self.num_told_apart
 
 
 class Credit:

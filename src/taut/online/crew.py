@@ -14,9 +14,9 @@ import torch
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
-from taut.errors import ConfigError, DataError, EngineError
+from taut.errors import DataError, EngineError
 from taut.models.score import Scorer
-from taut.online.recipe import Recipe
+from taut.online.recipe import Recipe, require_judgeable
 from taut.online.rollouts import Roller
 from taut.parallel import Ranks
 from taut.rewards.code import Code
@@ -51,6 +51,7 @@ class Setting(NamedTuple):
 def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
     config, credit = recipe.rollout, recipe.make_credit()
+    require_judgeable(recipe.rewards, setting.ranks.size, ahead=config.ahead)
     ranks = setting.ranks.apart() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and recipe.rewards:
@@ -91,11 +92,12 @@ def _settled(
     if isinstance(engine, ServerEngine):
         found += engine.decisions
     parts = () if panel is None else panel.parts
-    is_run = any(isinstance(part.verifier, Code) for part in parts)
-    if is_run or "python" in recipe.rollout.environment.tools:
-        chosen = shared().mechanism
-        found.append(("sandbox", chosen.name, chosen.reason))
-    return found
+    asked = [part.verifier for part in parts if isinstance(part.verifier, Code)]
+    boxes = [shared(one.mechanism, one.packages) for one in asked]
+    if "python" in recipe.rollout.environment.tools:
+        boxes.append(shared())
+    chosen = {box.mechanism.name: box.mechanism.reason for box in boxes}
+    return found + [("sandbox", name, reason) for name, reason in chosen.items()]
 
 
 RESERVED = ("shaped", "kept")
@@ -105,15 +107,7 @@ RESERVED = ("shaped", "kept")
 def _require_answers(
     panel: Panel, recipe: Recipe, prompts: Sequence[PromptRow]
 ) -> list[tuple[str, str, str]]:
-    """What is decided about rows that rewards say nothing of. Raises DataError where that is all of them, and
-    ConfigError for a model that would judge in this process while another trains in it.
-    """
-    models = [part.label for part in panel.parts if part.verifier.runs == "model"]
-    if models and recipe.rollout.ahead:
-        raise ConfigError(
-            f"rollout.ahead=true and the reward {models[0]}, a model in this process: it would judge while another "
-            "model trains here; expected it at a server; use `taut serve-reward` and the reward reward_server"
-        )
+    """What is decided about rows that rewards say nothing of. Raises DataError where that is all of them."""
     needing = [part.label for part in panel.parts if part.verifier.needs_reference]
     without = [row for row in prompts if not row.references]
     if not needing or not without:

@@ -3,7 +3,7 @@
     rewards      completions without a reward (an error of the reward, the environment or the engine), by share
     log-probs    the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
     ends         the share of completions that end by themselves, against that of the first roll-outs
-    signal       roll-outs in which no group's rewards differ: nothing is learned
+    signal       roll-outs in which no group's rewards differ, with a critic none at all: nothing is learned
 
 What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
 
@@ -89,18 +89,21 @@ class Guard:
             )
 
     def look(self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]) -> None:
-        """Tell of a roll-out's numbers what is to be told."""
+        """Tell of a roll-out's numbers what is to be told. Raises CheckFailed where nothing has been learned for long;
+        then nothing is remembered of it.
+        """
+        silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
+        if self.config.max_silent and silent >= self.config.max_silent:
+            raise CheckFailed(
+                f"step {step}: in the last {silent} roll-outs no group has rewards that differ, so nothing is "
+                f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
+                "to one prompt; take easier or harder prompts, or a model that gets some right (guard.max_silent)"
+            )
+        self.silent = silent
         if fields["errors"]:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
         self._look_at_ends(step, float(fields["stopped"]), emit)
-        self.silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
-        if self.config.max_silent and self.silent >= self.config.max_silent:
-            raise CheckFailed(
-                f"step {step}: in the last {self.silent} roll-outs no group has rewards that differ, so nothing is "
-                f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
-                "to one prompt; take easier or harder prompts, or a model that gets some right (guard.max_silent)"
-            )
 
     def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
         if len(self.first) < BEGINNING:
@@ -154,8 +157,8 @@ class Guard:
 
     def remember(self) -> dict[str, Any]:
         return {
-            "first": self.first,
-            "recent": self.recent,
+            "first": list(self.first),
+            "recent": list(self.recent),
             "silent": self.silent,
             "told": sorted(self.told),
         }

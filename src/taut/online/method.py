@@ -15,7 +15,7 @@ May import online, loop, data, rollout. build makes it and hands it its crew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from taut.data.plan import Cursor, Order
 from taut.data.prompt_set import PromptSet
 from taut.loop import Job, Role
 from taut.losses import Loss
+from taut.memory import require_room
 from taut.online import telling
 from taut.online.credit import Credit, paths_of
 from taut.online.guard import Guard
@@ -36,6 +37,9 @@ from taut.online.scoring import scored
 from taut.rollout.ahead import Ahead
 from taut.runlog.events import plain
 from taut.types import Tree
+
+SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens"
+"""What helps where generating runs out of memory."""
 
 
 class Crew(NamedTuple):
@@ -56,14 +60,35 @@ class Kept(NamedTuple):
     tree: Tree
 
 
+class State(NamedTuple):
+    """What the steps to come need of those before, beside the phase they train on."""
+
+    replayed: list[Kept]
+    credit: Any
+    guard: dict[str, Any]
+
+    def encoded(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        replayed = [[kept.version, encoded(kept.tree)] for kept in self.replayed]
+        return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
+
+    @classmethod
+    def decoded(cls, kept: Mapping[str, Any]) -> State:
+        """What was ``encoded``."""
+        replayed = [Kept(version, decoded(tree)) for version, tree in kept["replayed"]]
+        return cls(replayed, kept["credit"], kept["guard"])
+
+
 @dataclass(frozen=True, eq=False)
 class Phase:
     """A roll-out that is being trained on."""
 
     number: int
     trees: Sequence[Tree]
-    event: dict[str, Any] | None = None
-    """What was told of it."""
+    told: Sequence[tuple[str, dict[str, Any]]] = ()
+    """The events of it, by kind."""
+    before: State | None = None
+    """What there was when it was drawn; None: some of it is trained on."""
 
 
 @dataclass(eq=False)
@@ -84,7 +109,7 @@ class Online:
     _ahead: Ahead[Rolled] | None = None
     _taken: tuple[int, Rolled] | None = None
     """The number of a phase that is being made, and its roll-out: a step begun again does not draw it anew."""
-    _untold: dict[str, Any] | None = None
+    _untold: Sequence[tuple[str, dict[str, Any]]] = ()
     """What is to be told of a phase that came from a checkpoint."""
 
     def join(self, crew: Crew) -> None:
@@ -112,9 +137,9 @@ class Online:
         number, update = divmod(step - 1, self.config.updates)
         if self.phase is None or self.phase.number != number:
             self.phase = self._rolled_out(number, step)
-        elif self._untold is not None:  # a resume takes back what is told of steps to come
-            self.crew.job.emit("rollout", **self._untold)
-        self._untold = None
+        for kind, fields in self._untold:  # a resume takes back what is told of steps to come
+            self.crew.job.emit(kind, **fields)
+        self._untold = ()
         return numbered(self._part(self.phase, update))
 
     def observed(self, step: int) -> list[Tree] | None:
@@ -141,10 +166,19 @@ class Online:
 
     def _rolled_out(self, number: int, step: int) -> Phase:
         """Roll out, score, credit. Nothing that is remembered changes before all of it is done."""
-        job, version = self.crew.job, step - 1
+        job, version, before = self.crew.job, step - 1, self._state
+        told: list[tuple[str, dict[str, Any]]] = []
+
+        def tell(kind: str, **fields: Any) -> None:
+            told.append((kind, fields))
+            job.emit(kind, **fields)
+
         if self._taken is None or self._taken[0] != number:
+            draw = partial(self._rolled, number, version)
+            if self.config.engine == "local":
+                draw = partial(require_room, draw, f"the roll-out of step {step}", SMALLER)
             with job.interrupts.at_once(job.ranks):
-                self._taken = number, self._rolled(number, version)
+                self._taken = number, draw()
         rolled = self._taken[1]
         self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
         paths = paths_of(rolled.groups, number)
@@ -158,13 +192,13 @@ class Online:
         event = {"step": step, **fields}
         event |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
         event |= telling.push(self.roller.engine)
-        job.emit("rollout", **event)
-        self.guard.look(step, fields, job.emit)
+        tell("rollout", **event)
+        self.guard.look(step, fields, tell)
         self.credit.learn(given)
         fresh = [Kept(v, tree) for v, tree in given.with_signal]
         self.replayed = [*fresh, *replayed][: self.config.replay]
         self._taken = None
-        return Phase(number, [*given.trees, *(kept.tree for kept in replayed)], event)
+        return Phase(number, [*given.trees, *(kept.tree for kept in replayed)], told, before)
 
     def _is_young(self, kept: Kept, version: int) -> bool:
         most = self.config.max_staleness
@@ -176,11 +210,15 @@ class Online:
             self._update(version)
             return self.roller.roll(number, self._indices(number))
         generator = self._generator
-        if generator.started != number:  # nothing was generated ahead: the start, or a resume
+        is_first = (
+            generator.started != number
+        )  # nothing was generated ahead: the start, or a resume
+        if is_first:
             self._update(version)
             generator.start(number, self._generate(number))
         rolled = generator.take(number)
-        self._update(version)
+        if not is_first:
+            self._update(version)
         if (number + 1) * self.config.updates < self.crew.job.num_steps:
             generator.start(number + 1, self._generate(number + 1))
         return rolled
@@ -215,28 +253,43 @@ class Online:
 
     def remember(self) -> dict[str, Any]:
         """What the steps to come need of those before."""
-        return {
-            "phase": self._open_phase(),
-            "replayed": [[kept.version, encoded(kept.tree)] for kept in self.replayed],
-            "credit": self.credit.remember(),
-            "guard": self.guard.remember(),
-        }
+        return {"phase": self._open_phase(), **self._state.encoded()}
 
     def _open_phase(self) -> list[Any] | None:
-        """The phase that steps to come train on; what was told of it, if none has yet."""
+        """The phase that steps to come train on; if none has yet, what was told of it and what was before it."""
         phase, (number, update) = self.phase, divmod(self.crew.job.done, self.config.updates)
         if phase is None or phase.number != number:
             return None
         held = [encoded(tree) for tree in phase.trees]
-        return [number, held, plain(phase.event) if update == 0 else None]
+        if update or phase.before is None:
+            return [number, held, [], None]
+        return [number, held, plain(list(phase.told)), phase.before.encoded()]
 
     def recall(self, remembered: dict[str, Any]) -> None:
         if remembered["phase"] is not None:
-            number, held, self._untold = remembered["phase"]
-            self.phase = Phase(number, [decoded(tree) for tree in held], self._untold)
-        self.replayed = [Kept(version, decoded(tree)) for version, tree in remembered["replayed"]]
-        self.credit.recall(remembered["credit"])
-        self.guard.recall(remembered["guard"])
+            number, held, self._untold, before = remembered["phase"]
+            state = None if before is None else State.decoded(before)
+            self.phase = Phase(number, [decoded(tree) for tree in held], self._untold, state)
+        self._take_back(State.decoded(remembered))
+
+    def reject(self) -> None:
+        """Forget the phase if no step has trained on it: what stopped the run may be its fault, and a resume is to draw
+        it anew.
+        """
+        phase, done = self.phase, self.crew.job.done
+        if phase is None or phase.before is None or phase.number * self.config.updates != done:
+            return
+        self.phase = None
+        self._take_back(phase.before)
+
+    @property
+    def _state(self) -> State:
+        return State(self.replayed, self.credit.remember(), self.guard.remember())
+
+    def _take_back(self, state: State) -> None:
+        self.replayed = state.replayed
+        self.credit.recall(state.credit)
+        self.guard.recall(state.guard)
 
 
 def numbered(trees: Sequence[Tree]) -> list[Tree]:

@@ -134,9 +134,21 @@ class PolicyCredit(Credit):
             )
         metrics = self._metrics(reward_S, paths, said)
         learned = {path.name: given[path.name] for path, _ in made}
+        told_apart = self._told_apart(paths, reward_S) & {path.group for path, _ in made}
         return credited(made, metrics, learned)._replace(
-            learned=_Learned(scale, self._next_coef(metrics))
+            learned=_Learned(scale, self._next_coef(metrics)), num_told_apart=len(told_apart)
         )
+
+    def _told_apart(self, paths: Sequence[Rewarded], reward_S: Tensor) -> set[int]:
+        """Groups that would have a signal by their rewards alone: what a critic expects, or a penalty takes off, is
+        never all the same. With a critic all are compared with each other.
+        """
+        groups = [path.group for path in paths]
+        if isinstance(self.ways.estimate, Gae):
+            is_one = len(paths) == 1  # compared with what the critic expects alone
+            return set(groups) if is_one or bool((reward_S != reward_S[0]).any()) else set()
+        advantages = self.ways.estimate(reward_S, torch.tensor(groups)).tolist()
+        return {group for group, one in zip(groups, advantages, strict=True) if one}
 
     def learn(self, given: Credited) -> None:
         self._scale, self._coef = given.learned

@@ -5,16 +5,50 @@ May import online and what it may.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from taut.errors import ConfigError
 from taut.methods.critic import CriticConfig
 from taut.online.credit import Credit
 from taut.online.guard import GuardConfig
 from taut.online.rollouts import RolloutConfig
 from taut.rewards.panel import PanelConfig
-from taut.rewards.registry import RewardSpec, files_of
+from taut.rewards.registry import RewardSpec, files_of, listed, verifier_of
+from taut.rewards.reward_model import RewardModel
+
+
+def models_of(rewards: str | Sequence[str | RewardSpec]) -> dict[str, RewardModel]:
+    """The reward models in this process among them, by label."""
+    found = {}
+    for spec in listed(rewards):
+        verifier = verifier_of(spec.name, spec.options) if spec.name == "reward_model" else None
+        if isinstance(verifier, RewardModel):
+            found[spec.label or spec.name] = verifier
+    return found
+
+
+def judging(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
+    """What they are read from."""
+    return [path for it in models_of(rewards).values() for path in (it.model, it.template) if path]
+
+
+def require_judgeable(
+    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, ahead: bool = False
+) -> None:
+    """Raise ConfigError, on every rank alike, for a model that would judge in this process where it cannot."""
+    for label in models_of(rewards):
+        if num_ranks > 1:
+            raise ConfigError(
+                f"found the reward {label}, a model in this process, and {num_ranks} ranks, which would wait while one "
+                "of them judges; expected it at a server; use `taut serve-reward` and the reward reward_server"
+            )
+        if ahead:
+            raise ConfigError(
+                f"rollout.ahead=true and the reward {label}, a model in this process: it would judge while another "
+                "model trains here; expected it at a server; use `taut serve-reward` and the reward reward_server"
+            )
 
 
 class Recipe(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from taut.data.prompts import PromptRow
 from taut.loop import Job, Role
-from taut.online.credit import Credit, Path, paths_of
+from taut.online.credit import Credit, Rewarded, paths_of
 from taut.online.method import numbered
 from taut.online.rollouts import Group
 from taut.online.scoring import POLICY, Asked, scored
@@ -64,5 +64,5 @@ def _episode(name: str, prompt_T: IntArray, end_N: IntArray, index: int) -> Epis
     )
 
 
-def _said(path: Path, logp_N: FloatArray) -> Path:
+def _said(path: Rewarded, logp_N: FloatArray) -> Rewarded:
     return replace(path, episode=replace(path.episode, logp_N=logp_N))

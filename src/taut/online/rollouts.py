@@ -113,6 +113,12 @@ class RolloutConfig:
                 f"updates{', generated as many before' if self.ahead else ''}: its last is {stalest} behind; expected "
                 f"{stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
             )
+        if self.max_staleness is not None and not (self.replay or self.ahead):
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} with neither rollout.replay nor rollout.ahead: nothing "
+                "older than the newest roll-out is trained on; expected one of them; set it, or take "
+                "rollout.max_staleness out"
+            )
 
     @property
     def grows(self) -> int:

@@ -71,7 +71,7 @@ def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role],
             if is_real and scores.scalar_R is not None:
                 _keep(found, VALUE, packed, scores.scalar_R, packed.row_R)
     for role in roles:
-        with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
+        with job.interrupts.held(), role.active(), job.compute():
             for packed, is_real in planned:
                 act = partial(role.streams, packed)
                 said = _attempted(job, act, packed, trees, where)
@@ -87,11 +87,11 @@ def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role],
 
 
 def _quiet(job: Job, packed: Packed, wants: Wants) -> Scores:
-    """In evaluation mode, without gradient."""
+    """In evaluation mode."""
     was_training = job.scorer.training
     job.scorer.eval()
     try:
-        with torch.no_grad(), job.compute():
+        with job.compute():
             scores: Scores = job.scorer(packed, wants=wants)
     finally:
         job.scorer.train(was_training)
@@ -103,7 +103,10 @@ def _attempted(
 ) -> T:
     if job.ranks.size == 1:
         job.interrupts.check()
-    return job.fit.attempt(act, packed, trees, where)
+    with (
+        torch.no_grad()
+    ):  # outside the attempt: what fits a forward alone is no size that fits a step
+        return job.fit.attempt(act, packed, trees, where)
 
 
 def _keep(found: Said, name: str, packed: Packed, value: Tensor, row: Tensor) -> None:

@@ -15,7 +15,7 @@ from taut.errors import CheckFailed
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.losses.sft import CrossEntropy
-from taut.online.credit import All, Best, Pairs, Path, paths_of
+from taut.online.credit import All, Best, Pairs, Rewarded, paths_of
 from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.rollouts import Group
 from taut.rewards.panel import Verdict
@@ -40,7 +40,7 @@ def episode(name: str, index: int, size: int, finish: FinishReason = "stop") -> 
     )
 
 
-def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Path]:
+def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Rewarded]:
     """Groups a, b, ...; the path of reward i has i + 2 tokens. ``cut``: a1="length"."""
     groups = []
     for name, of in zip("abc", rewards, strict=False):
@@ -61,7 +61,7 @@ def policy(**keys: Any) -> PolicyCredit:
     return PolicyCredit(PolicyGradient(), Ways(**{**given, **keys}))
 
 
-def said(every: Sequence[Path], **values: float) -> dict[str, dict[str, Any]]:
+def said(every: Sequence[Rewarded], **values: float) -> dict[str, dict[str, Any]]:
     """The same number for every token of every path; of ``value_R`` one more where it was cut."""
     return {
         path.name: {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.rollout.opened import groups, obstacle, online
+from taut.checks.rollout.opened import groups, obstacle, online, roller
 from taut.checks.session import Session
 from taut.losses import advantages
 from taut.online.credit import Rewarded, paths_of
@@ -42,7 +42,10 @@ def ask(session: Session) -> Finding:
     if why_not is not None:
         return why_not
     found = session.once(groups)
-    wrong = [*_mixed(found), *_repeated(found)]
+    is_placed = (
+        session.once(roller).world is None
+    )  # an environment may begin with messages of its own
+    wrong = [*_mixed(found, is_placed=is_placed), *_repeated(found)]
     wrong = wrong or _miscredited(session, found)
     number = sum(len(group.episodes) for group in found)
     if wrong:
@@ -57,7 +60,7 @@ def ask(session: Session) -> Finding:
     return passed(f"{len(found)} groups, each of one prompt", number, "completions")
 
 
-def _mixed(found: Sequence[Group]) -> Iterator[str]:
+def _mixed(found: Sequence[Group], *, is_placed: bool) -> Iterator[str]:
     """Completions that are not where they belong."""
     sizes = {len(group.episodes) for group in found}
     if len(sizes) > 1:
@@ -71,7 +74,7 @@ def _mixed(found: Sequence[Group]) -> Iterator[str]:
             yield f"{group.row.id}: completions are numbered {numbers}"
         for one in group.episodes:
             size = one.row.ids_T.size
-            if one.ids_T[:size].tolist() != one.row.ids_T.tolist():
+            if is_placed and one.ids_T[:size].tolist() != one.row.ids_T.tolist():
                 yield f"{one.row.id}#{one.index} does not begin with its prompt"
     if twice := [name for name, times in Counter(g.row.id for g in found).items() if times > 1]:
         yield f"{twice[0]} has two groups"
@@ -97,14 +100,14 @@ def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
     paths = paths_of(judged, 0)
     names = [path.name for path in paths]
     wrong = [f"{name} names {times} paths" for name, times in Counter(names).items() if times > 1]
-    if wrong or not isinstance(credit, PolicyCredit):
+    if wrong or not paths or not isinstance(credit, PolicyCredit):
         return wrong
     said = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
     given = credit.trees(paths, said).advantages
     if credit.ways.estimate not in CENTRED:
         return []
     advantage_of = {name: float(advantage_N[0]) for name, advantage_N in given.items()}
-    is_plain = credit.ways.shaping == ShapingConfig()
+    is_plain = credit.ways.shaping == ShapingConfig() and credit.ways.penalty is None
     return list(_uncentred(paths, advantage_of, is_plain=is_plain))
 
 
@@ -120,12 +123,13 @@ def _uncentred(
         place = group[0].episode.row.id
         if abs(sum(each)) > ROUNDING * sum(map(abs, each)):
             yield f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0"
-        elif is_plain and (max(each) != each[0] or each[0] <= 0):
+        elif is_plain and len(each) > 1 and (max(each) != each[0] or each[0] <= 0):
             yield f"{place}: the best answer has an advantage of {each[0]:.3g}, another {max(each):.3g}"
 
 
 def _judged(group: Group, good: float, index: int) -> Group:
-    """As if all had ended by themselves, and the first was the good one; by how much differs from group to group."""
+    """As if all had ended by themselves, and the first without an error was the good one; by how much, differs."""
     episodes: tuple[Episode, ...] = tuple(replace(e, finish_reason="stop") for e in group.episodes)
-    worth = [good - bool(number) / (1 + index) for number in range(len(episodes))]
+    first = next((number for number, one in enumerate(episodes) if one.error is None), 0)
+    worth = [good - (number != first) / (1 + index) for number in range(len(episodes))]
     return Group(episodes, tuple(Verdict({"check": Score(w)}, w) for w in worth))

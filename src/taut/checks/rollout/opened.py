@@ -56,5 +56,5 @@ def groups(session: Session) -> list[Group]:
         max_new_tokens=min(own.config.max_new_tokens, TOKENS),
         refills=0,
     )
-    small = replace(own, config=config, panel=None, is_judged=False)
+    small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
     return list(small.roll(0, range(min(PROMPTS, len(own.prompts)))).groups)

@@ -7,6 +7,7 @@ import numpy as np
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.rollout.opened import NONE_GENERATED, roller
 from taut.checks.session import Session
+from taut.rollout.server import ServerEngine
 
 SHOWN = 3
 FEW = 0.05
@@ -23,6 +24,10 @@ def ask(session: Session) -> Finding:
     said = f"tokens of the longest prompt, and {most:,} of an answer"
     if context is None:
         return passed(f"{said}; the model names no context", longest, "tokens")
+    if isinstance(found.engine, ServerEngine) and found.world is None:
+        refused = _refused(session, found.engine, most)
+        if refused is not None:
+            return refused
     left_S = context - session.train.lengths
     full = np.flatnonzero(left_S < max(1, FEW * most))
     if full.size:
@@ -42,3 +47,26 @@ def ask(session: Session) -> Finding:
         [f"after {cut:,} prompts the context of {context:,} cuts answers earlier"] if cut else []
     )
     return passed(f"{said}, of {context:,}", longest, "tokens", notes)
+
+
+def _refused(session: Session, engine: ServerEngine, most: int) -> Finding | None:
+    """Prompts whose answers may be longer than the server takes: it cuts none, it refuses them."""
+    served, own = engine.served_context, engine.model_context
+    if served is None:
+        return None
+    length_S = session.train.lengths
+    needed_S = length_S + (most if own is None else np.minimum(most, own - length_S))
+    long = np.flatnonzero(needed_S > served)
+    if not long.size:
+        return None
+    return failed(
+        f"{long.size:,} of {len(session.train):,} prompts and their answers may be longer than the server takes, "
+        f"{served:,} tokens",
+        number=int(long.size),
+        unit=f"of {len(session.train):,} prompts",
+        evidence=[
+            f"{session.train.sample_id(int(at))}: {length_S[at]:,} tokens, with an answer up to {needed_S[at]:,}"
+            for at in long[:SHOWN]
+        ],
+        remedy=f"start the server with --max-model-len {int(needed_S.max())}, or set rollout.max_new_tokens",
+    )
