@@ -16,6 +16,7 @@ import json
 import math
 import operator
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ MOST_SAID = 4000
 """Characters of what a tool returns that the policy is told."""
 MOST_BITS = 4096
 """Integers that the calculator makes have no more."""
+MOST_DIGITS = 300
+"""Places that the calculator rounds to."""
 LONGEST = 1000
 """Characters of what it is asked."""
 
@@ -123,6 +126,14 @@ def calculator(expression: str) -> str:
         raise ValueError("the expression is nested too deeply") from None
 
 
+def _round(value: Number, *digits: Any) -> Number:
+    """Python computes ten to the power of the digits, and lets nobody else run meanwhile."""
+    if any(abs(number) > MOST_DIGITS for number in digits):
+        raise ValueError(f"round takes {MOST_DIGITS} digits at most")
+    found: Number = round(value, *digits)
+    return found
+
+
 OPERATORS: dict[type[ast.AST], Callable[..., Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -144,7 +155,7 @@ FUNCTIONS: dict[str, Callable[..., Number]] = {
     "tan": math.tan,
     "floor": math.floor,
     "ceil": math.ceil,
-    "round": round,
+    "round": _round,
     "min": min,
     "max": max,
     "gcd": math.gcd,
@@ -218,13 +229,14 @@ def load_own(spec: str, key: str, kind: str) -> Any:
         raise ConfigError(
             f"{key} is {spec}, and there is no file {file or spec}; expected FILE.py:{kind}; check the path"
         )
-    made = importlib.util.spec_from_file_location(f"taut_own_{path.stem}", path)
+    number = zlib.crc32(str(path.resolve()).encode())  # two files may have one name
+    made = importlib.util.spec_from_file_location(f"taut_own_{path.stem}_{number:08x}", path)
     assert made is not None and made.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(made)
     sys.modules[made.name] = module  # dataclasses look their module up by name
     try:
         made.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"{key}: {file} cannot be run: {reason}; expected Python that can; correct it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def _closed() -> Iterator[None]:
         ("sqrt(16) + max(1, 2, 3)", "7.0"),
         ("-pi", "-3.141592653589793"),
         ("2 ** 100", "1267650600228229401496703205376"),
+        ("round(2.5) + round(-1.25, 1) + round(1234, -2)", "1200.8"),
     ],
 )
 def test_the_calculator_computes(expression: str, value: str) -> None:
@@ -69,6 +71,7 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
         "(-8) ** 0.5",
         "1 +",
         "sqrt(x=4)",
+        "round(1, -301)",
         "1" * 2000,
         "(" * 400 + "1" + ")" * 400,
     ],
@@ -122,6 +125,19 @@ def test_a_function_of_ones_own_is_described_by_its_docstring(tmp_path: Path) ->
             load_tool(f"{file}:{name}")
     with pytest.raises(ConfigError, match="expected one of calculator, python"):
         load_tool("abacus")
+
+
+def test_files_of_one_s_own_may_have_one_name_and_end(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        file = tmp_path / name / "own.py"
+        file.parent.mkdir()
+        file.write_text(f"class Game:\n    name = {name!r}\n")
+        found.append(tools.load_own(f"{file}:Game", "key", "class"))
+    assert [sys.modules[game.__module__].Game.name for game in found] == ["one", "two"]
+    file.write_text("raise SystemExit('enough')")
+    with pytest.raises(ConfigError, match="cannot be run: SystemExit: enough"):
+        tools.load_own(f"{file}:Game", "key", "class")
 
 
 def test_python_runs_in_the_sandbox() -> None:
