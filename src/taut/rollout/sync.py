@@ -311,8 +311,6 @@ class Sync:
 
     def _has(self, sent: _Sent) -> bool:
         """Whether the server has it still, on the same base; False after a restart."""
-        if self.mode == "adapter" and not self.asked.serves(sent.name):
-            return False
         held = self._held()
         if [one.start for one in held] != [one.start for one in sent.held]:
             return False
@@ -322,7 +320,7 @@ class Sync:
                     f"server: it holds weights {_origin(one)}; expected those {_origin(due)}, which it had at this "
                     "run's last push; let nobody else push to it"
                 )
-        return True
+        return self.mode == "full" or self.asked.serves(sent.name)
 
     def _held(self) -> list[Held]:
         """What each worker has; nothing where no extension is there to say it."""
