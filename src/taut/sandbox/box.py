@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from taut.errors import SandboxError
-from taut.sandbox import workers
+from taut.sandbox import kernel, workers
 from taut.sandbox.limits import Limits, Ran, Trial
 
 MechanismName = Literal["bubblewrap", "namespaces", "landlock"]
-
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
 
 
 class Mechanism(NamedTuple):
@@ -32,9 +30,14 @@ class Sandbox:
     """Runs programs, any number of threads at a time. Made by ``open_sandbox``."""
 
     def __init__(self, mechanism: Mechanism, packages: Sequence[str] = ()) -> None:
-        self.mechanism = mechanism
         self._packages = tuple(str(Path(it).expanduser().resolve()) for it in packages)
         self._readable = workers.readable(self._packages)
+        is_root = mechanism.name == "landlock" and os.getuid() == 0
+        self._stays_root = is_root and not all(map(workers.is_open, self._readable))
+        if self._stays_root:
+            more = "programs stay root, for nobody else may read what they need"
+            mechanism = mechanism._replace(reason=f"{mechanism.reason}; {more}")
+        self.mechanism = mechanism
         self._idle: list[workers.Worker] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -59,7 +62,7 @@ class Sandbox:
             "stop_early": stop_early,
             "readable": self._readable,
             "links": workers.links(),
-            "uid": workers.spare_user(),
+            "uid": 0 if self._stays_root else workers.spare_user(),
         }
         worker = self._take(limits)
         try:
@@ -112,6 +115,7 @@ def _as_test(trial: Trial) -> dict[str, Any]:
 def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
     """The jail as bubblewrap's options. It cannot bound the number of files; their sizes it can."""
     line = [
+        *workers.KILLED_FIRST,
         shutil.which("bwrap") or "bwrap",
         "--unshare-ipc",
         "--unshare-pid",
@@ -131,7 +135,7 @@ def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
         line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
     for path in bound:
         line += ["--ro-bind", path, path]
-    for path in _DEVICES:
+    for path in kernel.DEVICES:
         line += ["--dev-bind", path, path]
     for link, target in workers.links():
         line += ["--symlink", target, link]

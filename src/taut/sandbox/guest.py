@@ -13,8 +13,8 @@ A test is {"stdin", "call", "arguments", "check"}:
     check               the program is imported, then this code is run in its names: asserts
 
 A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in the program does not pass. A check
-lives in the program's own process, so a program made to cheat (an object equal to everything) can; a stdin or a call
-test has nothing there to cheat.
+lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
+the end was reached) can; a stdin or a call test has nothing there to cheat.
 
 Runs under ``python -s -S -P``, alone of our package: imports its neighbours and the standard library only.
 ``jail`` imports it.
@@ -30,6 +30,7 @@ import os
 import resource
 import select
 import signal
+import site
 import sys
 import threading
 import time
@@ -195,6 +196,7 @@ def _child(
     """The process that executes the program; it never returns."""
     code = 70
     try:
+        os.setsid()  # 0 as the target of a signal is the program's own group, not the server's
         report = pipes["report"][1]
         for target, (name, end) in enumerate((("stdin", 0), ("stdout", 1), ("stderr", 1))):
             os.dup2(pipes[name][end], target)
@@ -223,36 +225,42 @@ def _limit(limits: Mapping[str, Any]) -> None:
 
 
 def _execute(program: str, test: Mapping[str, Any]) -> int:
-    """Run the program and its test here; the exit code."""
+    """Run the program and its test here, then what is due at an interpreter's end; the exit code."""
     is_main = not (test["call"] or test["check"])
     module = types.ModuleType("__main__" if is_main else "program")
     module.__file__ = NAME
     sys.modules[module.__name__] = module
     sys.argv = [NAME]
     linecache.cache[NAME] = (len(program), None, program.splitlines(keepends=True), NAME)
-    code = 0
-    try:
+    site.setquit()  # exit() and quit(), which -S leaves out
+    code, reports = 0, []
+
+    def main() -> None:
         exec(compile(program, NAME, "exec"), module.__dict__)
         if test["check"]:
             exec(compile(test["check"], "test.py", "exec"), module.__dict__)
-        report = _called(module, test) if test["call"] else ""
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does at its end
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        if not is_main:
-            os.write(3, _DONE)
-            _write_all(3, report.encode())
-    except SystemExit as exit_:
-        code = _exit_code(exit_.code)
-    except BaseException as error:  # noqa: BLE001 (the model's code may raise anything: it is told)
-        code = 1
-        _tell(error)
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError):  # the program closed them
-        code = code or 1
+        reports.append(_called(module, test) if test["call"] else "")
+
+    for part in (main, _end):
+        try:
+            part()
+        except SystemExit as exit_:
+            code = code or _exit_code(exit_.code)
+        except BaseException as error:  # noqa: BLE001 (the model's code may raise anything: it is told)
+            code = 1
+            _tell(error)
+    if reports and not (is_main or code):
+        _write_all(3, _DONE + reports[0].encode())
     return code
+
+
+def _end() -> None:
+    """As an interpreter's, however the program ended: wait for its threads, call what it left for then, flush."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
 
 
 def _called(module: types.ModuleType, test: Mapping[str, Any]) -> str:

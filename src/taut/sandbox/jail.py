@@ -31,7 +31,6 @@ _SCRATCH = "/tmp"
 """The jail's own, where programs expect one; the host's is not in there."""
 _GRACE = 10.0
 """Seconds a jail may take beside what its tests may."""
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
 _USUAL = (
     "bisect collections copy dataclasses datetime decimal enum fractions functools heapq itertools math operator "
     "random re statistics string typing"
@@ -141,7 +140,7 @@ def _hold(mechanism: str, request: Mapping[str, Any], writer: int, server: int) 
             _close_all_but(writer)
             _be_killed_first()
             if mechanism == "landlock":
-                _run_alone(request, writer)
+                _run_alone(request, writer, server)
             else:
                 _run_in_namespaces(request, writer)
             code = 0
@@ -162,28 +161,29 @@ def _be_killed_first() -> None:
         file.write("1000")
 
 
-def _run_alone(request: Mapping[str, Any], writer: int) -> None:
+def _run_alone(request: Mapping[str, Any], writer: int, server: int) -> None:
     os.chdir("/")
-    kernel.drop_capabilities()
-    kernel.never_gain()
-
+    _become_nobody(request["uid"])
+    kernel.die_with_parent()
+    if os.getppid() != server:
+        return
     holder = os.getpid()
 
     def confine() -> None:
         kernel.die_with_parent()
         if os.getppid() != holder:
             os._exit(1)
-        kernel.landlock(request["readable"], _DEVICES)
+        kernel.landlock(request["readable"], kernel.DEVICES)
         kernel.forbid(is_alone=True)
 
     _answer(writer, guest.run(request, confine, is_first=False))
 
 
 def _run_in_namespaces(request: Mapping[str, Any], writer: int) -> None:
-    uid = os.getuid()
+    uid, gid = os.getuid(), os.getgid()  # asked now: in the new namespace they are nobody's
     kernel.unshare(kernel.NEW_OTHERS | (kernel.NEW_USER if uid else 0))
     if uid:
-        _map_to_self(uid, os.getgid())
+        _map_to_self(uid, gid)
     _build_root(request)
     alive, held = os.pipe()
     first = os.fork()
@@ -208,7 +208,7 @@ def _build_root(request: Mapping[str, Any]) -> None:
     """A new root: the readable paths, a few devices, the scratch folder; nothing else of the host exists."""
     kernel.make_private()
     trees = {path: kernel.cloned(path, False) for path in request["readable"]}
-    trees |= {path: kernel.cloned(path, True) for path in _DEVICES}
+    trees |= {path: kernel.cloned(path, True) for path in kernel.DEVICES}
     folders = {path for path in request["readable"] if os.path.isdir(path)}  # noqa: PTH112
     root, limits = _SCRATCH, request["limits"]
     kernel.mount("tmpfs", root, 6, "size=1m,nr_inodes=1000,mode=755")
@@ -252,8 +252,8 @@ def _be_first(request: Mapping[str, Any], writer: int, alive: int, held: int) ->
 
 
 def _become_nobody(uid: int) -> None:
-    """Root becomes a user that is nobody's, so that limits count; then no capability is left."""
-    if os.getuid() == 0:
+    """Root becomes a user that is nobody's, so that limits count (0: it stays); then no capability is left."""
+    if os.getuid() == 0 and uid != 0:
         os.setgroups([])
         try:
             os.setresgid(uid, uid, uid)

@@ -13,12 +13,15 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _IS_ARM = platform.machine() in ("aarch64", "arm64")
 IS_KNOWN = platform.machine() in ("x86_64", "aarch64", "arm64")
 """Whether the numbers of this processor's system calls are known here."""
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
+"""All that programs have."""
 
 NEW_USER = 0x10000000
 NEW_OTHERS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
@@ -174,9 +177,17 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -266,12 +277,18 @@ _ALONE: dict[str, tuple[int, int]] = {
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
     "removexattrat": (466, 466),
+    "flock": (73, 32),
     "inotify_add_watch": (254, 27),
 }
 """What a program that has no namespace of its own may not do either: have children or threads, signal others, change
-what Landlock leaves open of a file, watch what others do."""
-_ALONE_WHERE = (("fcntl", (8, 10, 15)), ("ioctl", (0x8901, 0x8902)))
-"""Ways to let the kernel signal somebody else: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
+what Landlock leaves open of a file, lock it, watch what others do."""
+_ALONE_ONLY = (
+    ("fcntl", (0, 1, 2, 3, 4, 1030, 1031, 1032)),
+    ("ioctl", (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+)
+"""What of these is left to it, and not to let the kernel signal somebody else, to lock a file or set its flags:
+F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC, SETPIPE_SZ, GETPIPE_SZ; TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO,
+FIONCLEX, FIOCLEX."""
 
 _ALLOW, _REFUSE, _MISSING, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
@@ -315,9 +332,8 @@ def _rules_alone() -> list[_Op]:
     for numbers in _ALONE.values():
         if numbers[_IS_ARM] != _ABSENT:
             ops += _refuse(numbers[_IS_ARM])
-    for name, commands in _ALONE_WHERE:
-        for command in commands:
-            ops += _where(name, 1, command)
+    for name, commands in _ALONE_ONLY:
+        ops += _only(name, 1, commands)
     ops += _unless("kill", 0, 0xFFFFFFFF, os.getpid())
     return ops + _unless("tgkill", 0, 0xFFFFFFFF, os.getpid())
 
@@ -342,12 +358,13 @@ def _unless(name: str, argument: int, mask: int, value: int, high: bool = False)
     ]
 
 
-def _where(name: str, argument: int, value: int) -> list[_Op]:
-    """Refuse the call where its argument has the value."""
+def _only(name: str, argument: int, values: Sequence[int]) -> list[_Op]:
+    """Refuse the call unless its argument, 32 bits wide, is one of the values."""
+    count = len(values)
     return [
-        (_EQUAL, 0, 4, _NUMBERS[name][_IS_ARM]),
+        (_EQUAL, 0, count + 3, _NUMBERS[name][_IS_ARM]),
         (_LOAD, 0, 0, 16 + 8 * argument),
-        (_EQUAL, 0, 1, value),
+        *((_EQUAL, count - index, 0, value) for index, value in enumerate(values)),
         (_RETURN, 0, 0, _REFUSE),
         (_LOAD, 0, 0, 0),
     ]

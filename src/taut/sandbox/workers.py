@@ -30,6 +30,8 @@ _ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 """All that a program sees of an environment: sets have one order everywhere, threads are no more than asked for."""
+KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh")
+"""Before a command line: the kernel kills it first, and what it starts, when the machine runs out of memory."""
 _USERS = itertools.count()
 _STUB = """
 import sys, types
@@ -65,6 +67,12 @@ def readable(packages: Sequence[str]) -> list[str]:
     paths += [str(Path(sys.base_prefix, "lib")), *packages]
     paths += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return list(dict.fromkeys(os.path.realpath(path) for path in paths if Path(path).exists()))
+
+
+def is_open(path: str) -> bool:
+    """Whether anyone may go there and read."""
+    is_reached = all(folder.stat().st_mode & 0o001 for folder in Path(path).parents)
+    return is_reached and bool(Path(path).stat().st_mode & 0o004)
 
 
 def links() -> list[tuple[str, str]]:

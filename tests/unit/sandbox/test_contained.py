@@ -210,7 +210,7 @@ def test_the_number_of_files_is_bounded(box: Sandbox) -> None:
 
 KILLS = """
 import os, signal
-for target in (os.getppid(), {pid}, 1, -1):
+for target in (os.getppid(), {pid}, 1, -1, 0):
     for number in (9, 15, 19):
         try: os.kill(target, number)
         except OSError: pass
@@ -232,15 +232,27 @@ def test_nobody_else_is_signalled(box: Sandbox) -> None:
 
 
 def test_wide_doors_are_shut(box: Sandbox) -> None:
-    """ptrace, process_vm_readv, unshare, mount, io_uring_setup, memfd_create, shmget, perf_event_open, chroot."""
+    """ptrace, process_vm_readv, unshare, mount, io_uring_setup, memfd_create, shmget, perf_event_open, chroot;
+    shmctl, semctl, semop, semtimedop, msgsnd, msgrcv, msgctl, mq_unlink."""
     if os.uname().machine != "x86_64":
         pytest.skip("numbers of another processor")
-    numbers = (101, 310, 272, 165, 425, 319, 29, 298, 161)
+    numbers = (101, 310, 272, 165, 425, 319, 29, 298, 161, 31, 66, 65, 220, 69, 70, 71, 241)
     code = (
         "import ctypes; l = ctypes.CDLL(None, use_errno=True)\n"
         f"for n in {numbers}: print(l.syscall(n, 0, 0, 0), ctypes.get_errno())"
     )
     assert tried(box, code).stdout == "-1 1\n" * len(numbers)
+
+
+def test_files_shared_with_the_machine_are_read_and_no_more(box: Sandbox) -> None:
+    if not is_alone(box):
+        pytest.skip("elsewhere they are the jail's own mounts")
+    at = "import fcntl, os; file = open(os.__file__)"
+    get_flags = f"{at}; fcntl.ioctl(file, 0x80086601, bytes(8))"
+    locks = (f"{at}; fcntl.flock(file, fcntl.LOCK_SH)", f"{at}; fcntl.lockf(file, fcntl.LOCK_SH)")
+    assert done(box, get_flags, *locks) == []
+    usual = "import os; os.set_blocking(1, True); os.set_inheritable(1, True); os.dup(1)"
+    assert done(box, usual) == [usual]
 
 
 def test_the_scratch_folder_is_the_program_s_to_break(box: Sandbox) -> None:

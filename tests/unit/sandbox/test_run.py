@@ -51,6 +51,10 @@ def box() -> Iterator[Sandbox]:
         ),
         ("if __name__ == '__main__': print('main')", "ok", "main\n", ""),
         ("import atexit; atexit.register(print, 'end')", "ok", "end\n", ""),
+        ("import atexit, sys; atexit.register(print, 'end'); sys.exit(0)", "ok", "end\n", ""),
+        ("print(5)\nexit()", "ok", "5\n", ""),
+        ("print(5)\nquit(3)", "error", "5\n", ""),
+        ("import sys; print(5); sys.stdout.close()", "ok", "5\n", ""),
         ("print({'a', 'b', 'c', 'd', 'e'} == set('abcde'))", "ok", "True\n", ""),
     ],
 )
@@ -75,7 +79,8 @@ def test_a_thread_that_does_the_work_is_waited_for(box: Sandbox) -> None:
     if box.mechanism.name == "landlock":
         pytest.skip("no threads under landlock")
     code = "import threading\nthreading.stack_size(2**26)\nthreading.Thread(target=lambda: print(9)).start()"
-    assert box.run(code, [Trial()])[0].stdout == "9\n"
+    for end in ("", "\nexit()"):
+        assert box.run(code + end, [Trial()])[0].stdout == "9\n"
 
 
 def test_calls_give_their_value_as_json(box: Sandbox) -> None:
