@@ -18,16 +18,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 
+from taut.data.call_format import THOUGHT
 from taut.data.formats import Message, Tool
 from taut.data.render import Renderer
 from taut.data.template import PROBE, Ids, Text, common_length
+from taut.data.tool_calls import own_id
 from taut.errors import RenderError
 
 WORD = "Understood"
 """What stands in place of a turn."""
+REPLY = "Replied"
+"""What stands in place of what others say."""
 PLACE = "the conversation"
-THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Let me see.")
-"""A thought, under every name that templates know."""
 
 
 class Bridge:
@@ -36,6 +38,8 @@ class Bridge:
     def __init__(self, renderer: Renderer, stop_ids: Collection[int]) -> None:
         self.renderer, self.template = renderer, renderer.template
         self.stop_ids = frozenset(stop_ids)
+        self.heard: set[str] = set()
+        """Roles whose words the template is known to write after a turn."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """History and generation prompt, where no turn has been sampled yet."""
@@ -47,29 +51,15 @@ class Bridge:
     ) -> Ids:
         """What follows the last turn of ``history``, whose last sampled token is ``last``, when ``said`` was answered.
 
-        Raises RenderError where the template does not take these messages.
+        Raises RenderError where the template does not take these messages, or leaves out what one says.
         """
         assert history[-1]["role"] == "assistant" and said
         word = _unused(WORD, said, tools)
-        canonical = _canonical(history, said, word)
-        whole = self.template.apply((*canonical, *said), tools, PLACE, is_prompt=True)
-        after = whole.text.rfind(word) + len(word)
-        if after < len(word):
-            raise RenderError(
-                "the chat template does not write what an assistant says; expected its content, or its calls; give "
-                f"another template with {self.template.key}=FILE"
-            )
-        tail = Text(whole.text[after:], is_rendering=True)
-        first = 0
-        if "tool_calls" in canonical[-1]:
-            first = self._end_of_calls(canonical[-1], tools, word, tail.text)
-        spans, ids = self.template.spans(tail), self.template.encode([tail])[tail]
-        end = next(
-            i
-            for i, span in enumerate(spans)
-            if span[0] >= first and ids[i] in self.template.end_ids
-        )
-        return ids[end + 1 :] if last in self.stop_ids else ids[end:]
+        turns = _canonical(history, said, word)
+        if not self.heard >= {message["role"] for message in said}:
+            self._require_heard(turns, said, tools, word)
+        ids = self._from_end(turns, said, tools, word)
+        return ids[1:] if last in self.stop_ids else ids
 
     def rewrites(self, turn: Message, said: Message, tools: Sequence[Tool]) -> str | None:
         """None where prompt, turn and what is between are, token for token, the template's own rendering of the whole;
@@ -102,6 +92,44 @@ class Bridge:
                 f"give another template with {self.template.key}=FILE"
             )
         return self.template.quoted(whole[same:][:8])
+
+    def _from_end(
+        self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
+    ) -> Ids:
+        """What the template writes after the word in the last turn, from the token that ends the turn on."""
+        whole = self.template.apply((*turns, *said), tools, PLACE, is_prompt=True).text
+        _, is_there, after = whole.rpartition(word)
+        if not is_there:
+            raise RenderError(
+                "the chat template does not write what an assistant says; expected its content, or its calls; give "
+                f"another template with {self.template.key}=FILE"
+            )
+        tail, first = Text(after, is_rendering=True), 0
+        if "tool_calls" in turns[-1]:
+            first = self._end_of_calls(turns[-1], tools, word, after)
+        ids, ends = self.template.encode([tail])[tail], self.template.end_ids
+        for index, span in enumerate(self.template.spans(tail)):
+            if span[0] >= first and ids[index] in ends:
+                return ids[index:]
+        raise RenderError(
+            f"the chat template writes {after!r:.80} after a turn, and no token that ends it; expected one, as after "
+            f"the last turn; give another template with {self.template.key}=FILE"
+        )
+
+    def _require_heard(
+        self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
+    ) -> None:
+        """The template writes, after a turn, what these roles say. Asked once of each."""
+        replies = [{**message, "content": f"{REPLY}{k}."} for k, message in enumerate(said)]
+        text = self.template.decode(self._from_end(turns, replies, tools, word))
+        for message in replies:
+            if message["content"] not in text:
+                raise RenderError(
+                    f"the chat template does not write what a message of role {message['role']} says after a turn; "
+                    f"expected its content; give another template with {self.template.key}=FILE, or let another role "
+                    "say it"
+                )
+            self.heard.add(message["role"])
 
     def _end_of_calls(self, turn: Message, tools: Sequence[Tool], word: str, tail: str) -> int:
         """Where the token that ends a turn with calls begins in ``tail``, what is written after the word: markers of
@@ -147,13 +175,19 @@ def _marked(messages: list[Message], word: str) -> list[Message]:
 def _calls(turn: Message, after: Sequence[Message]) -> list[Tool]:
     """The calls of a turn as templates want them: one for each answer of a tool, be it to a call that none could read;
     else its own."""
-    own = {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", [])}
-    answers = list(takewhile(lambda message: message["role"] == "tool", after))
-    asked = {
-        answer["tool_call_id"]: answer.get("name") or own.get(answer["tool_call_id"], "tool")
-        for answer in answers
-    }
-    return [_call(name, index) for index, name in (asked or own).items()]
+    calls = turn.get("tool_calls", [])
+    names = {_id(call.get("id"), k): call["function"]["name"] for k, call in enumerate(calls)}
+    own, asked = list(names), {}
+    answers = takewhile(lambda message: message["role"] == "tool", after)
+    for k, answer in enumerate(answers):
+        index = answer.get("tool_call_id") or (own[k] if k < len(own) else own_id(k))
+        asked[index] = answer.get("name") or names.get(index, "tool")
+    return [_call(name, index) for index, name in (asked or names).items()]
+
+
+def _id(given: object, number: int) -> str:
+    """A call's own id; by its place in the turn where a row has none."""
+    return given if isinstance(given, str) and given else own_id(number)
 
 
 def _call(name: str, index: str) -> Tool:

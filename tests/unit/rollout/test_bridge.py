@@ -11,7 +11,7 @@ from taut.data.formats import Message
 from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
 from taut.errors import RenderError
-from taut.rollout.bridge import Bridge
+from taut.rollout.bridge import Bridge, _calls
 
 TOOL = {
     "type": "function",
@@ -43,6 +43,18 @@ ECHOING = (
     HEAD
     + "{{ loop.previtem.content if m.role == 'user' and not loop.first }}<|im_start|>{{ m.role }}\n{{ m.content }}"
     + END
+)
+DEAF = TEMPLATES["qwen2.5"].replace(
+    "'\\n<tool_response>\\n' + message.content", "'\\n<tool_response>\\n'"
+)
+"""Leaves out what a tool says."""
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDLESS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|im_end|>' if loop.last and m.role in ENDED }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 ASKED: Message = {"role": "user", "content": "What is 2 plus 3?"}
 SAID: Message = {"role": "user", "content": "Are you sure? Understood <|im_end|>"}
@@ -136,6 +148,39 @@ def test_a_template_that_leaves_out_what_was_said_is_refused() -> None:
     bridge = bridge_of(FORGETFUL)
     with pytest.raises(RenderError, match="does not write what an assistant says"):
         bridge.between((ASKED, {"role": "assistant", "content": "5."}), [SAID], (), last=0)
+
+
+def test_a_history_of_calls_without_ids_is_told_by_place() -> None:
+    bridge = bridge_of(None, "qwen2.5")
+    calls = [{key: it for key, it in call(name=name).items() if key != "id"} for name in "ab"]
+    tools: list[Message] = [{"role": "tool", "content": text} for text in "123"]
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert [one["id"] for one in _calls(turn, tools)] == ["call00000", "call00001", "call00002"]
+    assert [one["function"]["name"] for one in _calls(turn, tools)] == ["a", "b", "tool"]
+    more: Message = {"role": "assistant", "content": "5."}
+    assert bridge.between((ASKED, turn, *tools, more), [SAID], [TOOL], last=0)
+
+
+def test_a_template_that_leaves_out_what_others_say_is_refused() -> None:
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call()]}
+    with pytest.raises(RenderError, match="not write what a message of role tool says"):
+        bridge_of(DEAF).between((ASKED, turn), [answer()], [TOOL], last=0)
+    bridge, more = bridge_of(FIRST_SYSTEM), {"role": "assistant", "content": "5."}
+    assert bridge.between((ASKED, more), [SAID], (), last=0)
+    with pytest.raises(RenderError, match="not write what a message of role system says"):
+        bridge.between((ASKED, more), [{"role": "system", "content": "Stop."}, SAID], (), last=0)
+
+
+def test_a_template_that_ends_only_the_last_turn_is_refused() -> None:
+    turn: Message = {"role": "assistant", "content": "5."}
+    with pytest.raises(RenderError, match="no token that ends it"):
+        bridge_of(ENDLESS.replace("ENDED", "['assistant']")).between((ASKED, turn), [ASKED], (), 0)
+    with pytest.raises(
+        RenderError, match="not write what a message of role user says after a turn"
+    ):
+        bridge_of(ENDLESS.replace("ENDED", "['user', 'assistant']")).between(
+            (ASKED, turn), [ASKED], (), 0
+        )
 
 
 def test_a_template_whose_answer_depends_on_what_was_said_is_refused() -> None:
