@@ -159,7 +159,10 @@ def _generation(config: Evaluate, directory: Path) -> Generate:
 
 def _read_completions(path: Path, rows: Sequence[PromptRow]) -> list[Completion]:
     """What ``taut generate`` wrote, in the order of rows and samples."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    written = path.read_text(encoding="utf-8").split(
+        "\n"
+    )  # splitlines knows ends of lines that texts may have
+    lines = [json.loads(line) for line in written if line]
     order = {row.id: number for number, row in enumerate(rows)}
     lines.sort(key=lambda line: (order[line["id"]], line["index"]))
     return [

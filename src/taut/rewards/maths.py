@@ -45,6 +45,11 @@ class Math(Verifier):
         """Import the library."""
         assert self._library
 
+    def dress(self, reference: str) -> str:
+        """In a box, where only that is looked at."""
+        is_bare = self.boxed and "\\boxed" not in reference
+        return f"\\boxed{{{reference}}}" if is_bare else reference
+
     def __call__(self, answered: Answered) -> float | None:
         """None where there is no reference."""
         if not answered.references:

@@ -106,12 +106,21 @@ class Part:
             return replace(answered, text=self.verifier.dress(answered.text))
         if self.after is not None:
             _, mark, rest = answered.text.rpartition(self.after)
-            return replace(answered, text=rest.strip() if mark else "")
+            return _cut(answered, rest.strip() if mark else "")
         if self.inside is None:
             return answered
         _, opened, rest = answered.text.rpartition(f"<{self.inside}>")
         within, closed, _ = rest.partition(f"</{self.inside}>")
-        return replace(answered, text=within.strip() if opened and closed else "")
+        return _cut(answered, within.strip() if opened and closed else "")
+
+
+def _cut(answered: Answered, text: str) -> Answered:
+    """With ``text`` alone as the answer, in the conversation too."""
+    turns = answered.messages
+    last = max((k for k, turn in enumerate(turns) if turn.get("role") == "assistant"), default=None)
+    if last is not None:
+        turns = (*turns[:last], {"role": "assistant", "content": text}, *turns[last + 1 :])
+    return replace(answered, text=text, messages=turns)
 
 
 def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:

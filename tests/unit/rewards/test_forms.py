@@ -12,6 +12,7 @@ from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.rewards import Answered, RewardSpec, open_panel
 from taut.rewards.length import LengthOverlong, LengthTarget
+from taut.rewards.registry import read_parts
 from taut.rewards.repetition import Repetition
 from taut.rewards.stop import Stop
 from taut.rewards.tags import Tags
@@ -124,6 +125,19 @@ def test_a_reward_may_be_shown_a_part_of_an_answer(text: str, inside: float, aft
         (bare,) = panel.grade([Answered(text="4", references=("4",))], are_bare=True)
     assert [score.value for score in verdict.parts.values()] == [inside, after]
     assert bare.total == 2.0
+
+
+@pytest.mark.parametrize("mark", [{"inside": "answer"}, {"after": "</think>"}])
+def test_the_conversation_is_cut_as_the_answer_is(mark: dict[str, Any]) -> None:
+    """Who judges a conversation is shown no more of its end than who judges a text."""
+    text = "<think>5</think><answer>4</answer>"
+    turns = [{"role": "assistant", "content": it} for it in ("So?", text)]
+    turns.insert(1, {"role": "user", "content": "Yes"})
+    (part,) = read_parts([RewardSpec(name="exact_match", **mark)])
+    read = part.read(Answered(text=text, messages=tuple(turns)), is_bare=False)
+    assert read.text == ("4" if "inside" in mark else "<answer>4</answer>")
+    assert read.messages == (*turns[:2], {"role": "assistant", "content": read.text})
+    assert part.read(Answered(text=text), is_bare=False).messages == ()
 
 
 @pytest.mark.parametrize(

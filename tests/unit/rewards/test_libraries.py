@@ -83,6 +83,10 @@ def test_math_without_a_reference_does_not_apply_and_one_that_is_none_is_an_erro
 def test_only_what_is_boxed_may_be_asked_for(panel: Panel) -> None:
     assert said(panel, "boxed", r"\boxed{5}", references=("5",)) == Score(1.0)
     assert said(panel, "boxed", "it is 5", references=("5",)) == Score(0.0)
+    for reference in ("5", "$x^2$", r"\boxed{5}", "[2,5)"):
+        bare = Answered(text=reference, references=(reference,))
+        (verdict,) = panel.grade([bare], ["math", "boxed"], are_bare=True)
+        assert verdict.parts["boxed"] == Score(1.0)
 
 
 def test_math_works_in_any_thread_and_ends_in_time_where_sympy_does_not(panel: Panel) -> None:
