@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tests.jobs import make
 
+from taut import api
 from taut import identity as module
 from taut.build import Built
 from taut.config import describe, from_mapping, to_dict
@@ -154,3 +156,35 @@ def test_another_model_of_a_hub_is_known_by_its_commit(
     monkeypatch.setattr(module, "load_config", lambda *_: config)
     found = module._others(run, built.inputs, built.job.ranks)
     assert found == {"reference": {"commit": "0af1"}}
+
+
+def judged(built: Built, judge: Path, **options: Any) -> dict[str, Any]:
+    """The identity of a run of GRPO whose answers a reward model in this process judges."""
+    rewards = [{"name": "reward_model", "options": {"model": str(judge), **options}}]
+    keys = {"model": built.run.model, "data.train": "d.jsonl", "method": "grpo", "rewards": rewards}
+    run = from_mapping(METHODS["grpo"], keys)
+    return module._others(run, built.inputs, built.job.ranks)
+
+
+def test_a_reward_model_in_this_process_is_part_of_the_run(built: Built, tmp_path: Path) -> None:
+    """Its weights, its tokenizer's files and the template in place of its own; and no new run overwrites them."""
+    judge, template = tmp_path / "judge", tmp_path / "own.jinja"
+    shutil.copytree(built.run.model, judge)
+    template.write_text("{{ messages }}")
+    before = judged(built, judge, template=str(template))
+    for path in (judge / "model.safetensors", judge / "tokenizer.json", template):
+        was = path.read_bytes()
+        path.write_bytes(was + b" ")
+        name = "template" if path == template else path.name
+        (told,) = differences(before, judged(built, judge, template=str(template))).refused
+        assert told.startswith(f"reward model reward_model.{name}: other content, ")
+        path.write_bytes(was)
+    assert differences(before, judged(built, judge, template=str(template))) == ([], [])
+
+
+def test_what_is_read_of_a_reward_model_is_not_overwritten() -> None:
+    judge = [{"name": "reward_model", "options": {"model": "judge", "template": "own.jinja"}}]
+    keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo"}
+    for given in ({"rewards": judge}, {"rewards": "math", "eval.answers.rewards": judge}):
+        run = from_mapping(METHODS["grpo"], {**keys, **given, "data.eval": "e.jsonl"})
+        assert {"judge", "own.jinja"} <= set(api._inputs(run))

@@ -55,6 +55,7 @@ def test_a_prompt_is_refused_or_left_out_where_it_is_too_long(tmp_path: Path) ->
         ("too_long", "split", "would cut prompts"),
         ("targets", "all", r"data\.targets is set"),
         ("min_length", 4, r"data\.min_length is set"),
+        ("cache", "somewhere", r"data\.cache=somewhere, and prompts are read anew"),
     ],
 )
 def test_what_has_no_meaning_for_prompts_is_refused(
@@ -63,3 +64,12 @@ def test_what_has_no_meaning_for_prompts_is_refused(
     path = write_rows(tmp_path / "rows.jsonl", rows("cat"))
     with pytest.raises(ConfigError, match=told):
         loaded(path, **{key: value})
+
+
+def test_a_row_by_another_name_is_another_row(tmp_path: Path) -> None:
+    """Its name keys what is drawn for it: the place, where a row has none of its own."""
+    named = [row | {"id": None} for row in rows("cat", "dog")]
+    path = write_rows(tmp_path / "rows.jsonl", named)
+    before = loaded(path).parts[0].entry.digest
+    path.write_text("\n" + path.read_text())
+    assert loaded(path).parts[0].entry.digest != before

@@ -51,3 +51,22 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     assert names == [f"p:{row}#{index} of roll-out 1" for row in (1, 2) for index in (0, 1)]
     names = [sample.id for tree in made.prepare(2) for sample in tree.samples]
     assert names == [f"p:{row}#{index} of roll-out 2" for row in (2, 3) for index in (0, 1)]
+
+
+def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of time the first roll-out is of the weights there are: one push for it, and one for each after it."""
+    drawn, engine, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    config = RolloutConfig(n=2, ahead=True, engine="server", url="http://127.0.0.1:9/v1")
+    interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
+    job: Any = SimpleNamespace(
+        interrupts=interrupts, ranks=None, num_steps=3, emit=lambda *_, **__: None
+    )
+    pushed: list[int] = []
+    monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
+    monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
+    order = Order([], 3, 2, False, None)
+    made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
+    made.join(Crew(job, (), lambda: drawn))
+    for step in (1, 2, 3):
+        made.prepare(step)
+    assert pushed == [0, 1, 2]

@@ -189,3 +189,22 @@ def test_all_are_kept_as_they_are() -> None:
     given = All(CrossEntropy()).trees(paths(), {})
     assert [len(tree.samples) for tree in given.trees] == [3, 3]
     assert all(not s.streams for tree in given.trees for s in tree.samples)
+
+
+def signals(made: PolicyCredit, rewards: Sequence[Sequence[float]]) -> int:
+    every = paths(rewards)
+    streams = {"value_R": 0.3, "old_logp_N": -1.0, "ref_logp_N": -1.2}
+    return made.trees(every, said(every, **streams)).num_groups_with_signal
+
+
+def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
+    """So the guard sees rewards that never differ; with a critic they may do so between prompts."""
+    critic = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=True))
+    penalty = policy(penalty=KlPenalty(0.5))
+    plus = policy(estimate=ESTIMATORS["reinforce_pp"])
+    shaped = policy(shaping=ShapingConfig(length_cost=0.5))
+    alike, apart, one = [[0.5, 0.5], [0.5, 0.5]], [[0.4, 0.4], [0.0, 1.0]], [[1.0], [0.0]]
+    assert [signals(it, alike) for it in (critic, penalty, plus, shaped)] == [0, 0, 0, 2]
+    assert [signals(it, apart) for it in (critic, penalty, plus)] == [2, 1, 2]
+    assert [signals(it, one) for it in (critic, penalty)] == [2, 0]
+    assert signals(critic, [[0.5]]) == 1, "compared with what the critic expects"

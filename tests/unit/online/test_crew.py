@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,12 +15,18 @@ from tests.sampling import SamplingServer
 from tests.server import FakeServer
 from transformers import AutoModelForCausalLM
 
+from taut import api
+from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError
 from taut.online import crew
 from taut.online.method import Online
 from taut.online.rollouts import Roller
+from taut.parallel import Ranks
+from taut.rewards.code import Code
 from taut.rewards.panel import Panel
+from taut.rollout.local import LocalEngine
 from taut.rollout.server import ServerEngine
+from taut.training import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +108,44 @@ def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
         opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
     roller = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
     assert roller.settled[0][1] == "nothing of 1 of 1 rows"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> None:
+    """Before anything is opened: the ranks are not left to wait for one of them."""
+    judged = {"name": "reward_model", "label": "worth", "options": {"model": "m"}}
+    keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
+    recipe = from_mapping(METHODS["grpo"], keys).objective.online
+    assert recipe is not None
+    setting = SimpleNamespace(ranks=Ranks(rank, 2, torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"the reward worth, a model in this process, and 2 rank"):
+        crew.open_roller(recipe, cast(crew.Setting, setting))
+
+
+def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
+    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
+    built, _ = make(keys_of("grpo", model, tmp_path, eval__answers__rewards=judged))
+    built.job.ranks = Ranks(0, 2, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="reward_model, a model in this process, and 2 ranks"):
+        api._evaluations(built, tmp_path)
+
+
+def test_what_holds_programs_is_what_the_reward_asks_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(wanted: str | None = None, packages: tuple[str, ...] = ()) -> Any:
+        return SimpleNamespace(mechanism=SimpleNamespace(name=wanted or "first", reason=packages))
+
+    monkeypatch.setattr(crew, "shared", shared)
+    options = {"mechanism": "landlock", "packages": ["here"]}
+    verifier = from_mapping(Code, options)
+    panel = SimpleNamespace(parts=[SimpleNamespace(verifier=verifier)])
+    keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "code"}
+    for tools, wanted in (([], ["landlock"]), (["python"], ["landlock", "first"])):
+        environment = {"rollout.environment.name": "tools", "rollout.environment.tools": tools}
+        recipe = from_mapping(
+            METHODS["grpo"], keys | (environment if tools else {})
+        ).objective.online
+        assert recipe is not None
+        found = crew._settled(recipe, cast(Panel, panel), cast(LocalEngine, None), None)
+        assert [(name, value) for name, value, _ in found] == [("sandbox", it) for it in wanted]

@@ -133,3 +133,16 @@ def test_it_is_remembered() -> None:
     other = Guard(GuardConfig())
     other.recall(json.loads(json.dumps(guard.remember())))
     assert other == guard and other.silent == BEGINNING + RECENT
+
+
+def test_what_stops_the_run_is_not_remembered() -> None:
+    """Resumed, the same roll-out counts once."""
+    guard, log = Guard(GuardConfig(max_silent=2)), Log()
+    guard.look(1, told(groups_with_signal=0), log)
+    before = guard.remember()
+    with pytest.raises(CheckFailed, match="last 2 roll-outs"):
+        guard.look(2, told(groups_with_signal=0), log)
+    assert guard.remember() == before
+    kept = guard.remember()
+    guard.look(3, told(), log)
+    assert kept == before, "a copy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from tests.unit.online.test_rollouts import Panel, rows
 
 from taut.data.plan import Order
 from taut.data.prompt_set import PromptSet
-from taut.errors import CheckFailed, EngineError
+from taut.errors import CheckFailed, EngineError, OutOfMemory
 from taut.interrupts import Interrupts
 from taut.loop import Job
 from taut.losses.advantages import ESTIMATORS
@@ -26,6 +27,8 @@ from taut.online.policy_credit import PolicyCredit, ShapingConfig, Ways
 from taut.online.rollouts import Roller, RolloutConfig
 from taut.parallel import Ranks
 from taut.rewards.answered import Answered
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
 from taut.types import Sample, Tree
 
 ONE = Ranks(0, 1, torch.device("cpu"))
@@ -221,3 +224,71 @@ def test_closing_what_was_never_opened(tmp_path: Path) -> None:
     method = online()
     method.close()
     assert method._opened is None
+
+
+def again(method: Online, done: int, **keys: Any) -> Online:
+    """A run that goes on from what ``method`` remembers."""
+    other = online(**keys)
+    trainer_of(other).done = done
+    other.recall(json.loads(json.dumps(method.remember())))
+    return other
+
+
+def test_a_roll_out_that_stops_its_first_update_is_drawn_anew() -> None:
+    """It may be what is wrong: of an engine that was mended since. Also where it came from a checkpoint."""
+    keys: dict[str, Any] = {"minibatches": 2, "replay": 2}
+    whole = online(**keys)
+    steps(whole, 1, 2)
+    before = json.dumps(whole.remember())
+    wanted = names(whole.prepare(3))
+    resumed = again(whole, 2, **keys)
+    resumed.prepare(3)
+    for method in (whole, resumed):
+        method.reject()
+        assert json.dumps(method.remember()) == before
+    other = again(whole, 2, **keys)
+    assert names(other.prepare(3)) == wanted
+    assert other._opened is not None, "asked again"
+
+
+def test_a_roll_out_that_was_trained_on_is_kept() -> None:
+    whole = online(minibatches=2)
+    steps(whole, 1, 3)
+    wanted = names(whole.prepare(4))
+    whole.reject()
+    assert names(again(whole, 3, minibatches=2).prepare(4)) == wanted
+
+
+def test_warnings_of_a_roll_out_are_told_again_with_it() -> None:
+    keys: dict[str, Any] = {"guard": GuardConfig(max_errors=1.0)}
+    whole = online(**keys)
+    panel = cast(Panel, whole.roller.panel)
+    panel.grade = partial(failing, panel.grade)  # type: ignore[method-assign]
+    whole.prepare(1)
+    trainer_of(whole).done = 1
+    whole.prepare(2)
+    other = again(whole, 1, **keys)
+    other.prepare(2)
+    assert [(kind, it["step"]) for kind, it in trainer_of(other).told] == [
+        ("rollout", 2),
+        ("warning", 2),
+    ]
+
+
+def failing(grade: Any, answers: Any) -> list[Verdict]:
+    """The first answer cannot be judged."""
+    return [Verdict({"worth": Score(error="late")}, None), *grade(answers)[1:]]
+
+
+def test_generating_without_memory_left_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
+        )
+
+    monkeypatch.setattr(FakeEngine, "generate", fail)
+    with pytest.raises(
+        OutOfMemory, match=r"roll-out of step 1: .*smaller rollout\.local\.seq"
+    ) as found:
+        online().prepare(1)
+    assert found.value.half is None

@@ -142,3 +142,9 @@ def test_a_prompt_asked_twice_has_two_names_and_another_phase_draws_anew() -> No
 def test_what_contradicts_itself_is_refused(keys: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         from_mapping(RolloutConfig, keys)
+
+
+def test_an_age_that_nothing_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_staleness=9 with neither rollout\.replay nor"):
+        from_mapping(RolloutConfig, {"max_staleness": 9})
+    assert from_mapping(RolloutConfig, {"max_staleness": 9, "replay": 1}).replay == 1

@@ -71,3 +71,10 @@ def test_nothing_is_computed_where_nothing_is_asked(place: Path) -> None:
     job.scorer.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
     nothing = Asked(policy=False, values=False, temperature=1.0)
     assert scored(job, trees, nothing, (), 1) == {"a": {}}
+
+
+def test_a_forward_alone_says_nothing_of_what_fits_a_step(place: Path) -> None:
+    job = built(place, "grpo").job
+    trees = [Tree((sample_of(episode("a", 0, 2), "a", has_reads=False),))]
+    found = scored(job, trees, Asked(policy=True, values=False, temperature=1.0), (), 1)
+    assert found["a"][POLICY].size == 2 and job.fit.largest == 0

@@ -49,12 +49,21 @@ def test_everything_that_was_generated_counts() -> None:
     assert "reward/other" not in told
     assert (told["groups"], told["left_out"], told["completions"]) == (3, 1, 7)
     assert (told["errors"], told["first_error"]) == (1, "b#1: late")
+    assert told["without_reward"] == 0
     assert told["stopped"] == pytest.approx(6 / 7)
     assert (told["tokens_max"], told["tokens_mean"]) == (3, pytest.approx(12 / 7))
     assert (told["staleness_mean"], told["staleness_max"]) == (2, 2)
     assert (told["seconds_generating"], told["seconds_judging"]) == (2.0, 0.5)
     assert [one["id"] for one in told["samples"]] == ["a#0 of roll-out 1", "a#1 of roll-out 1"]
     assert "turns_mean" not in told
+
+
+def test_paths_that_no_reward_applies_to_are_counted() -> None:
+    found = rolled()
+    one = Group((episode("d", 0, 2),), (Verdict({"r": Score()}, None),))
+    found = replace(found, left_out=(*found.left_out, one))
+    told = fields(found, paths_of(found.groups, 0), credited(found), 6, RolloutConfig())
+    assert (told["without_reward"], told["errors"], told["completions"]) == (1, 1, 8)
 
 
 def test_what_nobody_judges_has_no_reward() -> None:
