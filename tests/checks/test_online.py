@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.checks.faults.rollout import sums
+from tests.checks.faults.rollout import generating, sums
 from tests.checks.planting import Place
 from tests.checks.test_judged import answers
 from tests.checks.test_planted import told
+from tests.models import save_tiny
+from tests.tokenizers import tiny_tokenizer
 
 from taut.checks.examine import examine
+from taut.checks.rollout import room
 from taut.checks.rollout.opened import close
+from taut.online import rollouts
+from taut.rollout.server import ServerEngine
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"grpo__kl_coef": 0.1, "lora__rank": 2, "rollout__temperature": 0.7}),
-    "grpo, a penalty": ("grpo", {"grpo__kl_coef": 0.1, "grpo__kl_in": "reward"}),
+    "grpo, a penalty": (
+        "grpo",
+        {"grpo__kl_coef": 0.5, "grpo__kl_in": "reward", "reference__model": "other"},
+    ),
     "grpo in bfloat16": ("grpo", {"dtype": "bfloat16", "grpo__advantage": "maxrl"}),
     "ppo": ("ppo", {"rollout__minibatches": 2}),
     "online dpo": ("online_dpo", {}),
@@ -37,6 +47,8 @@ def test_no_method_raises_a_false_alarm(
         keys = {**keys, "distill__teacher": str(place.model("llama"))}
     else:
         keys = {**keys, "rewards": "exact_match"}
+    if "reference__model" in keys:
+        keys = {**keys, "reference__model": str(place.model("llama"))}
     keys |= {"batch__samples_per_step": 3, "rollout__max_new_tokens": 12}
     session = place.session(data=place.data(sums()), method=method, **keys)
     examination = examine(session, "full" if name in FULL else "quick")
@@ -48,7 +60,8 @@ def test_no_method_raises_a_false_alarm(
         assert found[one].outcome == "passed", found[one]
     assert found["rewards.gold"].outcome == ("skipped" if method == "gkd" else "passed")
     has_reference = "grpo__kl_coef" in keys or method == "online_dpo"
-    assert found["reference.start"].outcome == ("passed" if has_reference else "skipped")
+    has_start = has_reference and "reference__model" not in keys
+    assert found["reference.start"].outcome == ("passed" if has_start else "skipped")
     if name in FULL:
         assert found["rollout.update"].outcome == found["engine.logps"].outcome == "passed"
 
@@ -73,3 +86,82 @@ def test_answers_that_the_context_cuts_are_told(
     session = place.session(data=place.data(sums()), **keys)
     (note,) = answers(examine(session, only=["rollout.room"]))["rollout.room"].notes
     assert note == "after 12 prompts the context of 256 cuts answers earlier"
+
+
+WORLDS = """
+from taut.rollout.environment import Step
+
+MADE = []
+
+class Plain:
+    def step(self, text, calls):
+        return Step(done=True, reward=1.0)
+
+    def cut(self):
+        return 0.0
+
+class Begins(Plain):
+    def reset(self, row):
+        return [{"role": "user", "content": "Guess my number."}]
+
+class Fails(Plain):
+    def reset(self, row):
+        MADE.append(row)
+        if len(MADE) % 3 == 1:
+            raise RuntimeError("gone")
+"""
+
+
+@pytest.mark.parametrize("name", ["Begins", "Fails"])
+def test_no_environment_raises_a_false_alarm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One begins with messages of its own; of another the first path of each prompt fails."""
+    place = Place(tmp_path, monkeypatch)
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    keys = {"rewards": [], "rollout__environment__name": f"{tmp_path}/worlds.py:{name}"}
+    examination = examine(generating(place, **keys))
+    assert not examination.failures, told(examination)
+    found = answers(examination)
+    for one in ("rollout.groups", "rollout.text", "rollout.turns"):
+        assert found[one].outcome == "passed", found[one]
+
+
+def test_tools_raise_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their schemas are put before the row's messages."""
+    model = save_tiny(
+        "qwen2", tmp_path / "model", tiny_tokenizer("qwen2.5"), max_position_embeddings=1024
+    )
+    keys = {"rollout__environment__name": "tools", "rollout__environment__tools": ["calculator"]}
+    session = generating(Place(tmp_path, monkeypatch), model=model, **keys)
+    examination = examine(session)
+    close(session)
+    assert not examination.failures, told(examination)
+    assert answers(examination)["rollout.groups"].outcome == "passed"
+
+
+def test_a_small_roll_out_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody judges it, so that nothing in it is good enough; and no other prompts are asked for that."""
+    place, played = Place(tmp_path, monkeypatch), []
+    play = rollouts.play
+    monkeypatch.setattr(rollouts, "play", lambda *args: played.append(args) or play(*args))
+    session = generating(place, method="best_of_n", best_of_n__at_least=0.5)
+    (found,) = answers(examine(session, only=["rollout.groups"])).values()
+    close(session)
+    assert found.outcome == "passed" and len(played) == 1
+
+
+@pytest.mark.parametrize(("own", "outcome"), [(None, "failed"), (100, "passed"), (103, "failed")])
+def test_a_server_that_takes_less_than_it_may_be_sent(own: int | None, outcome: str) -> None:
+    """It cuts no answer, it refuses the prompt; what the model's own context cuts it is not sent."""
+    engine = ServerEngine(*[None] * 5, own, 102)  # type: ignore[arg-type]
+    roller = SimpleNamespace(engine=engine, world=None, config=SimpleNamespace(grows=8))
+    train = SimpleNamespace(lengths=np.array([50, 96]), sample_id=lambda at: f"q{at}")
+    train = type("Train", (SimpleNamespace,), {"__len__": lambda self: 2})(**vars(train))
+    session = SimpleNamespace(is_generated=True, train=train, once=lambda make: roller)
+    found = room.ask(session)  # type: ignore[arg-type]
+    assert found.outcome == outcome
+    if outcome == "failed":
+        longest = 104 if own is None else 103
+        assert found.evidence == (f"q1: 96 tokens, with an answer up to {longest}",)
+        assert f"--max-model-len {longest}" in found.remedy

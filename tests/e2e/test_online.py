@@ -183,7 +183,7 @@ def test_ctrl_c_in_the_middle_of_generation(
 def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(TWICE)
     environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
-    keys = keys_of("grpo", model, tmp_path, rewards=None, steps=2, **environment)
+    keys = keys_of("grpo", model, tmp_path, rewards=None, steps=2, check="quick", **environment)
     train(keys)
     rollout = events(tmp_path / "grpo", "rollout")[0]
     assert rollout["reward/there"] == 1.0 and rollout["reward/short"] < 0

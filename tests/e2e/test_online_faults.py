@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.online import keys_of, save_models, train
 
 import taut
 from taut.errors import CheckFailed, ConfigError
+from taut.rollout.local import LocalEngine
 
 REWARD = """
 import time
@@ -137,7 +139,7 @@ def test_an_environment_that_raises_is_an_error_of_its_paths(model: Path, tmp_pa
     train(keys)
     (rollout,) = events(Path(keys["out"]), "rollout")
     assert 0 < rollout["errors"] <= 4 and "the board is gone" in rollout["first_error"]
-    keys |= {"guard.max_errors": 0.1, "out": str(tmp_path / "other")}
+    keys |= {"guard.max_errors": 0.0, "out": str(tmp_path / "other")}
     with pytest.raises(CheckFailed, match="the board is gone"):
         train(keys)
     assert not (tmp_path / "other" / "model").exists()
@@ -158,3 +160,42 @@ def test_errors_of_groups_that_are_replaced_count(model: Path, tmp_path: Path) -
     with pytest.raises(CheckFailed, match=r"guard\.max_errors"):
         train(keys)
     assert taut.runs(Path(keys["out"]))[0].state == "stopped"
+
+
+def test_an_engine_that_is_mended_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it said before, and its log-probs with it, is drawn anew."""
+    keys = keys_of("grpo", model, tmp_path)
+    whole, out = tmp_path / "whole", Path(keys["out"])
+    train(keys | {"out": str(whole)})
+    make = LocalEngine._completion
+
+    def wrong(self: LocalEngine, *args: Any) -> Any:
+        made = make(self, *args)
+        assert made.logp_N is not None
+        return replace(made, logp_N=made.logp_N - 2 * (self.version == 1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "_completion", wrong)
+        with pytest.raises(CheckFailed, match=r"step 2: .*max_difference.*state after step 1"):
+            train(keys)
+    train(keys | {"resume": True})
+    assert column(out, "loss") == column(whole, "loss")
+    assert largest_difference(weights(out / "model"), weights(whole / "model")) == 0
+
+
+def test_a_reward_that_an_advantage_cannot_be_taken_of_loses_no_step(
+    model: Path, tmp_path: Path
+) -> None:
+    """That it is below 0 is known when there is one."""
+    (tmp_path / "own.py").write_text(
+        "def worth(row, bad=''):\n    return -1.0 if row['id'] == bad else 1.0\n"
+    )
+    spec: dict[str, Any] = {"name": f"{tmp_path}/own.py:worth"}
+    keys = keys_of("grpo", model, tmp_path, grading__workers=1, rewards=[spec], steps=2)
+    train(keys | {"out": str(tmp_path / "before")})
+    asked = [n[0].partition("#")[0] for n in column(tmp_path / "before", "sample_ids")]
+    keys |= {"grpo.advantage": "maxrl", "rewards": [{**spec, "options": {"bad": asked[1]}}]}
+    with pytest.raises(ConfigError, match=r"a reward of -1 .*the state after step 1 is in"):
+        train(keys)
