@@ -32,6 +32,7 @@ from taut.data.formats import (
     Conversation,
     Document,
     Message,
+    Tool,
     did_you_mean,
     listed,
     shown,
@@ -68,6 +69,8 @@ class PromptRow:
     """Where they are from: the name of a column, or LAST_MESSAGE."""
     columns: Mapping[str, Any]
     """The row as it is in the file."""
+    tools: tuple[Tool, ...] = ()
+    """Those that the template was given with ``prompt``."""
 
 
 class _Read(NamedTuple):
@@ -79,6 +82,7 @@ class _Read(NamedTuple):
     answer: str
     """The content of the assistant message that was taken off; empty where there is none."""
     columns: Mapping[str, Any]
+    tools: tuple[Tool, ...] = ()
 
 
 def load_prompts(
@@ -116,6 +120,7 @@ def load_prompts(
             references=references,
             reference_from=origin,
             columns=row.columns,
+            tools=row.tools,
         )
         for row, name, (references, origin) in zip(rows, _names(rows), answers, strict=True)
     ]
@@ -135,7 +140,7 @@ def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Rea
                 f"{place}: tools has {shown(name)}, which the chat template does not write; expected a template that "
                 f"does; remove it from the row or give another one with {renderer.template.key}=FILE"
             )
-    return _Read(place, messages, text, answer, record)
+    return _Read(place, messages, text, answer, record, row.tools)
 
 
 def _asked(record: Any, place: str, columns: Columns) -> Conversation | Document:

@@ -17,7 +17,7 @@ from taut.data.stops import StopSet
 from taut.errors import DataError, EngineError
 from taut.models.score import Scorer
 from taut.online.recipe import Recipe, require_judgeable
-from taut.online.rollouts import Roller
+from taut.online.rollouts import RESERVED, Roller
 from taut.parallel import Ranks
 from taut.rewards.code import Code
 from taut.rewards.panel import Panel, open_panel
@@ -62,7 +62,14 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
         engine = _engine(recipe, setting, ranks)
         require_usable([Prompt(row.id, row.ids_T) for row in setting.prompts], engine.context)
         tokens = setting.stops.ids, engine.context
-        world = open_world(config.environment, setting.renderer, *tokens, ranks)
+        world = open_world(
+            config.environment,
+            setting.renderer,
+            *tokens,
+            ranks,
+            rows=setting.prompts,
+            stop=config.stop,
+        )
     except BaseException:
         if panel is not None:
             panel.close()
@@ -98,10 +105,6 @@ def _settled(
         boxes.append(shared())
     chosen = {box.mechanism.name: box.mechanism.reason for box in boxes}
     return found + [("sandbox", name, reason) for name, reason in chosen.items()]
-
-
-RESERVED = ("shaped", "kept")
-"""Names of other numbers of a roll-out."""
 
 
 def _require_answers(

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from taut.config import configclass
 from taut.data.prompts import PromptRow
-from taut.errors import ConfigError
+from taut.errors import ConfigError, DataError
 from taut.parallel import Ranks
 from taut.rewards.answered import Answered
 from taut.rewards.panel import Panel, Verdict
@@ -38,6 +38,9 @@ from taut.rollout.server import ServerConfig, ServerEngine
 
 ENOUGH = 1e-12
 """Rewards of a group that differ by less are equal."""
+
+RESERVED = ("shaped", "kept")
+"""Names of other numbers of a roll-out: no reward's."""
 
 NOTHING = Verdict({}, None)
 """Of a path that nobody judged,"""
@@ -272,9 +275,15 @@ class Roller:
 
 
 def with_own(said: Verdict, episode: Episode) -> Verdict:
-    """The verdict with what the environment itself said of the path."""
+    """The verdict with what the environment itself said of the path. Raises DataError where the two share a name."""
     if not episode.rewards:
         return said
+    for name in episode.rewards:
+        if name in said.parts or name in RESERVED:
+            raise DataError(
+                f"{episode.row.place}: the environment gives the reward {name!r}, and another number of the run has "
+                "that name; expected one of its own; rename it"
+            )
     parts = {name: Score(value) for name, value in episode.rewards.items()} | dict(said.parts)
     total = sum(episode.rewards.values())
     if said.parts:
@@ -283,15 +292,17 @@ def with_own(said: Verdict, episode: Episode) -> Verdict:
 
 
 def answered(episode: Episode) -> Answered:
-    """What rewards are told of an episode."""
+    """What rewards are told of an episode: the path up to its last turn, which is what they judge."""
+    roles = [message["role"] for message in episode.messages]
+    num_after = roles[::-1].index("assistant") if "assistant" in roles else 0
     return Answered(
         text=episode.text,
         references=episode.row.references,
         row=episode.row.columns,
         num_tokens=int(episode.sampled_at_N.size),
         finish_reason=episode.finish_reason,
-        prompt=episode.row.prompt,
-        messages=episode.messages,
+        prompt=episode.row.prompt if episode.asked is None else episode.asked,
+        messages=episode.messages[: len(roles) - num_after],
     )
 
 

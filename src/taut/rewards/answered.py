@@ -27,9 +27,10 @@ class Answered:
     """Of all that the policy wrote, what ended it included; None: the answer was not sampled."""
     finish_reason: FinishReason = "stop"
     prompt: tuple[Mapping[str, Any], ...] | str = ()
-    """What was asked: messages, or a text."""
+    """What was asked: messages, or a text; where an environment began with messages of its own, those."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The conversation after the prompt: the policy's turns and what an environment said. Empty: ``text`` is all."""
+    """The conversation after the prompt, up to the policy's last turn: its turns and what an environment said between
+    them. Empty: ``text`` is all."""
 
 
 FIELDS = ("text", "references", "row", "num_tokens", "finish_reason", "prompt", "messages")

@@ -20,12 +20,18 @@ class Outcome(NamedTuple):
 
     value: Any = None
     error: str | None = None
-    thread: threading.Thread | None = None
-    """The one that was abandoned, where the call did not return in time."""
 
 
-def each(jobs: Sequence[Callable[[], Any]], timeout: float, workers: int) -> list[Outcome]:
-    """The outcome of each call, in their order; ``workers`` at a time, ``timeout`` seconds each."""
+def each(
+    jobs: Sequence[Callable[[], Any]],
+    timeout: float,
+    workers: int,
+    on_late: Callable[[threading.Thread], None] = lambda thread: None,
+) -> list[Outcome]:
+    """The outcome of each call, in their order; ``workers`` at a time, ``timeout`` seconds each.
+
+    ``on_late`` is told of each thread that is abandoned, at once: what it raises ends the calling.
+    """
     found: dict[int, Outcome] = {}
     done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
     deadlines: dict[int, float] = {}
@@ -43,7 +49,8 @@ def each(jobs: Sequence[Callable[[], Any]], timeout: float, workers: int) -> lis
             number, outcome = done.get(timeout=max(left, 0.0))
         except Empty:
             number = min(deadlines, key=deadlines.__getitem__)
-            outcome = Outcome(None, f"did not return within {timeout:g} s", threads[number])
+            outcome = Outcome(None, f"did not return within {timeout:g} s")
+            on_late(threads[number])
         if deadlines.pop(number, None) is not None:  # else it is one given up before
             found[number] = outcome
     return [found[number] for number in range(len(jobs))]

@@ -17,7 +17,7 @@ rewards judge the path.
 The class is the user's own Python in this process; what is not to be trusted belongs into a process or sandbox that it
 starts. Under several ranks the engine of which is asked by all, each steps its share of the paths.
 
-May import config, data, errors, parallel and rollout's bridge, deadline and tools. Methods import it.
+May import config, data, errors, parallel and rollout's bridge, deadline, open and tools. Methods import it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from threading import Thread
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
 from taut.config import configclass
 from taut.data.call_format import derive_call_format
 from taut.data.formats import Message, Tool, read_conversation, read_tools, shown
+from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.template import PROBE
 from taut.data.tool_calls import CallFormat, ToolCall
@@ -44,12 +45,10 @@ from taut.parallel import Ranks
 from taut.rollout import tools
 from taut.rollout.bridge import Bridge
 from taut.rollout.deadline import Outcome, each
+from taut.rollout.open import Decision
 
 Reward: TypeAlias = float | Mapping[str, float] | None
 """What an environment says a path is worth; None: nothing."""
-
-Decision: TypeAlias = tuple[str, str, str]
-"""(name, value, reason) of what was settled for the user."""
 
 REWARD = "environment"
 """The name of a reward that is a bare number."""
@@ -85,6 +84,17 @@ class EnvironmentConfig:
                 "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
                 'rollout.environment.tools=["calculator"]'
             )
+        for key in ("max_turns", "max_tokens", "timeout", "workers"):
+            if self.name is None and getattr(self, key) != getattr(EnvironmentConfig, key):
+                raise ConfigError(
+                    f"rollout.environment.{key} is {getattr(self, key):g} and rollout.environment.name is not set: "
+                    f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"
+                )
+        if "python" in self.tools and self.timeout < tools.LEAST_TIMEOUT:
+            raise ConfigError(
+                f"rollout.environment.timeout={self.timeout:g} with the tool python: a program may begin after half of "
+                f"it and run for {tools.LIMITS.wall_seconds:g} s; expected {tools.LEAST_TIMEOUT:g} or more; raise it"
+            )
 
     @property
     def is_on(self) -> bool:
@@ -100,14 +110,6 @@ class Step:
     done: bool = False
     """Whether the path is over; else the policy has the next turn."""
     reward: Reward = None
-
-
-class Environment(Protocol):
-    """The one method that every environment has; see above for the others."""
-
-    def step(self, text: str, calls: list[ToolCall]) -> Step:
-        """The answer to a turn. ``text``: what was sampled, without what ended it; ``calls``: those in it, with
-        ``error`` where one cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,18 +134,16 @@ class World:
         """Call them all. A key is a path's number: the rank that has the path's environment is the one that calls."""
         rank, size = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         mine = [number for number in jobs if number % size == rank]
-        outcomes = each([jobs[number] for number in mine], self.config.timeout, self.config.workers)
-        self._require_few_late(outcomes)
-        plain = [outcome._replace(thread=None) for outcome in outcomes]
-        found = dict(zip(mine, plain, strict=True))
+        todo, config = [jobs[number] for number in mine], self.config
+        outcomes = each(todo, config.timeout, config.workers, self._abandon)
+        found = dict(zip(mine, outcomes, strict=True))
         if self.ranks is None or size == 1:
             return found
         shares: list[dict[int, Outcome]] = self.ranks.gather(found)
         return {number: outcome for share in shares for number, outcome in share.items()}
 
-    def _require_few_late(self, outcomes: Sequence[Outcome]) -> None:
-        late = [outcome.thread for outcome in outcomes if outcome.thread is not None]
-        self.late[:] = [thread for thread in (*self.late, *late) if thread.is_alive()]
+    def _abandon(self, thread: Thread) -> None:
+        self.late[:] = [late for late in (*self.late, thread) if late.is_alive()]
         if len(self.late) >= MOST_LATE:
             raise CheckFailed(
                 f"{len(self.late)} calls of the environment {self.config.name} did not return in time, and still run "
@@ -157,19 +157,27 @@ def open_world(
     stop_ids: Collection[int],
     context: int | None = None,
     ranks: Ranks | None = None,
+    *,
+    rows: Sequence[PromptRow] = (),
+    stop: Sequence[str] = (),
 ) -> World | None:
     """The environment that ``config`` names; None where it names none.
 
-    ``ranks``: where ``play`` is called by all of them; None: by one process. Raises TautError where it cannot be had,
-    or the template cannot carry it.
+    ``ranks``: where ``play`` is called by all of them; None: by one process. ``rows``: all that will be played.
+    ``stop``: the texts that end a turn. Raises TautError where it cannot be had, or the template cannot carry it.
     """
     if config.name is None:
         return None
     make, offered = _maker(config)
     bridge = Bridge(renderer, stop_ids)
-    calls, said = _call_format(renderer, offered)
+    place, on_offer = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
+    if offered:
+        place, on_offer = "", offered
+    calls, said = _call_format(renderer, on_offer, place)
+    if on_offer and calls is not None:
+        _require_whole(calls, stop)
     _require_shown(renderer, offered)
-    decisions = [*said, *_proofs(bridge, calls, offered)]
+    decisions = [*said, *_proofs(bridge, calls, on_offer)]
     return World(config, make, bridge, calls, offered, context, ranks, tuple(decisions))
 
 
@@ -263,17 +271,27 @@ def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ..
 
 
 def _call_format(
-    renderer: Renderer, offered: Sequence[Tool]
+    renderer: Renderer, offered: Sequence[Tool], place: str
 ) -> tuple[CallFormat | None, list[Decision]]:
-    """How the template writes calls; it has to where tools are on offer."""
+    """How the template writes calls; it has to where tools are on offer. ``place``: of the row that offers them."""
     try:
         calls = derive_call_format(renderer.template)
     except RenderError as error:
         if offered:
-            raise
+            raise RenderError(f"{place}{error}") from None
         reason = str(error).partition(";")[0]
         return None, [("tool calls", "none are read", reason)]
     return calls, [("tool calls", " ".join(calls.example.split()), "as the template writes a call")]
+
+
+def _require_whole(calls: CallFormat, stop: Sequence[str]) -> None:
+    """No stop string cuts a call."""
+    for text in stop:
+        if text in calls.example:
+            raise ConfigError(
+                f"rollout.stop has {shown(text)}, which is part of a call as the chat template writes it "
+                f"({shown(calls.example.strip())}): no call would be whole; expected other texts; take it out"
+            )
 
 
 def _require_shown(renderer: Renderer, offered: Sequence[Tool]) -> None:

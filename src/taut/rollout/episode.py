@@ -48,3 +48,5 @@ class Episode:
     """Calls of tools that the policy made."""
     num_malformed_calls: int = 0
     """Those of them that could not be read; the environment was told."""
+    asked: tuple[Message, ...] | None = None
+    """The messages that an environment's path began with; None: the row's prompt."""

@@ -5,8 +5,9 @@ call of the engine; then their environments answer side by side, and what the te
 between them (``bridge.py``). A path ends where its environment says so, where a completion was cut (half an answer is
 answered by nobody), at the limits of turns, tokens or context, or as an error: then nothing is learned from it.
 
-Random streams are keyed by (seed, prompt's id, index); of a later turn the prompt's id is the row's, with the sample's
-index and the turn. A prompt that is asked again in another phase is to be asked with another seed.
+Random streams are keyed by (seed, prompt's id, index); where there is an environment, the id of a turn's prompt is the
+row's, with the sample's index and the turn, so that no path draws otherwise for what becomes of another. A prompt that
+is asked again in another phase is to be asked with another seed.
 
 May import rollout and what it may. Methods import it.
 """
@@ -18,12 +19,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from taut.data.formats import Message, Tool, read_tools
+from taut.data.formats import Message, Tool
 from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, RenderError
@@ -34,7 +34,7 @@ from taut.types import Completion, FinishReason, FloatArray, IntArray, Prompt
 
 
 @dataclass(eq=False, slots=True)
-class Path:
+class Underway:
     """An episode under way."""
 
     row: PromptRow
@@ -120,6 +120,7 @@ class Path:
             rewards=self.rewards,
             num_calls=self.num_calls,
             num_malformed_calls=self.num_malformed,
+            asked=self.asked or None,
         )
 
 
@@ -132,39 +133,28 @@ def play(
     """
     samples = [(row, index) for row in rows for index in range(sampling.n)]
     paths = [
-        Path(row, index, number, row.ids_T.tolist()) for number, (row, index) in enumerate(samples)
+        Underway(row, index, number, row.ids_T.tolist())
+        for number, (row, index) in enumerate(samples)
     ]
     if world is None:
-        _sample(engine, paths, sampling, turn=0)
-        for path in paths:
+        prompts = [Prompt(row.id, row.ids_T) for row in rows]
+        for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
+            path.take(completion)
             path.finish = path.finish or "stop"
     else:
         _play(engine, paths, sampling, world)
     return [path.episode() for path in paths]
 
 
-def _sample(engine: Engine, live: Sequence[Path], sampling: Sampling, turn: int) -> None:
-    """The next turn of each path. A first turn that all samples of a row begin alike is asked for once."""
-    groups = [list(group) for _, group in groupby(live, key=lambda p: p.number // sampling.n)]
-    is_shared = turn == 0 and all(
-        len(group) == sampling.n and all(path.ids == group[0].ids for path in group)
-        for group in groups
-    )
-    if is_shared:
-        prompts = [Prompt(p.row.id, _integers(p.ids), p.room) for p, *_ in groups]
-    else:
-        prompts = [Prompt(f"{p.row.id}#{p.index}@{turn}", _integers(p.ids), p.room) for p in live]
-        sampling = replace(sampling, n=1)
-    for path, completion in zip(live, engine.generate(prompts, sampling), strict=True):
-        path.take(completion)
-
-
-def _play(engine: Engine, paths: Sequence[Path], sampling: Sampling, world: World) -> None:
+def _play(engine: Engine, paths: Sequence[Underway], sampling: Sampling, world: World) -> None:
     """All turns of all paths."""
     _reset(paths, world)
     turn = 0
     while live := [path for path in paths if path.finish is None]:
-        _sample(engine, live, sampling, turn)
+        prompts = [Prompt(f"{p.row.id}#{p.index}@{turn}", _integers(p.ids), p.room) for p in live]
+        drawn = engine.generate(prompts, replace(sampling, n=1))
+        for path, completion in zip(live, drawn, strict=True):
+            path.take(completion)
         _answer([path for path in live if path.finish is None], world)
         turn += 1
     cut = {path.number: partial(_cut, path) for path in paths if path.finish == "length"}
@@ -175,7 +165,7 @@ def _play(engine: Engine, paths: Sequence[Path], sampling: Sampling, world: Worl
             paths[number].fail(f"the environment's cut {outcome.error}")
 
 
-def _reset(paths: Sequence[Path], world: World) -> None:
+def _reset(paths: Sequence[Underway], world: World) -> None:
     """Give each path its environment, its first messages and their ids."""
     found = world.each({path.number: partial(_begin, path, world) for path in paths})
     known: dict[str, list[int]] = {}
@@ -191,7 +181,7 @@ def _reset(paths: Sequence[Path], world: World) -> None:
 
 
 def _place(
-    path: Path, messages: tuple[Message, ...] | None, world: World, known: dict[str, list[int]]
+    path: Underway, messages: tuple[Message, ...] | None, world: World, known: dict[str, list[int]]
 ) -> None:
     """Begin a path with these messages; None: with the row's. ``known``: ids of messages that were seen."""
     asked = path.row.prompt if messages is None else messages
@@ -201,7 +191,7 @@ def _place(
             "the row messages, or the environment a reset that makes them"
         )
     path.asked = asked
-    path.tools = world.tools or read_tools(path.row.columns.get("tools"), path.row.place)
+    path.tools = world.tools or path.row.tools
     if messages is not None or world.tools:
         key = json.dumps([asked, path.tools])
         if key not in known:
@@ -213,14 +203,14 @@ def _place(
         path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
 
 
-def _begin(path: Path, world: World) -> Any:
+def _begin(path: Underway, world: World) -> Any:
     path.environment = world.make()
     reset = getattr(path.environment, "reset", None)
     row = copy.deepcopy(dict(path.row.columns))  # no path sees what another has done to it
     return None if reset is None else read_reset(reset(row), path.row.place)
 
 
-def _answer(paths: Sequence[Path], world: World) -> None:
+def _answer(paths: Sequence[Underway], world: World) -> None:
     """Let each environment answer its path's turn."""
     jobs: dict[int, Callable[[], Step]] = {}
     for path in paths:
@@ -234,7 +224,7 @@ def _answer(paths: Sequence[Path], world: World) -> None:
             _go_on(path, outcome.value, world)
 
 
-def _calls(path: Path, world: World) -> list[ToolCall]:
+def _calls(path: Underway, world: World) -> list[ToolCall]:
     """The calls in a path's last turn, which its message is told."""
     if world.calls is None:
         return []
@@ -248,16 +238,16 @@ def _calls(path: Path, world: World) -> list[ToolCall]:
     return calls
 
 
-def _step(path: Path, calls: list[ToolCall]) -> Step:
+def _step(path: Underway, calls: list[ToolCall]) -> Step:
     return read_step(path.environment.step(path.text, calls), path.row.place)
 
 
-def _cut(path: Path) -> Mapping[str, float]:
+def _cut(path: Underway) -> Mapping[str, float]:
     cut = getattr(path.environment, "cut", None)
     return {} if cut is None else read_reward(cut(), path.row.place)
 
 
-def _go_on(path: Path, step: Step, world: World) -> None:
+def _go_on(path: Underway, step: Step, world: World) -> None:
     """Take an answer, and put what comes before the next turn after the path; or end it."""
     assert isinstance(step.reward, Mapping)
     path.earn(step.reward)

@@ -44,6 +44,8 @@ LONGEST = 1000
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=8.0, total_seconds=8.0)
 """Of a program that the policy runs."""
+LEAST_TIMEOUT = 2 * LIMITS.wall_seconds + 1
+"""Seconds of an environment's step in which a program that begins by half of them ends."""
 ENDS = {
     "time": f"the program took more than {LIMITS.wall_seconds:g} s",
     "cpu": f"the program took more than {LIMITS.cpu_seconds} s of processor time",

@@ -246,6 +246,14 @@ def test_what_is_no_prompt_is_one_line_with_its_place(
     assert f"{tmp_path / 'p.jsonl'}:2: " in str(caught.value)
 
 
+def test_a_row_keeps_the_tools_that_its_template_was_given(tmp_path: Path) -> None:
+    row = {"messages": [USER], "functions": [{"name": "find"}], "tools": "of another kind"}
+    renderer = Renderer(tiny_tokenizer("qwen2.5"))
+    columns = Columns(mapping={"tools": "functions"})
+    (found,) = load(tmp_path, renderer, row, columns=columns)
+    assert found.tools == ({"type": "function", "function": {"name": "find"}},)
+
+
 def test_a_file_without_rows_and_a_wrong_mapping_are_refused(
     tmp_path: Path, renderer: Renderer
 ) -> None:

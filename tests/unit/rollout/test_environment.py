@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tokenizers import tiny_tokenizer
+from tests.tokenizers import QWEN25, tiny_tokenizer
 
+from taut.config import from_mapping
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
@@ -57,7 +58,7 @@ class Scripted:
 
     renderer: Renderer
     script: Callable[[str, int, int], str]
-    """(prompt's id, sample, turn) -> text"""
+    """(prompt's id, which begins with the row's; sample; turn) -> text"""
     finish: FinishReason = "stop"
     most: int | None = None
     """Tokens a turn may have."""
@@ -74,7 +75,7 @@ class Scripted:
         return found
 
     def _one(self, prompt: Prompt, index: int, turn: int) -> Completion:
-        text = self.script(prompt.id, index, turn)
+        text = self.script(prompt.id, int(prompt.id.partition("#")[2].partition("@")[0]), turn)
         ids = [i for c in text for i in self.renderer.tokenizer(c)["input_ids"]]
         if self.finish == "stop":
             ids += self.renderer.stop_ids
@@ -108,9 +109,11 @@ def own(step: Callable[[str, list[ToolCall]], Any], **options: Any) -> World:
     return World(made.config, environment, made.bridge, made.calls, (), made.context, None)
 
 
-def played(world: World, script: Callable[[str, int, int], str], n: int = 1) -> list[Episode]:
+def played(
+    world: World, script: Callable[[str, int, int], str], n: int = 1, row: PromptRow | None = None
+) -> list[Episode]:
     renderer = world.bridge.renderer
-    return play(Scripted(renderer, script), [row_of(renderer)], Sampling(n=n), world)
+    return play(Scripted(renderer, script), [row or row_of(renderer)], Sampling(n=n), world)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
@@ -157,7 +160,7 @@ def test_tools_answer_until_a_turn_has_no_call(name: str) -> None:
     assert "calculator" in renderer.template.decode(first.ids_T.tolist())
 
 
-def test_a_first_turn_is_asked_for_once_and_a_later_one_for_each_path() -> None:
+def test_each_turn_of_each_path_has_a_stream_of_its_own() -> None:
     world = own(lambda text, calls: Step([{"role": "user", "content": "And?"}], done=text == "end"))
     engine = Scripted(
         world.bridge.renderer,
@@ -166,7 +169,7 @@ def test_a_first_turn_is_asked_for_once_and_a_later_one_for_each_path() -> None:
     rows = [row_of(world.bridge.renderer, name) for name in "ab"]
     found = play(engine, rows, Sampling(n=2), world)
     assert [[prompt.id for prompt in prompts] for prompts in engine.asked] == [
-        ["a", "b"],
+        ["a#0@0", "a#1@0", "b#0@0", "b#1@0"],
         ["a#0@1", "b#0@1"],
         ["a#0@2", "b#0@2"],
     ]
@@ -256,11 +259,37 @@ def test_a_reset_that_fails_is_an_error(reset: Callable[[Any], Any], error: str)
     assert error in str(found.error)
 
 
-def test_too_many_calls_that_hang_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_draws_the_same_whatever_becomes_of_others() -> None:
+    world = own(lambda text, calls: Step(done=True))
+
+    def reset(row: dict[str, Any]) -> None:
+        if row.get("is_bad"):
+            raise RuntimeError("no")
+
+    world.make.reset = lambda self, row: reset(row)  # type: ignore[attr-defined]
+    renderer = world.bridge.renderer
+    asked = []
+    for is_bad in (False, True):
+        engine = Scripted(renderer, lambda *_: "x")
+        rows = [row_of(renderer), row_of(renderer, "b", is_bad=is_bad)]
+        play(engine, rows, Sampling(n=2), world)
+        asked.append([prompt.id for prompt in engine.asked[0] if prompt.id.startswith("a")])
+    assert asked[0] == asked[1]
+
+
+def test_too_many_calls_that_hang_stop_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taut.rollout.environment.MOST_LATE", 2)
-    world = own(lambda text, calls: time.sleep(1), timeout=0.05)
+    begun, ended = [], Event()
+
+    def hang(text: str, calls: list[ToolCall]) -> None:
+        begun.append(text)
+        ended.wait(60)
+
+    world = own(hang, timeout=0.01, workers=1)
     with pytest.raises(CheckFailed, match="2 calls of the environment"):
-        played(world, lambda name, index, turn: "x", n=2)
+        world.each({number: partial(hang, "x", []) for number in range(8)})
+    assert len(begun) <= 2
+    ended.set()
 
 
 def test_limits_of_turns_and_tokens_cut_a_path() -> None:
@@ -327,12 +356,91 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         EnvironmentConfig(name="tools")
     with pytest.raises(ValueError, match="expected name=tools"):
         EnvironmentConfig(tools=["calculator"])
+    for key in ("max_turns", "max_tokens", "timeout", "workers"):
+        with pytest.raises(ValueError, match=f"{key} is 2 and .*name is not set"):
+            from_mapping(EnvironmentConfig, {key: 2})
+    with pytest.raises(ValueError, match=r"timeout=16 with the tool python.*expected 17 or more"):
+        EnvironmentConfig(name="tools", tools=["python"], timeout=16)
+    EnvironmentConfig(name="tools", tools=["python"], timeout=17)
     assert open_world(EnvironmentConfig(), renderer_of(), ()) is None
 
 
-def test_tools_need_a_template_that_writes_them() -> None:
+def test_tools_need_a_template_that_writes_them(tmp_path: Path) -> None:
+    renderer = renderer_of("chatml")
     with pytest.raises(RenderError, match="writes no tool calls"):
-        world_of(TOOLS, renderer_of("chatml"))
+        world_of(TOOLS, renderer)
+    file = tmp_path / "game.py"
+    file.write_text(FILE)
+    rows = [
+        row_of(renderer),
+        replace(row_of(renderer, "b"), tools=(load_tool("calculator").schema,)),
+    ]
+    with pytest.raises(RenderError, match=r"^b: the chat template writes no tool calls"):
+        world_of(EnvironmentConfig(name=f"{file}:Count"), renderer, rows=rows)
+
+
+def test_a_template_that_leaves_out_what_tools_say_is_refused() -> None:
+    deaf = QWEN25.replace("\\n' + message.content + '\\n</tool_response>", "\\n</tool_response>")
+    with pytest.raises(RenderError, match="not write what a message of role tool says"):
+        world_of(TOOLS, Renderer(tiny_tokenizer(), deaf))
+
+
+def test_a_stop_string_that_cuts_calls_is_refused() -> None:
+    for text in ("</tool_call>", "}\n"):
+        with pytest.raises(ConfigError, match=r"rollout\.stop has .* no call would be whole"):
+            world_of(TOOLS, renderer_of(), stop=["Bye", text])
+    world_of(TOOLS, renderer_of(), stop=["Bye"])
+
+
+def test_the_row_s_tools_are_those_the_template_was_given() -> None:
+    world, schema = own(lambda text, calls: Step(done=True)), load_tool("calculator").schema
+    row = row_of(world.bridge.renderer, tools="of another kind")
+    seen: list[Any] = []
+
+    def read(self: Any, text: str, tools: Any, first: int) -> tuple[str, list[ToolCall]]:
+        seen.append(tools)
+        return "", []
+
+    calls: Any = type("Calls", (), {"read": read})
+    world = replace(world, calls=calls())
+    played(world, lambda *_: "x", row=replace(row, tools=(schema,)))
+    assert seen == [(schema,)]
+
+
+def test_what_an_environment_does_to_a_call_is_not_in_the_conversation() -> None:
+    def step(text: str, calls: list[ToolCall]) -> Step:
+        calls[0].arguments.clear()
+        return Step(done=True)
+
+    (found,) = played(own(step), lambda *_: CALL)
+    (call,) = found.messages[0]["tool_calls"]
+    assert call["function"]["arguments"] == {"expression": "2 + 3"}
+
+
+def test_a_history_of_calls_without_ids_plays() -> None:
+    renderer = renderer_of()
+    call = {
+        "type": "function",
+        "function": {"name": "calculator", "arguments": {"expression": "1"}},
+    }
+    messages = (
+        {"role": "user", "content": "What is 1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+        {"role": "user", "content": "And 2 + 3?"},
+    )
+    row = replace(row_of(renderer), prompt=messages, ids_T=renderer.prompt_ids(messages))
+    said = [CALL, "5"]
+    (found,) = played(world_of(TOOLS, renderer), lambda *it: said[it[2]], row=row)
+    assert (found.error, found.num_turns, found.asked) == (None, 2, messages)
+
+
+def test_an_episode_says_what_it_began_with() -> None:
+    world = own(lambda text, calls: Step(done=True))
+    first = [{"role": "user", "content": "Guess."}]
+    world.make.reset = lambda self, row: first  # type: ignore[attr-defined]
+    (found,) = played(world, lambda *_: "x")
+    assert found.asked == tuple(first)
 
 
 @dataclass(frozen=True)

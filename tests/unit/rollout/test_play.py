@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
+import pytest
 from tests.engines import FakeEngine
 
 from taut.data.prompts import PromptRow
+from taut.errors import DataError
+from taut.online.rollouts import answered, with_own
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
 from taut.rollout.engine import Sampling
 from taut.rollout.play import play
 
@@ -40,3 +48,24 @@ def test_what_was_cut_or_failed_says_so() -> None:
         ("error", "the server went away"),
         ("stop", None),
     ]
+
+
+def test_rewards_are_told_what_was_asked_and_the_path_up_to_its_last_turn() -> None:
+    (found,) = play(FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling())
+    assert answered(found).prompt == found.row.prompt
+    asked: tuple[dict[str, Any], ...] = ({"role": "user", "content": "What did reset say?"},)
+    turn = {"role": "assistant", "content": "Paris"}
+    told = {"role": "user", "content": "Right."}
+    for messages in [(turn,), (turn, told), (turn, told, turn, told, told), ()]:
+        path = answered(replace(found, asked=asked, messages=messages))
+        assert path.prompt == asked
+        assert path.messages == messages[: 3 if len(messages) > 2 else 1]
+
+
+@pytest.mark.parametrize("name", ["numeric", "kept"])
+def test_an_environments_reward_has_a_name_of_its_own(name: str) -> None:
+    (found,) = play(FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling())
+    said = Verdict({"numeric": Score(0.0)}, 0.0)
+    assert with_own(said, replace(found, rewards={"own": 1.0})).total == 1.0
+    with pytest.raises(DataError, match=f"a: the environment gives the reward '{name}'"):
+        with_own(said, replace(found, rewards={name: 1.0}))
