@@ -71,7 +71,7 @@ class RewardSpec:
     """What its number is multiplied with in the total; 0: it is shown and does not count."""
     label: str | None = None
     """The name of its metric; by default its own name, or the function's."""
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Seconds it may take for an answer; by default what suits the reward. Not asked of what cannot hang."""
     inside: str | None = None
     """Judge only what stands in the last tag of this name; without it an answer is judged as an empty one."""

@@ -9,12 +9,14 @@ ends with its parent. It imports neither torch nor transformers. ``workers.py`` 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from taut.errors import TautError
 from taut.rewards.answered import Answered
@@ -25,7 +27,9 @@ PARENT_LOOKED_AT = 1.0
 """Seconds."""
 SPARE = 2.0
 """A worker whose parent was killed, in a loop of C code that lets no thread run, is ended by the kernel: after so many
-times its limit in processor time (SIGPROF's default)."""
+times its limit in processor time of every core (SIGPROF's default)."""
+ANYTHING = (Exception, SystemExit, KeyboardInterrupt)
+"""What a function of the user's may raise, and be told of: here no Ctrl-C is heard."""
 
 
 def main(descriptor: int) -> None:
@@ -36,6 +40,7 @@ def main(descriptor: int) -> None:
     time, and a worker in the place of a killed one loads what it is asked for and no more.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    _be_killed_first()
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     path, verifiers = pipe.recv()
@@ -52,18 +57,23 @@ def main(descriptor: int) -> None:
         pipe.send(loaded[number])
         if answered is None or loaded[number] is not None:
             continue
-        signal.setitimer(signal.ITIMER_PROF, SPARE * (seconds + 1))
-        score = judged(label, verifier, answered)
+        signal.setitimer(signal.ITIMER_PROF, SPARE * (seconds + 1) * (os.cpu_count() or 1))
+        score = judged(label, verifier, answered, ANYTHING)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.flush()
         pipe.send(score)
 
 
-def judged(label: str, verifier: Verifier, answered: Answered) -> Score:
+def judged(
+    label: str,
+    verifier: Verifier,
+    answered: Answered,
+    caught: tuple[type[BaseException], ...] = (Exception,),
+) -> Score:
     """A verifier's word on one answer; what it raises is kept as the error it is."""
     try:
         return scored(label, verifier(answered))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it may raise anything; it is counted)
+    except caught as error:
         place = verifier.line_of(error) if isinstance(verifier, Own) else ""
         return Score(error=reason(error) + place)
 
@@ -74,9 +84,15 @@ def _prepare(label: str, verifier: Verifier) -> str | None:
         verifier.prepare()
     except TautError as error:
         return str(error)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (told in the parent, which raises)
+    except ANYTHING as error:  # told in the parent, which raises
         return f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
     return None
+
+
+def _be_killed_first() -> None:
+    """By the kernel, when the machine runs out of memory: this process, not the one that trains."""
+    with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
+        file.write("1000")
 
 
 def _end_with(parent: int) -> None:

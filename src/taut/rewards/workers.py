@@ -105,9 +105,10 @@ class _Worker:
                 self.clear()
                 raise ConfigError(f"found nothing within {START_SECONDS:g} s; {remedy}")
             trouble = pipe.recv()
-        except (EOFError, OSError):
-            raise ConfigError(f"a worker {self._ended()} at its start; {remedy}") from None
+        except (EOFError, OSError) as error:
+            raise ConfigError(f"a worker {self._ended(error)} at its start; {remedy}") from None
         if trouble is not None:
+            self.clear()  # what kept it may have passed when it is asked for again
             raise ConfigError(trouble)
         return pipe
 
@@ -121,14 +122,14 @@ class _Worker:
             if pipe.poll(part.timeout):
                 score: Score = pipe.recv()
                 return score
-        except (EOFError, OSError):
-            return Score(error=f"{part.label} ended its process, which {self._ended()}")
+        except (EOFError, OSError) as error:
+            return Score(error=f"{part.label} ended its process, which {self._ended(error)}")
         self.clear()
         return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
 
     def _open(self) -> Connection:
         """The pipe to the process, which is started where there is none."""
-        if self._pipe is not None and self._process is not None and self._process.poll() is None:
+        if self._pipe is not None and self._process is not None and _is_alive(self._process):
             return self._pipe
         self.clear()
         if self._is_stopped:
@@ -165,13 +166,26 @@ class _Worker:
             self._pipe.close()
         self._process, self._pipe = None, None
 
-    def _ended(self) -> str:
-        """How a process ended that has closed its pipe."""
-        assert self._process is not None
+    def _ended(self, error: Exception) -> str:
+        """How a process ended that has closed its pipe, or why there is none."""
+        if self._process is None:
+            self.clear()
+            return f"cannot be had ({error})"
         _kill(self._process)  # what it started; its own end is under way, and keeps its code
         code = self._process.wait()
         self.clear()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def _is_alive(process: subprocess.Popen[bytes]) -> bool:
+    """Where the system can tell, without waiting for it: its number stays its session's until that is killed."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is None
+    try:
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, options) is None
+    except ChildProcessError:
+        return False
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

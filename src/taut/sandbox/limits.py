@@ -13,7 +13,7 @@ from pydantic import Field
 from taut.config import configclass, fields_of
 
 _Positive = Annotated[int, Field(gt=0)]
-_Seconds = Annotated[float, Field(gt=0)]
+_Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
 Outcome = Literal["ok", "error", "time", "cpu", "memory", "output", "crash", "not_run"]
 """ok: it ended by itself, in order (a call or a check: its end was reached). error: an exception, another exit code

@@ -81,13 +81,17 @@ def test_no_worker_outlives_its_program_and_none_prints_of_ctrl_c(
     assert (tmp_path / "main").read_text() == "x"
 
 
+ONE_CORE = "import os; os.cpu_count = lambda: 1; "
+
+
 def test_a_worker_that_nobody_ends_ends_by_itself() -> None:
     """Its parent is gone, and it is in a loop of C code, where none of its own threads can look for that."""
     mine, theirs = Pipe()
     verifier = Regex(pattern=r"^(a+)+$")
     with mine, theirs:
         worker = subprocess.Popen(
-            [sys.executable, "-c", COMMAND.format(theirs.fileno())], pass_fds=[theirs.fileno()]
+            [sys.executable, "-c", ONE_CORE + COMMAND.format(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
         )
         mine.send((sys.path, [("regex", verifier)]))
         mine.send((0, Answered(text="a" * 60 + "b"), 0.0))

@@ -23,9 +23,11 @@ from taut.rewards import (
     open_panel,
     tally,
 )
+from taut.rewards.exact_match import ExactMatch
+from taut.rewards.worker import SPARE
 
 OWN = """
-import os, random, subprocess, sys, time
+import os, random, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
 
 @dataclass
@@ -61,6 +63,19 @@ def drawn():
 def where():
     return float("torch" in sys.modules) + 2 * (os.getsid(0) == os.getpid())
 
+def left():
+    return signal.getitimer(signal.ITIMER_PROF)[0]
+
+def first():
+    return float(open("/proc/self/oom_score_adj").read())
+
+def leaving(text, row):
+    if text:
+        child = subprocess.Popen(["sleep", "60"])
+        open(row["mark"] + "/pids", "w").write(f"{os.getpid()} {child.pid}")
+        threading.Timer(0.05, os._exit, [0]).start()
+    return 1.0
+
 def positional(said, /):
     return 1.0
 
@@ -70,6 +85,8 @@ def stranger(text, tokenizer):
 def whatever(**known):
     return float(len(known))
 """
+
+ONE = PanelConfig(workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +117,21 @@ def panel(own: Path) -> Iterator[Panel]:
 def said(panel: Panel, label: str, *texts: str, mark: str = "") -> list[Score]:
     answers = [Answered(text=text, references=("a", "b"), row={"mark": mark}) for text in texts]
     return [verdict.parts[label] for verdict in panel.grade(answers, [label])]
+
+
+def is_there(pid: int) -> bool:
+    """And not waiting to be waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def forget_processes(panel: Panel) -> None:
+    """The next answer gets a new one."""
+    assert panel._workers is not None
+    for worker in panel._workers._workers:
+        worker.clear()
 
 
 def test_a_function_is_given_what_it_asks_for_and_its_options(panel: Panel) -> None:
@@ -163,6 +195,71 @@ def test_what_a_killed_function_started_is_killed_with_it(panel: Panel) -> None:
     assert not is_there()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_worker_left_that_ended_by_itself_is_killed(own: Path, tmp_path: Path) -> None:
+    with open_panel(f"{own}:leaving", ONE) as alone:
+        assert said(alone, "leaving", "go", mark=str(tmp_path)) == [Score(1.0)]
+        (worker, child) = map(int, (tmp_path / "pids").read_text().split())
+
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+        assert is_there(child)
+        assert said(alone, "leaving", "") == [Score(1.0)]
+        deadline = time.monotonic() + 10
+        while is_there(child) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not is_there(child)
+
+
+def test_what_kept_a_reward_from_being_loaded_may_pass(own: Path, tmp_path: Path) -> None:
+    path = tmp_path / "loaded.py"
+    path.write_text(f"open({str(tmp_path / 'there')!r})\ndef f(): return 1.0\n")
+    (tmp_path / "there").touch()
+    with open_panel(f"{path}:f", ONE) as alone:
+        forget_processes(alone)
+        (tmp_path / "there").unlink()
+        (score,) = said(alone, "f", "a")
+        assert "FileNotFoundError" in str(score.error)
+        (tmp_path / "there").touch()
+        assert said(alone, "f", "a") == [Score(1.0)]
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_the_answer(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_panel(f"{own}:where", ONE) as alone:
+        forget_processes(alone)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise BlockingIOError(11, "no more processes")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("taut.rewards.workers.subprocess.Popen", refuse)
+            (score,) = said(alone, "where", "a")
+        assert "a worker cannot be had ([Errno 11] no more processes)" in str(score.error)
+        assert said(alone, "where", "a") == [Score(2.0)]
+
+
+def test_threads_of_a_function_s_own_have_the_time_of_all_cores(own: Path) -> None:
+    with open_panel([RewardSpec(name=f"{own}:left", timeout=100)], ONE) as alone:
+        (score,) = said(alone, "left", "a")
+    assert score.value == pytest.approx(SPARE * 101 * (os.cpu_count() or 1), rel=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_are_killed_before_what_trains(own: Path) -> None:
+    with open_panel(f"{own}:first", ONE) as alone:
+        assert said(alone, "first", "a") == [Score(1000.0)]
+
+
+def test_ctrl_c_ends_what_judges_in_the_caller_s_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ExactMatch, "__call__", interrupted)
+    with open_panel("exact_match") as here, pytest.raises(KeyboardInterrupt):
+        here.grade([Answered(text="a", references=("a",))])
+
+
 def test_time_limits_hold_in_any_thread(panel: Panel) -> None:
     found: list[Score] = []
     thread = threading.Thread(target=lambda: found.extend(said(panel, "judged", "hang", "a")))
@@ -187,7 +284,7 @@ def test_the_same_answers_have_the_same_verdicts(panel: Panel, own: Path) -> Non
     first = said(panel, "drawn", *texts)
     assert len(set(first)) == 20
     assert said(panel, "drawn", *reversed(texts)) == first[::-1]
-    with open_panel(f"{own}:drawn", PanelConfig(workers=1)) as alone:
+    with open_panel(f"{own}:drawn", ONE) as alone:
         assert said(alone, "drawn", *texts) == first
 
 
