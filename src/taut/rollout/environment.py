@@ -87,7 +87,7 @@ class EnvironmentConfig:
         for key in ("max_turns", "max_tokens", "timeout", "workers"):
             if self.name is None and getattr(self, key) != getattr(EnvironmentConfig, key):
                 raise ConfigError(
-                    f"rollout.environment.{key} is {getattr(self, key):g} and rollout.environment.name is not set: "
+                    f"rollout.environment.{key} is {getattr(self, key)} and rollout.environment.name is not set: "
                     f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"
                 )
         if "python" in self.tools and self.timeout < tools.LEAST_TIMEOUT:
