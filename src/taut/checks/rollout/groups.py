@@ -20,6 +20,7 @@ from taut.online.rollouts import Group
 from taut.online.scoring import scored
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
+from taut.rollout.environment import World
 from taut.rollout.episode import Episode
 
 SHOWN = 3
@@ -42,10 +43,7 @@ def ask(session: Session) -> Finding:
     if why_not is not None:
         return why_not
     found = session.once(groups)
-    is_placed = (
-        session.once(roller).world is None
-    )  # an environment may begin with messages of its own
-    wrong = [*_mixed(found, is_placed=is_placed), *_repeated(found)]
+    wrong = [*_mixed(found, session.once(roller).world), *_repeated(found)]
     wrong = wrong or _miscredited(session, found)
     number = sum(len(group.episodes) for group in found)
     if wrong:
@@ -60,7 +58,7 @@ def ask(session: Session) -> Finding:
     return passed(f"{len(found)} groups, each of one prompt", number, "completions")
 
 
-def _mixed(found: Sequence[Group], *, is_placed: bool) -> Iterator[str]:
+def _mixed(found: Sequence[Group], world: World | None) -> Iterator[str]:
     """Completions that are not where they belong."""
     sizes = {len(group.episodes) for group in found}
     if len(sizes) > 1:
@@ -73,11 +71,19 @@ def _mixed(found: Sequence[Group], *, is_placed: bool) -> Iterator[str]:
         if len(set(numbers)) < len(numbers):
             yield f"{group.row.id}: completions are numbered {numbers}"
         for one in group.episodes:
-            size = one.row.ids_T.size
-            if is_placed and one.ids_T[:size].tolist() != one.row.ids_T.tolist():
+            prompt = _prompt_of(one, world)
+            if one.ids_T[: len(prompt)].tolist() != prompt:
                 yield f"{one.row.id}#{one.index} does not begin with its prompt"
     if twice := [name for name, times in Counter(g.row.id for g in found).items() if times > 1]:
         yield f"{twice[0]} has two groups"
+
+
+def _prompt_of(one: Episode, world: World | None) -> list[int]:
+    """What a path has to begin with: where there is an environment, its own messages and its tools."""
+    if world is None or one.asked is None or (one.asked == one.row.prompt and not world.tools):
+        ids: list[int] = one.row.ids_T.tolist()
+        return ids
+    return world.bridge.prompt(one.asked, world.tools or one.row.tools)
 
 
 def _repeated(found: Sequence[Group]) -> list[str]:
