@@ -25,7 +25,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"grpo__kl_coef": 0.1, "lora__rank": 2, "rollout__temperature": 0.7}),
     "grpo, a penalty": (
         "grpo",
-        {"grpo__kl_coef": 0.5, "grpo__kl_in": "reward", "reference__model": "other"},
+        {"grpo__kl_coef": 9.0, "grpo__kl_in": "reward", "reference__model": "other"},
     ),
     "grpo in bfloat16": ("grpo", {"dtype": "bfloat16", "grpo__advantage": "maxrl"}),
     "ppo": ("ppo", {"rollout__minibatches": 2}),
