@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.checks.faults.judged import compared
+from tests.checks.planting import Place
 
 from taut.checks.finding import Finding
-from taut.checks.rewards.gold import preflight
+from taut.checks.rewards.gold import ask, preflight
 from taut.data.prompts import PromptRow
 from taut.rewards import Panel, PanelConfig, RewardSpec, open_panel
 
@@ -117,5 +120,22 @@ def test_a_reward_of_taut_s_own_that_does_not_know_its_reference(panel: Panel) -
 def test_rows_without_right_answers_are_not_asked_about(panel: Panel) -> None:
     row = rows("1")[0]
     bare = PromptRow(row.place, row.id, row.ids_T, row.prompt, (), None, {})
+    assert found(panel, ["numeric"], "", [bare] * 20 + rows("5", "6")).outcome == "passed"
     finding = found(panel, ["numeric"], "", [bare])
     assert (finding.outcome, finding.says) == ("skipped", "no row has a reference answer")
+
+
+def test_held_out_comparisons_are_asked_as_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a prompt of their own, which only comparisons have none of."""
+    rows = [
+        {side: [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+         for side in ("chosen", "rejected")} | {"answer": row["chosen"]}
+        for row in compared()
+    ]  # fmt: skip
+    place = Place(tmp_path, monkeypatch)
+    answers = {"eval__answers__rewards": "exact_match", "eval__answers__reference": "answer"}
+    held = str(place.data(rows, "eval.jsonl"))
+    session = place.session(data=place.data(rows), method="dpo", data__eval=held, **answers)
+    assert ask(session).outcome == "passed"

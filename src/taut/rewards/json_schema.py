@@ -18,7 +18,7 @@ from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
 from taut.rewards.verifier import Place, Verifier
 
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @configclass
@@ -58,7 +58,7 @@ class JsonSchema(Verifier):
         try:
             value = json.loads(text, parse_constant=_refuse)
             return float(validator.is_valid(value))
-        except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
+        except (ValueError, RecursionError, OverflowError):  # no JSON, too deep, too large a number
             return 0.0
 
     @cached_property

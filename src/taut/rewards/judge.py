@@ -57,8 +57,8 @@ class Judge(Verifier):
     """Name of the environment variable that holds the API key; none is sent by default."""
     template: str = TEMPLATE
     """What it is asked; {question}, {answer} and {reference} are filled in, other braces stay."""
-    pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
-    """Finds the number, in its first group."""
+    pattern: str = r"(?i)score(?:\s*\([^()\n]*\)(?=[^\w\n]*[\d:=]))?\W*?(-?\d+(?:\.\d+)?)"
+    """Finds the number, in its first group; a scale in brackets before it, as in "Score (0-10): 7", is none."""
     low: float = 0.0
     """The number that becomes 0."""
     high: float = 10.0

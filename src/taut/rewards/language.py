@@ -22,8 +22,9 @@ from taut.rewards.verifier import Place, Verifier
 
 STRETCH, SHORTEST = 60, 12
 _NO_LANGUAGE = re.compile(
-    r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL
+    r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.{0,999}?\\\)|\\\[.{0,999}?\\\]", re.DOTALL
 )
+"""Bounded, for each mark that opens a formula and has none that closes it would be looked for to the end."""
 
 
 @configclass
@@ -72,13 +73,14 @@ class Language(Verifier):
 
 def _stretches(text: str) -> Iterator[str]:
     """Lines, joined until they have letters enough; what is left at the end joins the last."""
-    done, held = "", ""
+    done, held, letters = "", "", 0
     for line in text.splitlines():
         held += line + "\n"
-        if _letters(held) >= STRETCH:
+        letters += _letters(line)
+        if letters >= STRETCH:
             if done:
                 yield done
-            done, held = held, ""
+            done, held, letters = held, "", 0
     if done + held:
         yield done + held
 

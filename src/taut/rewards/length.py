@@ -118,6 +118,16 @@ class LengthCosine(Verifier):
         share = (1 + math.cos(math.pi * answered.num_tokens / self.max_tokens)) / 2
         return end + (start - end) * share
 
+    @property
+    def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
+        """As long as the reward that judges."""
+        return self._judge.seconds
+
+    @property
+    def needs_reference(self) -> bool:  # type: ignore[override]  # the same
+        """Where the reward that judges does."""
+        return self._judge.needs_reference
+
     @cached_property
     def _judge(self) -> Verifier:
         from taut.rewards.registry import verifier_of  # the registry has this one too

@@ -52,9 +52,17 @@ def plain_eval(
         is_strange = isinstance(node, ast.Name) and node.id not in {**known, **locals_}
         if is_strange or not isinstance(node, NODES):
             raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic")
+        if isinstance(node, ast.BinOp) and (_has_length(node.left) or _has_length(node.right)):
+            raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic of numbers")
         if isinstance(node, ast.Call) and (node.keywords or not _is_function(node.func)):
             raise ValueError(f"{ast.unparse(node)[:80]!r} calls what is no function of numbers")
     return eval(compile(tree, "answer", "eval"), {**known, "__builtins__": {}}, locals_)
+
+
+def _has_length(node: ast.expr) -> bool:
+    """A list or a text, of which a product or a format may be of any size."""
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    return is_text or isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict))
 
 
 def _is_function(node: ast.expr) -> bool:

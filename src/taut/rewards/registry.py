@@ -131,7 +131,8 @@ def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:
 
 def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
     """The files of the user's among them."""
-    own = [spec.name for spec in listed(rewards) if ":" in spec.name]
+    named = [[spec.name, spec.options.get("judge")] for spec in listed(rewards)]
+    own = [it for names in named for it in names if isinstance(it, str) and ":" in it]
     return [Path(name.rpartition(":")[0]).expanduser() for name in own]
 
 

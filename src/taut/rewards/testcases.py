@@ -32,6 +32,8 @@ class Case:
     trial: Trial
     expected: Any = None
     """What a script is to print, as text, or a call is to give; nothing for a check."""
+    text: str | None = None
+    """The JSON that ``expected`` was read from: a call may give that text as well."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +94,32 @@ def _paired(value: Mapping[str, Any], place: str) -> list[Case]:
             for given, wanted in zip(inputs, outputs, strict=True)
         ]
     return [
-        _call(name, given, wanted)
-        for given, wanted in zip(map(_parsed, inputs), map(_parsed, outputs), strict=True)
+        _call(name, given, *_read_value(wanted))
+        for given, wanted in zip(map(_parsed, inputs), outputs, strict=True)
     ]
+
+
+def _read_value(wanted: Any) -> tuple[Any, str | None]:
+    """What a call is to give, and the text it was read from: one that looks like JSON may be meant as it is."""
+    try:
+        value = _parsed(wanted)
+    except ValueError:
+        return wanted, None
+    return value, None if value is wanted else wanted
 
 
 def _single(value: Mapping[str, Any], row: Mapping[str, Any]) -> Case:
     if value.get("testtype", "stdin") == "stdin":
         return Case(Trial(stdin=_text(value["input"])), _text(value["output"]))
     name = value.get("fn_name") or _parsed(row["metadata"])["func_name"]
-    given = [json.loads(line) for line in value["input"].splitlines() if line.strip()]
+    given = [json.loads(line) for line in value["input"].split("\n") if line.strip()]
     return _call(name, given, json.loads(value["output"]))
 
 
-def _call(name: str, arguments: Sequence[Any], expected: Any) -> Case:
+def _call(name: str, arguments: Sequence[Any], expected: Any, text: str | None = None) -> Case:
     if not isinstance(arguments, list):
         raise TypeError(f"the arguments of {name} are {arguments!r:.60}, no list")
-    return Case(Trial(call=name, arguments=json.dumps(arguments)), expected)
+    return Case(Trial(call=name, arguments=json.dumps(arguments)), expected, text)
 
 
 def _one_check(text: str, row: Mapping[str, Any]) -> Cases:

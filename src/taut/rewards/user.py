@@ -108,7 +108,7 @@ def _path(spec: str) -> Path:
 
 def _function(spec: str, code: str) -> Callable[..., Any]:
     path, name = _path(spec), spec.rpartition(":")[2]
-    module = ModuleType(f"taut_reward_{path.stem}")
+    module = ModuleType(f"taut_reward_{path.stem}_{zlib.crc32(str(path).encode()):x}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up by name
     try:

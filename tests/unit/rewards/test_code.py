@@ -103,6 +103,19 @@ def test_a_row_whose_list_of_tests_is_empty_has_none() -> None:
     assert value_of("print(1)", {"tests": {"inputs": [], "outputs": []}}) is None
 
 
+def test_an_output_that_looks_like_json_may_be_the_text_itself() -> None:
+    def row(*outputs: str) -> dict[str, Any]:
+        return {"tests": {"inputs": [[1]] * len(outputs), "outputs": outputs, "fn_name": "f"}}
+
+    assert value_of("def f(x):\n    return '[()]'", row("[()]")) == 1
+    assert value_of("def f(x):\n    return '[1, 2]'", row("[1, 2]")) == 1
+    assert value_of("def f(x):\n    return [1, 2]", row("[1, 2]")) == 1
+    assert value_of("def f(x):\n    return '[1,2]'", row("[1, 2]", "[()]")) == 0
+    live = {"input": '"a\u2028b"', "output": '"a"', "testtype": "functional"}
+    (case,) = read_cases({"tests": [live], "metadata": {"func_name": "f"}}, None).cases  # type: ignore[union-attr]
+    assert json.loads(case.trial.arguments) == ["a\u2028b"]
+
+
 def test_a_share_or_all() -> None:
     row = {"test_list": ["assert add(1, 2) == 3", "assert add(1, 1) == 0", "assert add(0, 0) == 0"]}
     assert value_of(FUNCTION, row) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.rewards import Answered, RewardSpec, open_panel
-from taut.rewards.length import LengthOverlong, LengthTarget
+from taut.rewards import Answered, RewardSpec, files_of, open_panel
+from taut.rewards.code import Code
+from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget
 from taut.rewards.registry import read_parts
 from taut.rewards.repetition import Repetition
 from taut.rewards.stop import Stop
@@ -73,6 +75,14 @@ def test_length_near_a_target(num_tokens: int, value: float) -> None:
 )
 def test_soft_overlong_punishment(num_tokens: int, value: float) -> None:
     assert LengthOverlong(max_tokens=100, buffer=20)(sampled(num_tokens)) == value
+
+
+def test_length_cosine_has_time_needs_and_file_of_the_reward_that_judges() -> None:
+    made = {name: LengthCosine(max_tokens=9, judge=name) for name in ("code", "math")}
+    assert made["code"].seconds == Code().seconds
+    assert [it.needs_reference for it in made.values()] == [False, True]
+    spec = RewardSpec(name="length_cosine", options={"max_tokens": 9, "judge": "own.py:right"})
+    assert files_of([spec]) == [Path("own.py")]
 
 
 def test_length_is_asked_of_sampled_answers_only() -> None:
@@ -150,11 +160,12 @@ def test_the_conversation_is_cut_as_the_answer_is(mark: dict[str, Any]) -> None:
             "no larger buffer",
         ),
         ({"name": "length_overlong", "options": {"max_tokens": 5}}, "buffer"),
+        ({"name": "stop", "timeout": 1e7}, "timeout"),
     ],
 )
 def test_options_that_cannot_be(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_panel([RewardSpec(**spec)])
+        open_panel([from_mapping(RewardSpec, spec)])
 
 
 def test_one_part_of_an_answer_is_shown() -> None:

@@ -12,7 +12,8 @@ from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.rewards import Answered, Panel, PanelConfig, RewardSpec, Score, open_panel
 from taut.rewards.gym import rows
-from taut.rewards.language import Language
+from taut.rewards.json_schema import JsonSchema
+from taut.rewards.language import _NO_LANGUAGE, Language
 
 ENGLISH = "We add the two numbers first, and then we divide what we have found by three."
 GERMAN = "Wir addieren zuerst die beiden Zahlen und teilen dann das Ergebnis durch drei."
@@ -145,6 +146,11 @@ def test_json_that_a_schema_allows(panel: Panel, text: str, value: float) -> Non
     assert said(panel, "json_schema", text) == Score(value)
 
 
+def test_a_number_too_large_for_the_schema_is_no_error() -> None:
+    assert JsonSchema(schema={"multipleOf": 0.01})(Answered(text="1e400")) == 0.0
+    assert JsonSchema(schema={"multipleOf": 0.01})(Answered(text="0.02")) == 1.0
+
+
 def test_a_schema_of_the_row_and_json_in_a_block_of_code(panel: Panel) -> None:
     text = 'Here:\n```json\n{"n": 3}\n```\nDone.'
     assert said(panel, "fenced", text, row={"s": SCHEMA}) == Score(1.0)
@@ -164,6 +170,13 @@ def test_the_share_of_an_answer_in_a_language(panel: Panel) -> None:
         2 / 3, abs=0.05
     )
     assert said(panel, "language", "$x^2$ = 49") == Score()
+
+
+def test_a_formula_that_nothing_closes_is_not_looked_for_to_the_end() -> None:
+    for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
+        near, far = (f"{opening}{'x ' * length}{closing}" for length in (400, 40_000))
+        assert _NO_LANGUAGE.sub("", near) == ""
+        assert _NO_LANGUAGE.sub("", far) == far
 
 
 def test_a_language_that_nobody_knows_is_refused() -> None:

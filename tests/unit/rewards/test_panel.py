@@ -239,6 +239,17 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_answer(
         assert said(alone, "where", "a") == [Score(2.0)]
 
 
+def test_two_files_of_one_name_are_two(tmp_path: Path) -> None:
+    code = "import sys\nVALUE = {}\ndef f(): return sys.modules[__name__].VALUE\n"
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "own.py").write_text(code.format(number))
+    specs = [RewardSpec(name=f"{tmp_path}/{k}/own.py:f", label=str(k)) for k in (1, 2)]
+    with open_panel(specs, ONE) as panel:
+        (verdict,) = panel.grade([Answered(text="a")])
+    assert verdict.parts == {"1": Score(1.0), "2": Score(2.0)}
+
+
 def test_threads_of_a_function_s_own_have_the_time_of_all_cores(own: Path) -> None:
     with open_panel([RewardSpec(name=f"{own}:left", timeout=100)], ONE) as alone:
         (score,) = said(alone, "left", "a")

@@ -28,6 +28,11 @@ def test_values_and_arithmetic_are_evaluated(code: str, value: Any) -> None:
     "code",
     [
         "__import__('os')",
+        "[0] * 9",
+        "9 * (1, 2) * 9",
+        "'a' * 9",
+        "b'%9d' % 1",
+        "{} | {}",
         "open('x')",
         "().__class__",
         "[x for x in ()]",

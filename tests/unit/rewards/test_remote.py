@@ -16,6 +16,7 @@ import pytest
 
 from taut.errors import ConfigError
 from taut.rewards import Answered, PanelConfig, RewardSpec, Score, open_panel
+from taut.rewards.judge import Judge
 
 Reply = tuple[int, Any] | None
 """Status and what is sent; None: the connection is dropped."""
@@ -197,6 +198,21 @@ def test_a_judge_without_a_number_is_asked_again_and_then_an_error(server: Serve
     server.reply = lambda body: chat(None)
     (score,) = said("judge", ASKED, **asked)
     assert "expected a chat completion with a text" in str(score.error)
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("Score: -5", "-5"),
+        ("Score - 5", "5"),
+        ("Score (0-10): 7", "7"),
+        ("**Score (0 to 10)**:\n**7**", "7"),
+        ("Score (8)\n\n3 things are right.", "8"),
+        ("Score: 6.5/10", "6.5"),
+    ],
+)
+def test_the_number_that_a_judge_gives(said: str, number: str) -> None:
+    assert re.findall(Judge(url="http://host", model="m").pattern, said) == [number]
 
 
 def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:

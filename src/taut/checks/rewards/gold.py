@@ -89,7 +89,7 @@ def preflight(panel: Panel, rows: Sequence[PromptRow], max_errors: float, key: s
 
     ``key``: the table of the configuration that has ``rewards``; "" is the run itself, where the total is what counts.
     """
-    rows = [row for row in rows[:MOST] if row.references]
+    rows = [row for row in rows if row.references][:MOST]
     if not rows:
         return skipped("no row has a reference answer")
     shown = _show(panel, rows)
@@ -116,9 +116,9 @@ def preflight(panel: Panel, rows: Sequence[PromptRow], max_errors: float, key: s
 
 @owned_by("rewards.gold")
 def _answering(session: Session) -> Answering:
-    run, inputs = session.run, session.inputs
-    make_engine = engine_of(session.built)
-    found = build_answering(run.eval.answers, run.data, inputs.renderer, make_engine, session.job)
+    run, renderer = session.run, session.inputs.renderer
+    make_engine, kind = engine_of(session.built), run.objective.kind
+    found = build_answering(run.eval.answers, run.data, renderer, make_engine, session.job, kind)
     assert found is not None
     return found
 
