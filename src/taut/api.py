@@ -193,7 +193,10 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
     require_judgeable(answers.rewards, job.ranks.size)
     kind = run.objective.kind
     answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
-    found += [] if answering is None else [answering.as_evaluation()]
+    if answering is not None:
+        found.append(answering.as_evaluation())
+        settled = [Decision(*it) for it in answering.decisions]
+        built.decisions.extend(it for it in settled if it not in built.decisions)
     if run.eval.best is None:
         if run.checkpoint.keep_best:
             raise ConfigError(

@@ -16,6 +16,8 @@ from taut.commands import evaluate as command
 from taut.commands import generate
 from taut.commands.evaluate import Evaluate, Evaluated
 from taut.config import from_mapping
+from taut.errors import SandboxError
+from taut.sandbox import shared
 from taut.types import Completion, FinishReason
 
 
@@ -69,6 +71,20 @@ def test_a_model_is_evaluated_and_all_of_it_is_written(
     printed = capsys.readouterr().out
     for expected in ("5 answers to 5 prompts", "exact_match", "stopped", "95% interval", "tokens"):
         assert expected in printed
+
+
+def test_what_holds_programs_is_told_and_written(
+    model: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        held = shared().mechanism
+    except SandboxError:
+        pytest.skip("no mechanism holds programs here")
+    out = tmp_path / "out"
+    assert cli.main(words(model, questions, f"out={out}", "rewards=code", "limit=1")) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["decisions"] == {"sandbox": f"{held.name} ({held.reason})"}
+    assert f"sandbox: {held.name}" in capsys.readouterr().out
 
 
 def test_answers_are_judged_as_they_are(

@@ -37,6 +37,7 @@ from taut.evals.answers import EvalSampling, judge, require_scorable
 from taut.evals.report import STOPPED, Answer, Report, build_report
 from taut.evals.table import show_report
 from taut.rewards import Panel, RewardSpec, open_panel
+from taut.rewards.verifier import Decision
 from taut.rollout.open import ModelUse, open_renderer
 from taut.rollout.rated import open_rater
 from taut.types import Completion
@@ -113,11 +114,14 @@ def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
     with opened as panel, _directory(config) as directory:
         rows = _load_rows(config, panel)
         require_scorable(rows, panel, config.max_errors)
+        if console is not None:
+            for name, value, reason in panel.decisions:
+                console.print(f"{name}: {value} ({reason})", markup=False)
         afterwards = generate.FINISH if config.out else LOST
         generated = generate.generate(_generation(config, directory), console, afterwards)
         answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), panel)
         report = build_report(answers, panel.names)
-        _write(directory, config, report, answers)
+        _write(directory, config, report, answers, panel.decisions)
     return Evaluated(report, tuple(answers), generated)
 
 
@@ -180,8 +184,15 @@ def _read_completions(path: Path, rows: Sequence[PromptRow]) -> list[Completion]
     ]
 
 
-def _write(directory: Path, config: Evaluate, report: Report, answers: Sequence[Answer]) -> None:
-    whole = {**report.as_dict(), "config": to_dict(config)}
+def _write(
+    directory: Path,
+    config: Evaluate,
+    report: Report,
+    answers: Sequence[Answer],
+    decisions: Sequence[Decision],
+) -> None:
+    settled = {name: f"{value} ({reason})" for name, value, reason in decisions}
+    whole = {**report.as_dict(), "decisions": settled, "config": to_dict(config)}
     lines = [json.dumps(_score_line(answer), ensure_ascii=False) + "\n" for answer in answers]
     try:
         (directory / "scores.jsonl").write_text("".join(lines), encoding="utf-8")

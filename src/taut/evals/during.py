@@ -34,6 +34,7 @@ from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, sp
 from taut.loop import Job
 from taut.memory import require_room
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
+from taut.rewards.registry import read_parts
 from taut.rollout.engine import Engine, require_usable
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.rollout.rated import open_rater
@@ -125,7 +126,10 @@ class Answering:
 
     config: AnswersConfig
     rows: Sequence[PromptRow]
-    panel: Panel
+    names: Sequence[str]
+    """Of the rewards."""
+    panel: Panel | None
+    """The writer's: it judges for all."""
     engine: Engine
     job: Job
 
@@ -134,8 +138,7 @@ class Answering:
         job, names = self.job, self.names
         devices = [job.ranks.device] if job.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # a reward may draw
-            panel = self.panel if job.ranks.is_writer else None
-            ask = partial(answer, self.engine, self.rows, self.config.sampling, panel)
+            ask = partial(answer, self.engine, self.rows, self.config.sampling, self.panel)
             answers = require_room(ask, f"answers after step {step}", ROOMIER)
         mine = build_report(answers, names) if job.ranks.is_writer else None
         report: Report | None = job.ranks.gather(mine)[0]
@@ -155,8 +158,9 @@ class Answering:
         return values
 
     @property
-    def names(self) -> list[str]:
-        return self.panel.names
+    def decisions(self) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of what was chosen for the user."""
+        return [] if self.panel is None else list(self.panel.decisions)
 
     def as_evaluation(self) -> Evaluation:
         """What is due when."""
@@ -188,13 +192,17 @@ def build_answering(
     """
     if not config.rewards:
         return None
-    panel = open_panel(config.rewards, reserved=RESERVED, open_rater=open_rater)
-    needs_reference = any(part.verifier.needs_reference for part in panel.parts)
+    parts = read_parts(config.rewards, RESERVED)
+    panel = None
+    if job.ranks.is_writer:
+        panel = open_panel(config.rewards, reserved=RESERVED, open_rater=open_rater)
+    needs_reference = any(part.verifier.needs_reference for part in parts)
     rows = _load_rows(config, data, renderer, needs_reference, kind)
-    require_scorable(rows, panel, config.max_errors)
+    if panel is not None:
+        require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable(prompts_of(rows), engine.context)
-    return Answering(config, rows, panel, engine, job)
+    return Answering(config, rows, [part.label for part in parts], panel, engine, job)
 
 
 def held_out(rows: Rows, every: int, job: Job) -> Evaluation:

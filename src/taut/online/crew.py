@@ -19,7 +19,6 @@ from taut.models.score import Scorer
 from taut.online.recipe import Recipe, require_judgeable
 from taut.online.rollouts import RESERVED, Roller
 from taut.parallel import Ranks
-from taut.rewards.code import Code
 from taut.rewards.panel import Panel, open_panel
 from taut.rollout.engine import require_usable
 from taut.rollout.environment import World, open_world
@@ -98,13 +97,12 @@ def _settled(
     found = list(world.decisions) if world is not None else []
     if isinstance(engine, ServerEngine):
         found += engine.decisions
-    parts = () if panel is None else panel.parts
-    asked = [part.verifier for part in parts if isinstance(part.verifier, Code)]
-    boxes = [shared(one.mechanism, one.packages) for one in asked]
+    if panel is not None:
+        found += panel.decisions
     if "python" in recipe.rollout.environment.tools:
-        boxes.append(shared())
-    chosen = {box.mechanism.name: box.mechanism.reason for box in boxes}
-    return found + [("sandbox", name, reason) for name, reason in chosen.items()]
+        chosen = shared().mechanism
+        found.append(("sandbox", chosen.name, chosen.reason))
+    return list(dict.fromkeys(found))
 
 
 def _require_answers(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -21,7 +22,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.rewards.answered import Answered
 from taut.rewards.testcases import Case, read_cases
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Decision, Place, Question, Verifier
 from taut.sandbox import Limits, MechanismName, Ran, shared
 
 TOLERANCE = 1e-6
@@ -73,6 +74,11 @@ class Code(Verifier):
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
         """A program's own limits end it before this."""
         return self.limits.total_seconds + _OVERHEAD
+
+    def settled(self) -> tuple[Verifier, Decision | None]:
+        """With the mechanism that holds programs here; SandboxError where none does."""
+        found = shared(self.mechanism, self.packages).mechanism
+        return replace(self, mechanism=found.name), ("sandbox", found.name, found.reason)
 
     def prepare(self) -> None:
         """SandboxError where programs cannot be held here."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -24,7 +24,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Place, Verifier
+from taut.rewards.verifier import Decision, Place, Verifier
 
 
 @configclass
@@ -102,6 +102,14 @@ class LengthCosine(Verifier):
     """For a wrong one."""
     exceed: float = -10.0
     """For one that is max_tokens or longer."""
+
+    def settled(self) -> tuple[Verifier, Decision | None]:
+        """With what the reward that judges has settled: how programs are held."""
+        _, decision = self._judge.settled()
+        if decision is None:
+            return self, None
+        options = {**self.judge_options, "mechanism": decision[1]}
+        return replace(self, judge_options=options), decision
 
     def prepare(self) -> None:
         """As the reward that judges."""

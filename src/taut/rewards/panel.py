@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Annotated, TypeAlias
 
@@ -27,7 +27,7 @@ from taut.errors import ConfigError
 from taut.rewards.answered import Answered
 from taut.rewards.registry import Part, RewardSpec, read_parts
 from taut.rewards.remote import Remotes
-from taut.rewards.verifier import Score, Verifier
+from taut.rewards.verifier import Decision, Score, Verifier
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
 
@@ -82,9 +82,14 @@ class Panel:
     """Rewards that are ready. ``close`` ends their processes; a panel that is forgotten ends them too."""
 
     def __init__(
-        self, parts: Sequence[Part], config: PanelConfig, raters: Mapping[str, Rater]
+        self,
+        parts: Sequence[Part],
+        config: PanelConfig,
+        raters: Mapping[str, Rater],
+        decisions: Sequence[Decision] = (),
     ) -> None:
         self.parts = tuple(parts)
+        self.decisions = decisions
         self._raters = raters
         computed = [part for part in parts if part.verifier.runs == "process"]
         self._numbers = {part.label: number for number, part in enumerate(computed)}
@@ -193,7 +198,7 @@ def open_panel(
     ``reserved``: names of other metrics, which no reward may bear. ``open_rater``: how a reward model is loaded in this
     process, from whoever may; without it ``reward_model`` is refused.
     """
-    parts = read_parts(rewards, reserved)
+    parts, decisions = _settled(read_parts(rewards, reserved))
     raters = {}
     for part in parts:
         if part.verifier.runs != "model":
@@ -204,13 +209,21 @@ def open_panel(
                 "it; use reward_server"
             )
         raters[part.label] = open_rater(part.verifier)
-    panel = Panel(parts, PanelConfig() if config is None else config, raters)
+    panel = Panel(parts, PanelConfig() if config is None else config, raters, decisions)
     try:
         panel.require_loadable()
     except ConfigError:
         panel.close()
         raise
     return panel
+
+
+def _settled(parts: Sequence[Part]) -> tuple[list[Part], list[Decision]]:
+    """The same, with what is chosen for the user: here and once, so that no two processes choose differently."""
+    each = [part.verifier.settled() for part in parts]
+    decisions = dict.fromkeys(decision for _, decision in each if decision is not None)
+    pairs = zip(parts, each, strict=True)
+    return [replace(part, verifier=verifier) for part, (verifier, _) in pairs], list(decisions)
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, Tally]:

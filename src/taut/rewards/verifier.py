@@ -27,6 +27,10 @@ Question: TypeAlias = Literal["right", "worth", "form"]
 or what form it has (which says nothing of right and wrong)."""
 
 
+Decision: TypeAlias = tuple[str, str, str]
+"""(name, value, reason) of what was chosen for the user."""
+
+
 class Score(NamedTuple):
     """What a reward said of one answer: a value, an error, or neither: it does not apply."""
 
@@ -43,6 +47,10 @@ class Verifier:
     """Whether it does not apply to rows without a right answer."""
     seconds: ClassVar[float] = 10.0
     """How long it may take for an answer where nobody says otherwise; not asked of what runs here."""
+
+    def settled(self) -> tuple[Verifier, Decision | None]:
+        """Itself with what is chosen for the user, once for all processes it will run in; and what that was."""
+        return self, None
 
     def prepare(self) -> None:
         """Called once where it will run, before the first answer. ConfigError: it cannot."""

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from taut.errors import DataError, SandboxError
+from taut.rewards import PanelConfig, RewardSpec, open_panel
 from taut.rewards.answered import Answered
 from taut.rewards.code import Code, last_block
+from taut.rewards.length import LengthCosine
 from taut.rewards.testcases import read_cases
 from taut.rewards.worker import judged
 from taut.sandbox import Limits, close_shared, shared, workers
@@ -114,6 +116,20 @@ def test_an_output_that_looks_like_json_may_be_the_text_itself() -> None:
     live = {"input": '"a\u2028b"', "output": '"a"', "testtype": "functional"}
     (case,) = read_cases({"tests": [live], "metadata": {"func_name": "f"}}, None).cases  # type: ignore[union-attr]
     assert json.loads(case.trial.arguments) == ["a\u2028b"]
+
+
+def test_the_mechanism_is_chosen_once_and_told_to_those_who_judge() -> None:
+    cosine = RewardSpec(name="length_cosine", options={"max_tokens": 9, "judge": "code"})
+    with open_panel(["code", cosine], PanelConfig(workers=1)) as panel:
+        chosen = shared().mechanism
+        assert panel.decisions == [("sandbox", chosen.name, chosen.reason)]
+        alone, judging = (part.verifier for part in panel.parts)
+        (verdict,) = panel.grade(
+            [Answered(text=f"```\n{ADD}\n```", row={"tests": APPS}, num_tokens=0)]
+        )
+    assert isinstance(alone, Code) and isinstance(judging, LengthCosine)
+    assert alone.mechanism == judging.judge_options["mechanism"] == chosen.name
+    assert verdict.total == 1 + 2
 
 
 def test_a_share_or_all() -> None:

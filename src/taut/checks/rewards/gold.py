@@ -81,6 +81,7 @@ def _in_evaluation(session: Session) -> Iterator[Finding]:
     if session.run.eval.answers.rewards:
         answering = session.once(_answering)
         max_errors = session.run.eval.answers.max_errors
+        assert answering.panel is not None
         yield preflight(answering.panel, answering.rows, max_errors, "eval.answers")
 
 
