@@ -26,6 +26,8 @@ from tests.chats import (
 import taut
 from taut.cli import main
 from taut.contract import read_contract
+from taut.errors import SandboxError
+from taut.sandbox import shared
 
 Go = Callable[..., taut.Result]
 
@@ -213,6 +215,16 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     with pytest.raises(taut.TautError, match=message):
         go("out", **{**ANSWERS, **keys})
     assert not (tmp_path / "out").exists()
+
+
+def test_what_holds_programs_is_a_decision_of_the_run(go: Go) -> None:
+    try:
+        held = shared().mechanism
+    except SandboxError:
+        pytest.skip("no mechanism holds programs here")
+    result = go("out", steps=1, check="off", eval__answers__rewards="code")
+    (start,) = events(result.out, "start")
+    assert ["sandbox", held.name, held.reason] in start["decisions"]
 
 
 def test_what_is_asked_is_an_input_that_overwriting_must_not_delete(go: Go, tmp_path: Path) -> None:

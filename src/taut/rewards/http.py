@@ -9,6 +9,7 @@ Imports errors. The verifiers that run remotely import it, and the lane they run
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import ssl
@@ -36,18 +37,25 @@ class Client:
         self._http = http
 
     async def post(self, url: str, body: dict[str, Any], key: str | None) -> Any:
-        """The answer to a POST, as often as it takes. ``key``: the environment variable that holds the token."""
+        """The answer to a POST, as often as it takes; TimeoutError, with what was found last, where that is too often.
+
+        ``key``: the environment variable that holds the token.
+        """
         secret = secret_of(key)
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         pause = FIRST_PAUSE
         while True:
             try:
                 answer = await self._http.post(url, json=body, headers=headers)
-            except httpx2.RequestError:
-                answer = None
+                found = f"HTTP {answer.status_code}"
+            except httpx2.RequestError as error:
+                answer, found = None, f"{type(error).__name__}: {error}"
             if answer is not None and answer.status_code not in BUSY:
                 return _read(url, answer, secret)
-            await anyio.sleep(pause * random.uniform(0.5, 1.0))
+            seconds = pause * random.uniform(0.5, 1.0)
+            if anyio.current_time() + seconds > anyio.current_effective_deadline():
+                raise TimeoutError(found)
+            await anyio.sleep(seconds)
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
@@ -74,12 +82,12 @@ def secret_of(key: str | None) -> str | None:
 
 
 def _read(url: str, answer: httpx2.Response, secret: str | None) -> Any:
-    said = answer.text.replace(secret, "***") if secret else answer.text
-    said = " ".join(said.split())[:SHOWN]
+    text = answer.text.replace(secret, "***") if secret else answer.text
+    said = " ".join(text.split())[:SHOWN]
     if not answer.is_success:
         raise EngineError(f"HTTP {answer.status_code} from {url}: {said}")
     try:
-        return answer.json()
+        return json.loads(text)  # not the answer's own: what is made of it may be told, too
     except ValueError:
         raise EngineError(f"{url} answered {said!r}; expected JSON") from None
 

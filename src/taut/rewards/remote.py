@@ -53,7 +53,8 @@ class Remotes:
             try:
                 with anyio.fail_after(part.timeout):
                     return scored(part.label, await part.verifier.ask(self._client, answered))
-            except TimeoutError:
-                return Score(error=f"{part.label} had no answer within {part.timeout:g} s")
+            except TimeoutError as error:
+                last = f"; the last: {error}" if str(error) else ""
+                return Score(error=f"{part.label} had no answer within {part.timeout:g} s{last}")
             except Exception as error:  # noqa: BLE001 (what a server's answer leads to is counted and shown)
                 return Score(error=reason(error))

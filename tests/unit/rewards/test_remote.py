@@ -115,6 +115,7 @@ def test_a_reward_server_is_sent_prompt_and_answer(
         ((401, "sesame is wrong"), r"HTTP 401 from .*: \*\*\* is wrong"),
         ((200, "<html>"), "answered '<html>'; expected JSON"),
         ((200, {"scores": []}), "expected one score"),
+        ((200, {"you": "sesame"}), r"answered \{'you': '\*\*\*'\}; expected one score"),
         ((200, {"scores": ["high"]}), "ValueError"),
         ((200, {"scores": [None]}), "TypeError"),
         ((200, [1.0]), "expected one score"),
@@ -170,7 +171,14 @@ def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) 
 
 def test_a_server_that_is_not_there_is_an_error_in_time() -> None:
     (score,) = said("reward_server", ASKED, url="http://127.0.0.1:9", timeout=0.3)
-    assert score == Score(error="reward_server had no answer within 0.3 s")
+    late = "reward_server had no answer within 0.3 s; the last: ConnectError: "
+    assert str(score.error).startswith(late)
+
+
+def test_a_server_that_stays_busy_is_told_with_its_status(server: Server) -> None:
+    server.reply = lambda body: (503, "wait")
+    (score,) = said("reward_server", ASKED, url=server.url, timeout=0.3)
+    assert score == Score(error="reward_server had no answer within 0.3 s; the last: HTTP 503")
 
 
 def test_a_judge_is_asked_about_the_answer_and_its_last_number_counts(server: Server) -> None:
