@@ -22,7 +22,6 @@ from taut.online import crew
 from taut.online.method import Online
 from taut.online.rollouts import Roller
 from taut.parallel import Ranks
-from taut.rewards.code import Code
 from taut.rewards.panel import Panel
 from taut.rollout.local import LocalEngine
 from taut.rollout.server import ServerEngine
@@ -133,13 +132,11 @@ def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> 
 def test_what_holds_programs_is_what_the_reward_asks_for(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shared(wanted: str | None = None, packages: tuple[str, ...] = ()) -> Any:
-        return SimpleNamespace(mechanism=SimpleNamespace(name=wanted or "first", reason=packages))
+    def shared() -> Any:
+        return SimpleNamespace(mechanism=SimpleNamespace(name="first", reason="it holds"))
 
     monkeypatch.setattr(crew, "shared", shared)
-    options = {"mechanism": "landlock", "packages": ["here"]}
-    verifier = from_mapping(Code, options)
-    panel = SimpleNamespace(parts=[SimpleNamespace(verifier=verifier)])
+    panel = SimpleNamespace(decisions=[("sandbox", "landlock", "asked for")])
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "code"}
     for tools, wanted in (([], ["landlock"]), (["python"], ["landlock", "first"])):
         environment = {"rollout.environment.name": "tools", "rollout.environment.tools": tools}
