@@ -120,15 +120,13 @@ def said(panel: Panel, label: str, *texts: str, mark: str = "") -> list[Score]:
 
 
 def is_there(pid: int) -> bool:
-    """And not waiting to be waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def forget_processes(panel: Panel) -> None:
-    """The next answer gets a new one."""
+def forget_processes(panel: Panel) -> None:  # the next answer gets a new one
     assert panel._workers is not None
     for worker in panel._workers._workers:
         worker.clear()
