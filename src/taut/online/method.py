@@ -210,9 +210,8 @@ class Online:
             self._update(version)
             return self.roller.roll(number, self._indices(number))
         generator = self._generator
-        is_first = (
-            generator.started != number
-        )  # nothing was generated ahead: the start, or a resume
+        # Nothing was generated ahead at the start, and after a resume.
+        is_first = generator.started != number
         if is_first:
             self._update(version)
             generator.start(number, self._generate(number))

@@ -103,9 +103,7 @@ def _attempted(
 ) -> T:
     if job.ranks.size == 1:
         job.interrupts.check()
-    with (
-        torch.no_grad()
-    ):  # outside the attempt: what fits a forward alone is no size that fits a step
+    with torch.no_grad():  # outside the attempt: what fits a forward is not what fits a step
         return job.fit.attempt(act, packed, trees, where)
 
 
