@@ -57,6 +57,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "checkpoint.every": 2,
     },
 }
+TAUGHT: dict[str, Any] = {
+    **RUNS["uneven bins"],
+    "method": "distill",
+    "distill.teacher": "teacher",
+    "distill.divergence": "js",
+    "distill.sft_weight": 0.2,
+    "check": "off",
+}
 
 LAST = """\
 import os, sys
@@ -125,14 +133,14 @@ def held_out_of(train: Path) -> str:
     return str(write_rows(train.with_name("held_out.jsonl"), chats(1, seed=9)))
 
 
-def keys_of(model: Path, train: Path, out: Path, run: str) -> dict[str, Any]:
+def keys_of(model: Path, train: Path, out: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **QUIET,
         "model": model,
         "data.train": train,
         "data.eval": held_out_of(train),
         "out": out,
-        **RUNS[run],
+        **given,
     }
 
 
@@ -140,12 +148,26 @@ def approx(asked: Mapping[str, float]) -> Any:
     return pytest.approx(asked["end_probability"], rel=LIMIT)
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) -> Path:
+    """Every run by one process, and then by two ranks, of one torchrun."""
+    place = tmp_path_factory.mktemp("runs")
+    save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
+    todo = []
+    for name, given in {**RUNS, "taught": TAUGHT}.items():
+        keys = {"method": "sft", **keys_of(model, train, place / "one" / name, given)}
+        if "distill.teacher" in keys:
+            keys["distill.teacher"] = place / keys["distill.teacher"]
+        keys = {key: str(it) if isinstance(it, Path) else it for key, it in keys.items()}
+        getattr(taut, keys["method"])(**keys)
+        todo.append({**keys, "out": str(place / "two" / name)})
+    two_ranks(place, todo)
+    return place
+
+
 @pytest.mark.parametrize("run", RUNS)
-def test_two_ranks_equal_one_process(run: str, model: Path, train: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    sft(model, train, one, **{"data.eval": held_out_of(train), **RUNS[run]})
-    done = torchrun("-m", "taut", "sft", *words_of(keys_of(model, train, two, run)))
-    assert done.returncode == 0, done.stderr
+def test_two_ranks_equal_one_process(run: str, place: Path, model: Path, train: Path) -> None:
+    one, two = place / "one" / run, place / "two" / run
     assert events(two, "start")[0]["num_ranks"] == 2
     for name in ("loss", "grad_norm"):
         assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
@@ -173,7 +195,7 @@ def test_an_error_on_one_rank_ends_all_with_its_message(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(LAST)
-    keys = keys_of(model, train, tmp_path / "out", "uneven bins")
+    keys = keys_of(model, train, tmp_path / "out", RUNS["uneven bins"])
     done = torchrun(program, "sft", *words_of(keys))
     assert done.returncode != 0
     assert done.stderr.count("taut: error: step 2: planted on the second rank\n") == 1
@@ -182,7 +204,7 @@ def test_an_error_on_one_rank_ends_all_with_its_message(
 
 
 def test_an_error_on_every_rank_is_told_once(model: Path, tmp_path: Path) -> None:
-    keys = keys_of(model, tmp_path / "none.jsonl", tmp_path / "out", "uneven bins")
+    keys = keys_of(model, tmp_path / "none.jsonl", tmp_path / "out", RUNS["uneven bins"])
     done = torchrun("-m", "taut", "sft", *words_of(keys))
     assert done.returncode != 0
     assert done.stderr.count("taut: error: ") == 1
@@ -190,23 +212,8 @@ def test_an_error_on_every_rank_is_told_once(model: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_a_teacher_teaches_two_ranks_as_one(model: Path, train: Path, tmp_path: Path) -> None:
-    teacher = save_model(tmp_path / "teacher", "gemma2", hidden_size=48, seed=3)
-    keys = {
-        "distill.teacher": str(teacher),
-        "distill.divergence": "js",
-        "distill.sft_weight": 0.2,
-        "check": "off",
-    }
-    one, two = (keys_of(model, train, tmp_path / name, "uneven bins") for name in ("one", "two"))
-    taut.distill(
-        **{key: str(it) if isinstance(it, Path) else it for key, it in (one | keys).items()}
-    )
-    done = torchrun("-m", "taut", "distill", *words_of(two | keys))
-    assert done.returncode == 0, done.stderr
+def test_a_teacher_teaches_two_ranks_as_one(place: Path) -> None:
+    one, two = place / "one" / "taught", place / "two" / "taught"
     for name in ("loss", "grad_norm", "divergence"):
-        assert column(tmp_path / "two", name) == pytest.approx(
-            column(tmp_path / "one", name), rel=LIMIT
-        )
-    found = [weights(tmp_path / name / "model") for name in ("one", "two")]
-    assert largest_difference(*found) < LIMIT
+        assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
+    assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
