@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,35 @@ from torch import Tensor
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+
+class Picture(Protocol):
+    """A picture as a model takes it, read when it is needed."""
+
+    @property
+    def digest(self) -> str:
+        """Of all that its features depend on beside the weights: equal digests, equal prefixes."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What the vision tower is given. Raises DataError, which names a sample, where the picture cannot be read or
+        is not what it was.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture and where its placeholders lie in a sample, a prompt or a micro-batch."""
+
+    picture: Picture
+    start: int
+    """Index of its first placeholder."""
+    stop: int
+    """Index after its last; between them may be other tokens (rows of tiles), which belong to the picture too."""
+    grid: tuple[int, int, int] | None = None
+    """(time, height, width) of the placeholders where the model numbers them in three dimensions (M-RoPE); None: they
+    are numbered as text is."""
+    is_two_way: bool = False
+    """Whether its tokens see each other both ways."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,8 +70,8 @@ class Sample:
     """Ascending positions p >= 1 into ``ids_T``: token ``ids_T[p]`` is to be predicted, by the token at p - 1."""
     weight_N: FloatArray
     """The weight of each target in the loss, never 0: what is not learned is absent."""
-    positions: IntArray | None = None
-    """Position ids the model wants where they are not the depth (M-RoPE: [3, T]); None: the depth."""
+    media: tuple[Media, ...] = ()
+    """The pictures, ascending; position ids follow from them (vision/positions.py)."""
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
     """Named per-target values, each of shape [N] or [N, k]: ref_logp_N, advantage_N, ..."""
     values: Mapping[str, float] = field(default_factory=dict)
@@ -64,6 +93,8 @@ class Sample:
             assert self.target_at_N[0] >= 1, f"{self.id}: the first token has no predictor"
             assert self.target_at_N[-1] < self.ids_T.size, f"{self.id}: target beyond the sample"
             assert (np.diff(self.target_at_N) > 0).all(), f"{self.id}: targets ascend"
+        if self.media:
+            assert self.media[-1].stop <= self.ids_T.size, f"{self.id}: a picture is cut"
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +136,7 @@ class Packed:
     reach_T: Tensor
     """int64 [T]: token k is visible to q iff k <= q < reach[k]. Laminar."""
     position_ids: Tensor
-    """int64 [T] or [3, T]: the depth, unless the samples brought their own."""
+    """int64 [T] or [3, T]: the depth, or what pictures make of it."""
     predictor_N: Tensor
     """int64 [N] index into T: the token whose hidden state predicts the target."""
     target_N: Tensor
@@ -135,6 +166,8 @@ class Packed:
     """Statistics of the whole step, constants of the loss (``Loss.statistics``)."""
     last_T: Tensor | None = None
     """int64 [T]: for blocks that see themselves both ways, the index of the block's last token (else q itself)."""
+    media: tuple[Media, ...] = ()
+    """The pictures as they lie in T, ascending; one in a shared prefix once."""
     spans: tuple[tuple[int, int], ...] = ()
     """Where sample s lies if no prefix is shared: [start, stop) in T. Empty when prefixes are shared."""
 
@@ -261,6 +294,8 @@ class Prompt:
     ids_T: IntArray
     max_new_tokens: int | None = None
     """Fewer than the sampling allows, for this prompt."""
+    media: tuple[Media, ...] = ()
+    """The pictures among the ids, ascending."""
 
     def __post_init__(self) -> None:
         assert self.ids_T.ndim == 1, f"{self.id}: a prompt is a flat run of ids"

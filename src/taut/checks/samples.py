@@ -61,7 +61,7 @@ def ending(sample: Sample, most: int) -> Sample:
         ids_T=sample.ids_T[start:stop],
         target_at_N=sample.target_at_N[kept] - start,
         weight_N=sample.weight_N[kept],
-        positions=None,
+        media=(),
         streams={name: value[kept] for name, value in sample.streams.items()},
     )
     if sample.read_at_R is None:
@@ -107,7 +107,7 @@ def _window(sample: Sample, before: int, after: int) -> Sample:
         ids_T=sample.ids_T[start:stop],
         target_at_N=sample.target_at_N[inside] - start,
         weight_N=sample.weight_N[inside],
-        positions=None,
+        media=(),
         streams={name: value[inside] for name, value in sample.streams.items()},
     )
 

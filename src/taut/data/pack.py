@@ -2,7 +2,8 @@
 
 Samples are sorted by their ids, so equal prefixes are neighbours. The lengths of the neighbours' common prefixes
 define a tree; a branching point is kept where it saves at least ``min_saved_tokens`` tokens. Laid out depth first, a
-token's reach is the end of the subtree below it. Two prefixes are equal when their ids and position ids are.
+token's reach is the end of the subtree below it. Two prefixes are equal when their ids and pictures are; position ids
+follow from these. A picture is never cut: where two differ the prefix ends before them; one that is shared stands once.
 
 Every target keeps its own entry (a target inside a shared prefix is listed once per row), so sharing never changes
 what is learned. Of the samples of a group all pairs that differ in preference are listed, the better one first.
@@ -12,7 +13,8 @@ Nothing here draws random numbers or knows of steps and ranks: that is data/plan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, permutations
+from dataclasses import replace
+from itertools import pairwise, permutations, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from taut.attention.layout import depth_of
-from taut.types import IntArray, Packed, Sample
+from taut.types import IntArray, Media, Packed, Sample
+from taut.vision.positions import positions_of
 
 
 class PackPolicy(NamedTuple):
@@ -34,6 +37,8 @@ class PackPolicy(NamedTuple):
 
 ALONE = PackPolicy(share_prefixes=False)
 """Every sample laid out for itself."""
+PICTURE = 1 << 31
+"""More than any token id."""
 
 
 def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed:  # noqa: B008 (a NamedTuple)
@@ -45,6 +50,7 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
     ids_T = np.empty(reach_T.size, dtype=np.int64)
     for sample, index_T in zip(ordered, indices, strict=True):
         ids_T[index_T] = sample.ids_T
+    media = _media(ordered, indices, shared)
     return Packed(
         ids_T=torch.from_numpy(ids_T),
         reach_T=torch.from_numpy(reach_T),
@@ -75,6 +81,8 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
         },
         better_P=better_P,
         worse_P=worse_P,
+        last_T=_last(media, reach_T.size),
+        media=media,
         spans=() if any(shared) else tuple((int(i[0]), int(i[-1]) + 1) for i in indices),
     )
 
@@ -95,20 +103,34 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
 
 
 def prefix_order(samples: Sequence[Sample]) -> list[int]:
-    """Indices of the samples, sorted by their ids: equal prefixes become neighbours. Ties keep their order."""
-    keys = [sample.ids_T.astype(">u4").tobytes() for sample in samples]
+    """Indices of the samples, sorted by ids and pictures: equal prefixes become neighbours. Ties keep their order."""
+    keys = [_key(sample) for sample in samples]
     return sorted(range(len(samples)), key=keys.__getitem__)
 
 
+def _key(sample: Sample) -> bytes:
+    """The ids, big-endian so that bytes sort as numbers do; a picture's first says which picture it is."""
+    ids_T = sample.ids_T.astype(">u4")
+    for one in sample.media:
+        ids_T[one.start] = PICTURE | int(one.picture.digest[:7], 16)
+    return ids_T.tobytes()
+
+
 def common_prefix(left: Sample, right: Sample) -> int:
-    """How many leading tokens two samples share, ids and position ids both."""
+    """How many leading tokens two samples share, pictures included."""
     size = min(left.num_tokens, right.num_tokens)
+    for one, other in zip_longest(left.media, right.media):
+        if one is None or other is None or not _is_same(one, other):
+            size = min(size, *(it.start for it in (one, other) if it is not None))
+            break
     differs = left.ids_T[:size] != right.ids_T[:size]
-    if (left.positions is None) != (right.positions is None):
-        return 0
-    if left.positions is not None and right.positions is not None:
-        differs |= (left.positions[..., :size] != right.positions[..., :size]).any(axis=0)
     return int(differs.argmax()) if differs.any() else size
+
+
+def _is_same(one: Media, other: Media) -> bool:
+    return (one.start, one.stop, one.grid, one.picture.digest) == (
+        other.start, other.stop, other.grid, other.picture.digest
+    )  # fmt: skip
 
 
 def _worthwhile(common: list[int], min_saved: int) -> list[int]:
@@ -151,16 +173,39 @@ def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[IntArray], Int
 
 
 def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray) -> Tensor:
-    """The depth, or what the samples brought ([3, T]; a sample without takes its depth on every axis)."""
+    """The depth, or [3, T] where pictures are numbered in three dimensions."""
     depth_T = depth_of(reach_T)
-    if all(sample.positions is None for sample in samples):
+    numbered = [positions_of(sample.num_tokens, sample.media) for sample in samples]
+    if all(own is None for own in numbered):
         return torch.from_numpy(depth_T)
-    axes = next(s.positions.shape[0] for s in samples if s.positions is not None)
-    positions = np.tile(depth_T, (axes, 1))
-    for sample, index_T in zip(samples, indices, strict=True):
-        if sample.positions is not None:
-            positions[:, index_T] = sample.positions
+    positions = np.tile(depth_T, (3, 1))
+    for own, index_T in zip(numbered, indices, strict=True):
+        if own is not None:
+            positions[:, index_T] = own
     return torch.from_numpy(positions)
+
+
+def _media(
+    ordered: Sequence[Sample], indices: Sequence[IntArray], shared: Sequence[int]
+) -> tuple[Media, ...]:
+    """The pictures where they lie, each that no sample before has laid out."""
+    return tuple(
+        replace(one, start=int(index_T[one.start]), stop=int(index_T[one.stop - 1]) + 1)
+        for sample, index_T, prefix in zip(ordered, indices, shared, strict=True)
+        for one in sample.media
+        if one.start >= prefix
+    )
+
+
+def _last(media: Sequence[Media], num_tokens: int) -> Tensor | None:
+    """For each token the last of the two-way block it is in, else itself; None: there is no such block."""
+    if not any(one.is_two_way for one in media):
+        return None
+    last_T = torch.arange(num_tokens)
+    for one in media:
+        if one.is_two_way:
+            last_T[one.start : one.stop] = one.stop - 1
+    return last_T
 
 
 def _reads(sample: Sample) -> IntArray:

@@ -1,0 +1,50 @@
+"""What a family of vision-language models does with a picture before the model: how many tokens it is, the text that
+stands for it, and the tensors the vision tower is given.
+
+One implementation a family (``vision/processors``), each held to the library's own processor. ``shape`` needs a
+picture's size only, so data are tokenised without a pixel being scaled. Imported by album, data and whoever loads a
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from PIL import Image
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """What becomes of a picture of a certain size."""
+
+    text: str
+    """What stands in the place of the placeholder that the chat template writes."""
+    num_tokens: int
+    """How often ``image_id`` is in that text: one for each feature."""
+    grid: tuple[int, int, int] | None = None
+    """See ``types.Media``; then ``num_tokens`` is their product and nothing else is between them."""
+
+
+class Processor(Protocol):
+    """A family's way with pictures, with the settings of one model."""
+
+    placeholder: str
+    """What the chat template writes where a picture is."""
+    image_id: int
+    """The token that a feature takes the place of."""
+    reserved: tuple[str, ...]
+    """Words that stand for pictures or sound, which no text may contain."""
+    is_two_way: bool
+    """Whether a picture's tokens see each other both ways."""
+
+    def shape(self, width: int, height: int, num_pictures: int) -> Shape:
+        """Of a picture of so many pixels, in a row that has ``num_pictures`` of them. Raises DataError for a size that
+        the family cannot take.
+        """
+
+    def tensors(self, image: Image.Image, num_pictures: int) -> Mapping[str, Tensor]:
+        """What the tower is given of an RGB picture; no batch axis but what one picture needs."""
+
+    def identity(self) -> str:
+        """Changes whenever shape or tensors of some picture could."""
