@@ -36,6 +36,18 @@ class Picture(Protocol):
     def digest(self) -> str:
         """Of all that its features depend on beside the weights: equal digests, equal prefixes."""
 
+    @property
+    def source(self) -> str:
+        """The file that holds it."""
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of that file."""
+
+    @property
+    def num_pictures(self) -> int:
+        """How many the row has that it is in."""
+
     def tensors(self) -> Mapping[str, Tensor]:
         """What the vision tower is given. Raises DataError, which names a sample, where the picture cannot be read or
         is not what it was.

@@ -16,6 +16,8 @@ and, where answers are judged,
                   read_offsets.npy    int64 [S+1]
                   read_value.NAME.npy float64 [R]   what is said of each
 
+and, where there are pictures, those of ``media_arrays.py``.
+
 An entry is written beside and renamed, so it is there whole or not at all; when read, every array
 is checked against its hash, and an entry that fails is reported and made anew, never used. Does not
 know how a key is made (``dataset.py``, which imports it).
@@ -64,6 +66,8 @@ class Entry:
     num_rows: int
     incidents: tuple[Incident, ...]
     """Places relative to the source: ``17`` or ``17#2``."""
+    is_fleeting: bool = False
+    """Whether rows were left out for a reason that may be gone the next time: a picture that could not be read."""
     digest: str = ""
     """Of the arrays as they are on the disk: equal where the samples are."""
 
@@ -96,7 +100,8 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
         incidents = tuple(Incident(**incident) for incident in meta["incidents"])
         digest = hashlib.sha256(json.dumps([meta["sha256"][name] for name in names]).encode())
-        return Entry(arrays, int(meta["num_rows"]), incidents, digest.hexdigest()), ""
+        num_rows, is_fleeting = int(meta["num_rows"]), bool(meta["is_fleeting"])
+        return Entry(arrays, num_rows, incidents, is_fleeting, digest.hexdigest()), ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"the cached entry is damaged ({type(error).__name__})"
 
@@ -113,8 +118,26 @@ def save(directory: Path, key: str, entry: Entry) -> None:
                 os.fsync(file.fileno())
             digests[name] = durable.digest(path)
         incidents = [asdict(incident) for incident in entry.incidents]
-        meta = {"num_rows": entry.num_rows, "incidents": incidents, "sha256": digests}
+        meta = {
+            "num_rows": entry.num_rows,
+            "incidents": incidents,
+            "is_fleeting": entry.is_fleeting,
+            "sha256": digests,
+        }
         (fresh / "meta.json").write_text(json.dumps(meta))
+
+
+def forget(directory: Path, key: str) -> None:
+    """Take an entry out; whoever reads it goes on reading what it had."""
+    retired = directory / f".{key}.{uuid.uuid4().hex}.old"
+    try:
+        (directory / key).rename(retired)
+    except OSError as error:
+        raise OutputError(
+            f"the cache entry {directory / key} cannot be made anew: {error.strerror}; expected a directory that can "
+            "be written; set data.cache or TAUT_CACHE"
+        ) from None
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 @contextmanager

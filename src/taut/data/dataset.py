@@ -41,6 +41,8 @@ from taut.types import FloatArray, IntArray, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from taut.vision.album import Album
+
 Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 3
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
@@ -124,9 +126,11 @@ class Part:
     """As configured."""
     stamps: tuple[Stamp, ...]
     """Its files, as they were read."""
+    album: Album | None = None
+    """Where its pictures are had from."""
 
     def sample(self, index: int) -> Sample:
-        return sample_at(self.entry.arrays, index, self.name(index))
+        return sample_at(self.entry.arrays, index, self.name(index), self.album)
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -192,6 +196,11 @@ class Dataset(Sequence[Sample]):
             return [self[i] for i in range(*index.indices(len(self)))]
         part, offset = self._locate(index)
         return part.sample(offset)
+
+    @property
+    def album(self) -> Album | None:
+        """Where pictures are had from; None: there are none."""
+        return self.parts[0].album
 
     def sample_id(self, index: int) -> str:
         """The sample's id, without building it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,14 @@ from taut.data.answers import fit_any, render_any
 from taut.data.columns import Columns
 from taut.data.judged import read_any
 from taut.data.length import Incident, Limits
+from taut.data.media_arrays import media_arrays, media_at
 from taut.data.render import Renderer
 from taut.data.sources import Opened
 from taut.errors import DataError
-from taut.types import IntArray, Sample
+from taut.types import IntArray, Media, Sample
+
+if TYPE_CHECKING:
+    from taut.vision.album import Album
 
 BATCH_ROWS = 256
 VALUE, READ_VALUE = "value.", "read_value."
@@ -63,6 +67,7 @@ class _Flat:
         self.read_at: list[NDArray[np.int32]] = []
         self.read_values: dict[str, list[NDArray[np.float64]]] = {}
         self.incidents: list[Incident] = []
+        self.media: list[tuple[Media, ...]] = []
 
     def add(
         self, number: int, place: str, samples: Sequence[Sample], incidents: Sequence[Incident]
@@ -71,6 +76,7 @@ class _Flat:
             self.ids.append(sample.ids_T.astype(np.int32))
             self.target_at.append(sample.target_at_N.astype(np.int32))
             self.lines.append(number)
+            self.media.append(sample.media)
             self.part_numbers.append(int(sample.id[len(place) + 1 :] or 0))
             for name, value in sample.values.items():
                 self.values.setdefault(name, []).append(value)
@@ -97,11 +103,14 @@ class _Flat:
             arrays["read_offsets"] = np.cumsum([0, *map(len, self.read_at)])
         for name, given in self.read_values.items():
             arrays[READ_VALUE + name] = np.concatenate(given)
+        arrays |= media_arrays(self.media)
         return cache.Entry(arrays, self.num_rows, tuple(self.incidents))
 
 
-def sample_at(arrays: Mapping[str, NDArray[Any]], index: int, name: str) -> Sample:
-    """A sample of an entry, by its number in it."""
+def sample_at(
+    arrays: Mapping[str, NDArray[Any]], index: int, name: str, album: Album | None = None
+) -> Sample:
+    """A sample of an entry, by its number in it. ``album``: where its pictures are had from."""
     start, stop = arrays["offsets"][index : index + 2]
     first, last = arrays["target_offsets"][index : index + 2]
     target_at_N = arrays["target_at"][first:last].astype(np.int64)
@@ -110,6 +119,7 @@ def sample_at(arrays: Mapping[str, NDArray[Any]], index: int, name: str) -> Samp
         arrays["ids"][start:stop].astype(np.int64),
         target_at_N,
         np.ones(target_at_N.size),
+        media=media_at(arrays, index, name, album),
         values={
             key.removeprefix(VALUE): float(array[index])
             for key, array in arrays.items()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from taut.online.scoring import scored
 from taut.rollout.ahead import Ahead
 from taut.runlog.events import plain
 from taut.types import Tree
+
+if TYPE_CHECKING:
+    from taut.vision.album import Album
 
 SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens"
 """What helps where generating runs out of memory."""
@@ -73,9 +76,9 @@ class State(NamedTuple):
         return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
 
     @classmethod
-    def decoded(cls, kept: Mapping[str, Any]) -> State:
+    def decoded(cls, kept: Mapping[str, Any], album: Album | None) -> State:
         """What was ``encoded``."""
-        replayed = [Kept(version, decoded(tree)) for version, tree in kept["replayed"]]
+        replayed = [Kept(version, decoded(tree, album)) for version, tree in kept["replayed"]]
         return cls(replayed, kept["credit"], kept["guard"])
 
 
@@ -265,11 +268,12 @@ class Online:
         return [number, held, plain(list(phase.told)), phase.before.encoded()]
 
     def recall(self, remembered: dict[str, Any]) -> None:
+        album = self.prompts.album
         if remembered["phase"] is not None:
             number, held, self._untold, before = remembered["phase"]
-            state = None if before is None else State.decoded(before)
-            self.phase = Phase(number, [decoded(tree) for tree in held], self._untold, state)
-        self._take_back(State.decoded(remembered))
+            state = None if before is None else State.decoded(before, album)
+            self.phase = Phase(number, [decoded(tree, album) for tree in held], self._untold, state)
+        self._take_back(State.decoded(remembered, album))
 
     def reject(self) -> None:
         """Forget the phase if no step has trained on it: what stopped the run may be its fault, and a resume is to draw

@@ -19,7 +19,6 @@ def test_a_tree_comes_back_to_the_last_bit() -> None:
         ids_T=random.integers(0, 99, 9),
         target_at_N=at_N,
         weight_N=np.ones(3),
-        positions=np.arange(27).reshape(3, 9),
         streams={
             "advantage_N": random.normal(size=3),
             "engine_logp_N": np.array([np.nan, -0.1, -1e300]),
@@ -31,7 +30,7 @@ def test_a_tree_comes_back_to_the_last_bit() -> None:
     )
     plain = Sample("b", np.arange(4), np.array([1]), np.ones(1))
     tree = Tree((whole, plain), is_atom=True)
-    back = decoded(json.loads(json.dumps(encoded(tree))))
+    back = decoded(json.loads(json.dumps(encoded(tree))), None)
     assert back.is_atom
     for before, after in zip(tree.samples, back.samples, strict=True):
         for field in fields(Sample):

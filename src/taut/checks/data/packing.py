@@ -22,6 +22,7 @@ from taut.data.plan import START, Order, samples_of
 from taut.methods.offline import Offline
 from taut.online.method import Online
 from taut.types import Packed, Sample, Tree
+from taut.vision.positions import positions_of
 
 STEPS = 5
 """Steps that are laid out."""
@@ -100,7 +101,8 @@ def _differences(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
     own = packed.row_N == row
     at_R = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R
     size = int(at_R[-1]) + 1  # what is after the last read says nothing
-    positions = np.arange(size) if sample.positions is None else sample.positions[..., :size]
+    numbered = positions_of(sample.num_tokens, sample.media)
+    positions = np.arange(size) if numbered is None else numbered[:, :size]
     parts = {
         "tokens": (packed.ids_T[path], sample.ids_T[:size]),
         "positions": (packed.position_ids[..., path], positions),
