@@ -1,0 +1,289 @@
+"""Tiny vision-language models with random weights, one of every family, saved as complete directories: config, weights,
+generation_config, a tokenizer with the family's words and chat template, and what describes its pictures.
+
+As in ``tests.models``, weights are large enough for each token's logits to depend on the very keys, and pictures, it
+sees. Pictures of different sizes have different numbers of tokens wherever the family knows sizes; a tile is 4 to 9
+tokens. Two seeds differ in the weights alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tests import vision_templates as templates
+from tests.tokenizers import save_tokenizer, tiny_tokenizer
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.models.load import quiet_library
+
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "llava_onevision",
+    "gemma3",
+)
+
+HIDDEN = 16
+_TEXT: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 4, "initializer_range": 0.2}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "initializer_range": 0.2,
+}
+_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
+_QWEN_WORDS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+_IDEFICS_WORDS = (
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+
+
+class Family(NamedTuple):
+    """What differs between them."""
+
+    template: str
+    eos: str
+    config: dict[str, Any]
+    words: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    """Field of the config -> the word whose id it holds."""
+    more_words: tuple[str, ...] = ()
+    attributes: dict[str, str] = {}  # noqa: RUF012
+    """What the tokenizer calls some of its words."""
+    bos: str | None = None
+
+
+def _idefics(template: str, start: str) -> Family:
+    text = {**_TEXT, "model_type": "llama", "tie_word_embeddings": False}
+    config = {"text_config": text, "vision_config": {**_TOWER, "image_size": 16}, "scale_factor": 2}
+    words = {"image_token_id": "<image>"}
+    return Family(template, "<end_of_utterance>", config, words, _IDEFICS_WORDS, bos=start)
+
+
+_FAMILIES = {
+    "qwen2_vl": Family(
+        templates.QWEN2_VL,
+        "<|im_end|>",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _SECTIONS, "tie_word_embeddings": False},
+            "vision_config": {
+                **_QWEN_TOWER,
+                "embed_dim": 16,
+                "hidden_size": HIDDEN,
+                "mlp_ratio": 2,
+            },
+            "tie_word_embeddings": False,
+        },
+        _QWEN_WORDS,
+    ),
+    "qwen2_5_vl": Family(
+        templates.QWEN2_VL,
+        "<|im_end|>",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _SECTIONS, "tie_word_embeddings": True},
+            "vision_config": {
+                **_QWEN_TOWER,
+                "hidden_size": 16,
+                "out_hidden_size": HIDDEN,
+                "intermediate_size": 24,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            "tie_word_embeddings": True,
+        },
+        _QWEN_WORDS,
+    ),
+    "qwen3_vl": Family(
+        templates.QWEN3_VL,
+        "<|im_end|>",
+        {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 8,
+                "rope_parameters": {**_SECTIONS, "mrope_interleaved": True},
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                **_QWEN_TOWER,
+                "hidden_size": 16,
+                "out_hidden_size": HIDDEN,
+                "intermediate_size": 24,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "tie_word_embeddings": True,
+        },
+        _QWEN_WORDS,
+    ),
+    "internvl": Family(
+        templates.INTERNVL,
+        "<|im_end|>",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2", "tie_word_embeddings": False},
+            "vision_config": {
+                **_TOWER,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
+                "attention_bias": True,
+                "use_qk_norm": False,
+            },
+            "image_seq_length": 4,
+            "downsample_ratio": 0.5,
+            "tie_word_embeddings": False,
+        },
+        {"image_token_id": "<IMG_CONTEXT>"},
+        ("<img>", "</img>", "<video>"),
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "idefics3": _idefics(templates.IDEFICS3, "<|begin_of_text|>"),
+    "smolvlm": _idefics(templates.SMOLVLM, "<|im_start|>"),
+    "llava_onevision": Family(
+        templates.LLAVA_ONEVISION,
+        "<|im_end|>",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2", "tie_word_embeddings": True},
+            "vision_config": {**_SIGLIP, "image_size": 8},
+            "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8], [16, 16], [8, 24]],
+            "tie_word_embeddings": True,
+        },
+        {"image_token_index": "<image>", "video_token_index": "<video>"},
+        attributes={"image_token": "<image>", "video_token": "<video>"},
+    ),
+    "gemma3": Family(
+        templates.GEMMA3,
+        "<end_of_turn>",
+        {
+            "text_config": {
+                **_TEXT,
+                "model_type": "gemma3_text",
+                "head_dim": 8,
+                "query_pre_attn_scalar": 6,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {**_SIGLIP, "image_size": 24},
+            "mm_tokens_per_image": 9,
+            "initializer_range": 0.2,
+            "tie_word_embeddings": True,
+        },
+        {
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "image_token_index": "<image_soft_token>",
+        },
+        attributes={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        bos="<bos>",
+    ),
+}
+"""Between them: windows, untied heads, deepstack, tiles, an own row at a line's end, blocks that see both ways."""
+
+
+def tiny_vlm(kind: str, directory: Path, seed: int = 0) -> Path:
+    """Write a model of a family to ``directory``, complete, in float32."""
+    from tests.vision_processors import save_processor  # noqa: PLC0415
+
+    tokenizer = vision_tokenizer(kind)
+    with quiet_library():
+        vision_model(kind, seed=seed, dtype=torch.float32).save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
+        eos = tokenizer.eos_token_id
+        GenerationConfig(eos_token_id=eos).save_pretrained(directory)
+    save_processor(kind, directory)
+    return directory
+
+
+def vision_model(
+    kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> PreTrainedModel:
+    """The model by itself, in train mode, with the library's own attention."""
+    with torch.random.fork_rng(devices=[]), quiet_library():
+        torch.manual_seed(seed)
+        build: Any = AutoModelForImageTextToText.from_config
+        model: PreTrainedModel = build(vision_config(kind), dtype=torch.float32)
+        _sharpen(model)
+    return model.to(dtype).train()
+
+
+def vision_config(kind: str) -> PreTrainedConfig:
+    """The configuration, the ids of the tokenizer's words in it."""
+    family, tokenizer = _FAMILIES[kind], vision_tokenizer(kind)
+    text = {
+        **family.config["text_config"],
+        "vocab_size": len(tokenizer) + 5,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in family.words.items()}
+    return AutoConfig.for_model(kind, **{**family.config, "text_config": text, **ids})
+
+
+def vision_tokenizer(kind: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with the family's words and its chat template."""
+    family = _FAMILIES[kind]
+    base = tiny_tokenizer(None)
+    words = [*family.words.values(), *family.more_words, family.eos]
+    base.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(words))})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base.backend_tokenizer,
+        bos_token=family.bos,
+        eos_token=family.eos,
+        pad_token="<|endoftext|>",
+        model_specific_special_tokens=family.attributes,
+    )
+    tokenizer.chat_template = family.template
+    return tokenizer
+
+
+@torch.no_grad()
+def _sharpen(model: nn.Module) -> None:
+    """Nothing is zero or one that could be forgotten: every parameter has noise of the size of the weights."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or "projection_weight" in name or "position" in name:
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        if name.endswith(("q_proj.weight", "k_proj.weight", "qkv.weight")):
+            parameter.mul_(1.5)
