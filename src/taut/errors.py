@@ -4,6 +4,7 @@
       ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
       DataError               a file, a row or a message that cannot be used; names file and line
         RenderError           a row the chat template cannot render exactly
+        PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
       ModelError              a model directory that cannot be used as asked
         AttentionError        an attention backend that was asked for and is not to be had, or a model whose
                               attention cannot be carried exactly
@@ -42,6 +43,10 @@ class DataError(TautError):
 
 class RenderError(DataError):
     """A row whose ids and targets cannot be derived exactly from the chat template."""
+
+
+class PictureError(DataError):
+    """A picture that cannot be used; the message names the row, and where the picture is."""
 
 
 class ModelError(TautError):

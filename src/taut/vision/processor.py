@@ -37,6 +37,8 @@ class Processor(Protocol):
     """Words that stand for pictures or sound, which no text may contain."""
     is_two_way: bool
     """Whether a picture's tokens see each other both ways."""
+    minds_company: bool
+    """Whether what becomes of a picture depends on how many its row has."""
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
         """Of a picture of so many pixels, in a row that has ``num_pictures`` of them. Raises DataError for a size that
