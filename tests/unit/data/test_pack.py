@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +15,6 @@ from taut.attention.layout import Layout
 from taut.data.pack import (
     ALONE,
     PackPolicy,
-    common_prefix,
     num_distinct_tokens,
     pack,
     prefix_order,
@@ -174,33 +172,6 @@ def test_targets_inside_a_shared_prefix_are_listed_once_per_row() -> None:
     ]
     assert packed.weight_N.tolist() == [w for s in samples for w in s.weight_N]
     require_faithful(pack(nested_family(97), SHARE_ALL), nested_family(97))
-
-
-def with_positions(name: str, ids: list[int], positions: list[list[int]]) -> Sample:
-    targets = np.arange(1, len(ids))
-    return Sample(name, np.array(ids), targets, np.ones(targets.size), np.array(positions))
-
-
-def test_position_ids_break_a_common_prefix() -> None:
-    axes = [[0, 1, 2, 3], [0, 1, 1, 2], [0, 1, 2, 2]]
-    other = [axes[0], [0, 1, 7, 8], axes[2]]
-    left, same, differs = (
-        with_positions("left", [5, 6, 7, 8], axes),
-        with_positions("same", [5, 6, 7, 9], axes),
-        with_positions("differs", [5, 6, 7, 8], other),
-    )
-    assert common_prefix(left, same) == 3
-    assert common_prefix(left, differs) == 2
-    assert common_prefix(left, sample("plain", [5, 6, 7, 8])) == 0
-    packed = pack([left, differs], SHARE_ALL)
-    assert packed.position_ids.shape == (3, packed.num_tokens) == (3, 6)
-    assert packed.position_ids[1].tolist() == [0, 1, 1, 2, 7, 8]
-
-
-def test_a_sample_without_positions_takes_its_depth_on_every_axis() -> None:
-    own = with_positions("own", [5, 6], [[4, 5], [6, 7], [8, 9]])
-    packed = pack([own, sample("plain", [1, 2, 3])], ALONE)
-    assert packed.position_ids.tolist() == [[4, 5, 0, 1, 2], [6, 7, 0, 1, 2], [8, 9, 0, 1, 2]]
 
 
 def test_streams_follow_their_targets() -> None:
