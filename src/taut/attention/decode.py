@@ -123,11 +123,18 @@ class Group:
     """Depth of the first token of ``own``."""
     own: Own
     num_rows: int
+    offset: int = 0
+    """By how much the number of a new token is not its depth: pictures before it are numbered in three dimensions."""
 
     @property
     def depth(self) -> int:
         """Depth of the next token."""
         return self.own_depth + self.own.length
+
+    @property
+    def position(self) -> int:
+        """Number of the next token, on every axis."""
+        return self.depth + self.offset
 
 
 Part = tuple[int, int, Stretch, int]

@@ -5,12 +5,14 @@ May import types, attention and models.anatomy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.anatomy import decoder
-from taut.types import Packed
+from taut.types import Media, Packed
 
 
 def hidden_of(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
@@ -19,13 +21,19 @@ def hidden_of(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     last_T = None if packed.last_T is None else packed.last_T.numpy()
     layout = Layout(packed.reach_T.numpy(), last_T, device)
     packed = packed.to(device)
-    return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout)
+    return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)
 
 
 def hidden_states(
-    model: nn.Module, ids_T: Tensor, position_ids: Tensor, layout: Layout | Decoding
+    model: nn.Module,
+    ids_T: Tensor,
+    position_ids: Tensor,
+    layout: Layout | Decoding,
+    media: Sequence[Media] = (),
 ) -> Tensor:
-    """The backbone's last hidden states [T, D], after the final norm, of tokens on the model's device."""
+    """The backbone's last hidden states [T, D], after the final norm, of tokens on the model's device. ``media``: the
+    pictures among them.
+    """
     states: Tensor = decoder(model)(
         input_ids=ids_T.unsqueeze(0),
         position_ids=position_ids.unsqueeze(-2),

@@ -27,6 +27,7 @@ The Scorer is the root of sharding; nobody calls inner modules from outside.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -41,7 +42,7 @@ from taut.models.backbone import hidden_of, hidden_states
 from taut.models.critic import Critic, OwnCritic
 from taut.models.heads import scalar, scalar_head
 from taut.models.products import product_into
-from taut.types import Divergence, Packed, Scores, Wants
+from taut.types import Divergence, Media, Packed, Scores, Wants
 
 MIN_CHUNK_ROWS = 256
 """Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
@@ -121,13 +122,19 @@ class Scorer(nn.Module):
         return hidden_of(self.model, packed)
 
     def next_logits(
-        self, ids_T: Tensor, position_ids: Tensor, layout: Layout | Decoding, read_R: Tensor
+        self,
+        ids_T: Tensor,
+        position_ids: Tensor,
+        layout: Layout | Decoding,
+        read_R: Tensor,
+        media: Sequence[Media] = (),
     ) -> Tensor:
         """Logits [R, V] of what follows each token in ``read_R``, in at least float32: an engine's
-        way in.
+        way in. ``media``: the pictures among the tokens.
         """
         device = self.device
-        hidden_TD = hidden_states(self.model, ids_T.to(device), position_ids.to(device), layout)
+        ids_T, position_ids = ids_T.to(device), position_ids.to(device)
+        hidden_TD = hidden_states(self.model, ids_T, position_ids, layout, media)
         return head(self.model).logits(hidden_TD.index_select(0, read_R.to(device)))
 
 

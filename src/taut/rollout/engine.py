@@ -20,7 +20,7 @@ from typing import Annotated, Protocol
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError
+from taut.errors import ConfigError, DataError, EngineError
 from taut.types import Completion, Prompt
 
 OnDone = Callable[[Completion], None]
@@ -116,6 +116,19 @@ def require_usable(prompts: Sequence[Prompt], context: int | None) -> None:
                 "expected room for an answer; shorten the prompt or remove it"
             )
         seen.add(prompt.id)
+
+
+def require_text(prompts: Sequence[Prompt]) -> None:
+    """Raise EngineError for a prompt with pictures, which a server would scale and count for itself: its ids would not
+    be those that are trained on.
+    """
+    for prompt in prompts:
+        if prompt.media:
+            raise EngineError(
+                f"{prompt.id}: the prompt has {len(prompt.media)} picture(s), and a server makes of them what its own "
+                "processor makes, so its tokens need not be taut's; expected text alone; set engine=local "
+                "(rollout.engine=local where it trains)"
+            )
 
 
 def room(prompt: Prompt, sampling: Sampling, context: int | None) -> int:

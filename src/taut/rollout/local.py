@@ -1,15 +1,16 @@
 """The engine in this process, on the very weights that train.
 
     prefill   prompts are laid out as one flat run, common prefixes once; every attention layer leaves its keys and
-              values, which are cut into the stretches of the prompts' tree and kept once
-    decode    one forward per step over one new token of each live completion, flat (attention/decode.py)
+              values, which are cut into the stretches of the prompts' tree and kept once; so are those of pictures
+    decode    one forward per step over one new token of each live completion, flat (attention/decode.py), numbered
+              after the pictures of its prompt (vision/positions.py)
 
 A completion that ends leaves the batch at once and a waiting one enters. Who enters when depends on counts only, never
 on time. Under several ranks the prompts are dealt out and all run equally many forwards (sharded weights need that).
 Modes are put back and no global random state is read or moved.
 
-Deliberately not here: images, models with state across tokens (refused by name), weights on other machines. May import
-rollout/engine, sampling, text; attention; models; data.pack; parallel.
+Deliberately not here: models with state across tokens (refused by name), weights on other machines. May import
+rollout/engine, sampling, text; attention; models; data.pack; vision.positions; parallel.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from taut.rollout.engine import OnDone, Sampling, require_usable, room, stream_s
 from taut.rollout.sampling import draw
 from taut.rollout.text import Texts
 from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
+from taut.vision.positions import next_position
 
 NOTHING = np.empty(0)
 SHARE = PackPolicy(share_prefixes=True, min_saved_tokens=16)
@@ -201,9 +203,10 @@ class LocalEngine:
         chosen = self._next_prompts(call, free)
         samples = {prompt.id: _as_sample(prompt) for prompt in chosen}
         packed = pack(list(samples.values()), SHARE)
-        layout = Layout(packed.reach_T.numpy(), None, self.scorer.device, kept={})
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, self.scorer.device, kept={})
         logits_RV = self.scorer.next_logits(
-            packed.ids_T, packed.position_ids, layout, packed.read_R
+            packed.ids_T, packed.position_ids, layout, packed.read_R, packed.media
         )
         assert layout.kept is not None
         read_R = packed.read_R.numpy()
@@ -258,10 +261,10 @@ class LocalEngine:
         """One token more for every live completion."""
         rows = [row for some in call.rows for row in some]
         decoding = Decoding(call.groups)
-        depth = [group.depth for group in call.groups for _ in range(group.num_rows)]
+        position = [group.position for group in call.groups for _ in range(group.num_rows)]
         ids_B = torch.tensor([row.ids[-1] for row in rows])
         logits_BV = self.scorer.next_logits(
-            ids_B, torch.tensor(depth), decoding, torch.arange(len(rows))
+            ids_B, torch.tensor(position), decoding, torch.arange(len(rows))
         )
         self._draw(logits_BV, rows, call.sampling)
         decoding.advance([row.finish is None for row in rows])
@@ -312,23 +315,25 @@ class LocalEngine:
 
 
 def _as_sample(prompt: Prompt) -> Sample:
-    return Sample(prompt.id, prompt.ids_T, np.empty(0, dtype=np.int64), NOTHING)
+    nothing_N = np.empty(0, dtype=np.int64)
+    return Sample(prompt.id, prompt.ids_T, nothing_N, NOTHING, prompt.media)
 
 
 def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alone: bool) -> Group:
     """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch. ``beside``:
     what the completions before them have.
     """
-    size, capacity = rows[0].prompt.ids_T.size, rows[0].room
-    leaf = begun.path[-1]
+    prompt, capacity = rows[0].prompt, rows[0].room
+    size, leaf = prompt.ids_T.size, begun.path[-1]
+    offset = next_position(size, prompt.media) - size
     if is_alone:
         own = Own(leaf.length + capacity)
         own.join(1)
         own.take_over(leaf)
-        return Group(begun.path[:-1], leaf.depth, own, 1)
+        return Group(begun.path[:-1], leaf.depth, own, 1, offset)
     own = beside if beside is not None and beside.takes(capacity) else Own(capacity)
     own.join(len(rows))
-    return Group(begun.path, size, own, len(rows))
+    return Group(begun.path, size, own, len(rows), offset)
 
 
 def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:

@@ -46,7 +46,7 @@ from taut.rollout.answer import (
     parsed,
 )
 from taut.rollout.endpoint import Endpoint
-from taut.rollout.engine import OnDone, Sampling, require_usable, room, stream_seed
+from taut.rollout.engine import OnDone, Sampling, require_text, require_usable, room, stream_seed
 from taut.rollout.served import Asked, served_card
 from taut.rollout.sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
 from taut.rollout.text import Texts
@@ -273,6 +273,7 @@ class ServerEngine:
                 f"sampling.temperature={sampling.temperature:g} is below {COOLEST:g}, which vLLM raises it to; "
                 "expected 0 or more than that; set sampling.temperature=0 for the most likely token"
             )
+        require_text(prompts)
         require_usable(prompts, self.model_context)
         key = f"{self.endpoint.section or 'sampling.'}max_new_tokens"
         for prompt in prompts:
