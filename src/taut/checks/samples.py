@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from taut.data.formats import Conversation, Row
-from taut.types import Packed, Sample
+from taut.types import Media, Packed, Sample
 
 
 class Words(NamedTuple):
@@ -38,13 +38,37 @@ def as_question(row: Row) -> Row:
 
 def whole(sample: Sample, most: int) -> Sample:
     """The first tokens of a sample, every one but the first a target. A scalar head is read where they are predicted,
-    so that whatever is asked of the one can be asked of the other.
+    so that whatever is asked of the one can be asked of the other. A picture is whole, or not there; its placeholders
+    are no targets.
     """
-    ids_T = sample.ids_T[: max(2, most)]
+    _, stop = _around_pictures(sample, 0, max(2, most))
+    ids_T, media = sample.ids_T[:stop], _media(sample, 0, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)
-    at_N = np.arange(1, ids_T.size)
-    return Sample(sample.id, ids_T, at_N, np.ones(at_N.size), read_at_R=at_N - 1)
+    is_text_T = np.ones(ids_T.size, dtype=bool)
+    for one in media:
+        is_text_T[one.start : one.stop] = False
+    at_N = np.flatnonzero(is_text_T[1:]) + 1
+    return Sample(sample.id, ids_T, at_N, np.ones(at_N.size), media=media, read_at_R=at_N - 1)
+
+
+def _around_pictures(sample: Sample, start: int, stop: int) -> tuple[int, int]:
+    """The bounds of a cut, moved out of the pictures they fall into; with a token after the last."""
+    for one in sample.media:
+        if one.start < start < one.stop:
+            start = one.start
+        if one.start < stop <= one.stop:
+            stop = min(one.stop + 1, sample.num_tokens)
+    return start, stop
+
+
+def _media(sample: Sample, start: int, stop: int) -> tuple[Media, ...]:
+    """The pictures of a cut, which are in it as a whole or not at all."""
+    return tuple(
+        replace(one, start=one.start - start, stop=one.stop - start)
+        for one in sample.media
+        if start <= one.start and one.stop <= stop
+    )
 
 
 def ending(sample: Sample, most: int) -> Sample:
@@ -54,14 +78,14 @@ def ending(sample: Sample, most: int) -> Sample:
     if sample.num_tokens <= most:
         return sample
     stop = max(int(sample.target_at_N[-1]) + 1, most)
-    start = stop - most
+    start, _ = _around_pictures(sample, stop - most, stop)
     kept = sample.target_at_N > start
     cut = replace(
         sample,
         ids_T=sample.ids_T[start:stop],
         target_at_N=sample.target_at_N[kept] - start,
         weight_N=sample.weight_N[kept],
-        media=(),
+        media=_media(sample, start, stop),
         streams={name: value[kept] for name, value in sample.streams.items()},
     )
     if sample.read_at_R is None:
@@ -100,14 +124,14 @@ def around(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
 def _window(sample: Sample, before: int, after: int) -> Sample:
     """So many tokens before a sample's first target, and from it on."""
     first = int(sample.target_at_N[0])
-    start, stop = max(0, first - before), first + after
+    start, stop = _around_pictures(sample, max(0, first - before), first + after)
     inside = sample.target_at_N < stop
     return replace(
         sample,
         ids_T=sample.ids_T[start:stop],
         target_at_N=sample.target_at_N[inside] - start,
         weight_N=sample.weight_N[inside],
-        media=(),
+        media=_media(sample, start, stop),
         streams={name: value[inside] for name, value in sample.streams.items()},
     )
 

@@ -102,17 +102,22 @@ def _differences(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
     at_R = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R
     size = int(at_R[-1]) + 1  # what is after the last read says nothing
     numbered = positions_of(sample.num_tokens, sample.media)
+    laid_out = packed.position_ids[..., path]
     positions = np.arange(size) if numbered is None else numbered[:, :size]
     parts = {
         "tokens": (packed.ids_T[path], sample.ids_T[:size]),
-        "positions": (packed.position_ids[..., path], positions),
+        "positions": (laid_out, np.broadcast_to(positions, laid_out.shape)),
         "targets": (packed.target_N[own], sample.ids_T[sample.target_at_N]),
         "weights": (packed.weight_N[own], sample.weight_N),
     }
-    for part, (laid_out, expected) in parts.items():
-        if not np.array_equal(laid_out.numpy(), expected):
+    for part, (found_there, expected) in parts.items():
+        if not np.array_equal(found_there.numpy(), expected):
             yield f"{sample.id} has other {part} in its micro-batch"
             return
+    pictures = {one.start: one.picture.digest for one in packed.media}
+    its = [(int(path[one.start]), one.picture.digest) for one in sample.media if one.start < size]
+    if any(pictures.get(start) != digest for start, digest in its):
+        yield f"{sample.id} has another picture in its micro-batch"
     if not np.array_equal(packed.predictor_N[own].numpy(), path.numpy()[sample.target_at_N - 1]):
         yield f"{sample.id}: a target is not predicted by the token before it"
     if not np.array_equal(reads.numpy(), path.numpy()[at_R]):
