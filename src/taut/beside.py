@@ -22,7 +22,7 @@ from taut.methods.critic import Setting as CriticSetting
 from taut.methods.critic import build_critic
 from taut.methods.distill import Setting, load_teacher, require_context
 from taut.methods.reference import Other, Start
-from taut.models import anatomy
+from taut.models import anatomy, parts
 from taut.models.load import (
     context_length,
     load_config,
@@ -33,7 +33,7 @@ from taut.models.load import (
 from taut.models.precision import ChosenDtype
 from taut.models.prove import one_sample_reasons
 from taut.models.score import Scorer
-from taut.optim import Pace
+from taut.optim import Pace, Rate
 from taut.parallel import Ranks
 from taut.run import Decision, Inputs, Run
 from taut.types import Wants
@@ -145,6 +145,13 @@ def pace_of(run: Run) -> Pace | None:
     if online is None or online.critic is None:
         return None
     return online.critic.pace(run.optim.learning_rate)
+
+
+def rates_of(run: Run, scorer: Scorer) -> dict[str, Rate]:
+    """The learning rates that parameters of the policy have of their own, by name in the scorer."""
+    rates = run.optim.rates
+    named = parts.named_once(scorer.model, rates, "optim.rates")
+    return {f"model.{name}": Rate(key, rates[key]) for name, key in named.items()}
 
 
 def load_beside(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from taut import parallel
 from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.attention.select import Chosen, select
-from taut.beside import Loaded, build_roles, give_critic, give_teacher, pace_of, shards_of
+from taut.beside import Loaded, build_roles, give_critic, give_teacher, pace_of, rates_of, shards_of
 from taut.data.dataset import Dataset
 from taut.data.pack import PackPolicy
 from taut.data.plan import START, Budget, CostModel, Cursor, Order
@@ -138,7 +138,7 @@ def assemble(
     decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
     decisions.extend(give_critic(run, inputs, loaded, scorer, ranks))
     parallel.shard(scorer, shards_of(scorer), ranks)
-    optimizer = build_optimizer(scorer, run.optim, pace_of(run))
+    optimizer = build_optimizer(scorer, run.optim, pace_of(run), rates_of(run, scorer))
     roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     job = Job(

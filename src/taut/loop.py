@@ -167,7 +167,7 @@ def _take_step(job: Job, step: int) -> None:
         step=step,
         loss=report.loss,
         grad_norm=report.grad_norm,
-        learning_rate=job.optimizer.param_groups[0]["lr"],
+        **optim.learning_rates(job.optimizer),
         num_targets=report.num_targets,
         num_tokens=report.num_tokens,
         num_tokens_unshared=report.num_tokens_unshared,

@@ -13,6 +13,7 @@ of fewer than two dimensions.
 
 A part of the model (a critic) may have a ``Pace`` of its own: its rate is the others' times a ratio, it may learn alone
 for some steps, in which the others' rate is 0, and its gradient is clipped apart, so that neither shrinks the other's.
+Parameters may have rates of their own (``optim.rates``): the same schedule times a ratio, clipped with the rest.
 
 Imports torch, parallel, config and errors. The loop and run import it.
 """
@@ -20,6 +21,8 @@ Imports torch, parallel, config and errors. The loop and run import it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +40,10 @@ class OptimConfig:
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """The highest learning rate, reached at the end of the warm-up."""
+    rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    """Highest learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
+    pattern as in ``freeze``. The others have ``learning_rate``.
+    """
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; norms and biases have none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -70,6 +77,14 @@ class OptimConfig:
                 f"optim.warmup_ratio={self.warmup_ratio} are both "
                 "set; keep one"
             )
+
+
+class Rate(NamedTuple):
+    """A parameter's own learning rate."""
+
+    name: str
+    """What it was given to, as the user wrote it."""
+    highest: float
 
 
 class Pace(NamedTuple):
@@ -110,16 +125,21 @@ def learning_rate(step: int, total: int, config: OptimConfig) -> float:
 
 
 def parameter_groups(
-    model: nn.Module, config: OptimConfig, pace: Pace | None = None
+    model: nn.Module,
+    config: OptimConfig,
+    pace: Pace | None = None,
+    rates: Mapping[str, Rate] | None = None,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: with weight decay, and without; the part with a pace of its own in two
-    more. A tied one is listed once.
+    """The trainable parameters in two groups: with weight decay, and without; the part with a pace of its own and those
+    of each of ``rates`` (parameter -> its own), in two more. A tied one is listed once.
     """
-    listed: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    usual, rates = Rate("", config.learning_rate), rates or {}
+    listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_apart = pace is not None and name.startswith(f"{pace.part}.")
-            listed.setdefault((is_apart, _is_exempt(name, parameter)), []).append(parameter)
+            key = (is_apart, rates.get(name, usual), _is_exempt(name, parameter))
+            listed.setdefault(key, []).append(parameter)
     if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
     own = pace or Pace("")
@@ -128,18 +148,22 @@ def parameter_groups(
             "params": params,
             "weight_decay": 0.0 if is_exempt else config.weight_decay,
             "part": own.part if is_apart else "",
-            "ratio": own.ratio if is_apart else 1.0,
+            "ratio": own.ratio if is_apart else rate.highest / config.learning_rate,
+            "rate": rate.name,
             "waits": 0 if is_apart else own.head_start,
         }
-        for (is_apart, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
+        for (is_apart, rate, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
     ]
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, pace: Pace | None = None
+    model: nn.Module,
+    config: OptimConfig,
+    pace: Pace | None = None,
+    rates: Mapping[str, Rate] | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over ``parameter_groups``, fused where the device has a fused kernel. Its state is there from the start."""
-    groups = parameter_groups(model, config, pace)
+    groups = parameter_groups(model, config, pace, rates)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     optimizer = torch.optim.AdamW(
         groups,
@@ -170,6 +194,13 @@ def set_learning_rate(
     for group in optimizer.param_groups:
         is_waiting = step is not None and step <= group["waits"]
         group["lr"] = 0.0 if is_waiting else rate * group["ratio"]
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """``learning_rate`` of the update that was made, and ``learning_rate/NAME`` of what has its own."""
+    first, *_ = groups = optimizer.param_groups
+    own = {f"learning_rate/{group['rate']}": group["lr"] for group in groups if group["rate"]}
+    return {"learning_rate": first["lr"] / first["ratio"], **own}
 
 
 def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, float]:

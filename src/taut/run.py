@@ -144,7 +144,7 @@ class Run:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters not to train: globs over names, or /regular expressions/."""
+    """Parameters not to train: vision_tower, projector, language_model, globs over names, or /regular expressions/."""
     resume: bool = False
     """Go on from the newest checkpoint in out; from step 1 where there is none, not at all where the run
     is finished."""

@@ -10,7 +10,7 @@ from torch import nn
 from taut import optim
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.optim import OptimConfig, Pace
+from taut.optim import OptimConfig, Pace, Rate
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,32 @@ def test_the_gradient_of_such_a_part_is_clipped_apart() -> None:
     optim.clip(together, 2.0)
     left = [p.grad.item() for p in model.parameters() if p.grad is not None]
     assert left == pytest.approx([2**0.5, 0.0, 0.0, 2**0.5], rel=1e-5)
+
+
+def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
+    model = nn.ModuleDict({"tower": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
+    config = from_mapping(
+        OptimConfig, {"learning_rate": 1e-2, "warmup_steps": 2, "rates": {"tower": 1e-3}}
+    )
+    rates = {f"tower.{name}": Rate("tower", 1e-3) for name in ("weight", "bias")}
+    optimizer = optim.build_optimizer(model, config, rates=rates)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]
+    for step, part in ((1, 0.5), (2, 1.0), (3, 1.0)):
+        optim.set_learning_rate(optimizer, optim.learning_rate(step, 10, config), step)
+        assert optim.learning_rates(optimizer) == pytest.approx(
+            {"learning_rate": part * 1e-2, "learning_rate/tower": part * 1e-3}
+        )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norms = optim.clip(optimizer, None)
+    assert norms == {"grad_norm": pytest.approx(12**0.5)}  # one norm of all
+    optimizer.step()  # the first AdamW step moves each weight by its rate
+    for name, parameter in model.named_parameters():
+        rate = 1e-3 if name.startswith("tower") else 1e-2
+        assert float((before[name] - parameter).abs().max()) == pytest.approx(rate, rel=1e-3)
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rates"):
+        from_mapping(OptimConfig, {"rates": {"vision_tower": 0.0}})

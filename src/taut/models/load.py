@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from taut.config import user_path
 from taut.errors import ModelError
-from taut.models import anatomy
+from taut.models import anatomy, parts
 from taut.models.heads import prove_head
 from taut.models.in_force import Loading, put_in_force
 
@@ -226,14 +226,14 @@ def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
 def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
     """Stop training every parameter whose name matches one of ``patterns``; returns the names.
 
-    A pattern is a glob over the whole name (``*.mlp.*``, ``model.embed_tokens.weight``) or,
-    between slashes, a regular expression searched in it (``/layers\\.[0-3]\\./``). One that
-    matches nothing is an error.
+    A pattern is a part of a vision-language model (``parts.WORDS``), a glob over the whole name (``*.mlp.*``,
+    ``model.embed_tokens.weight``) or, between slashes, a regular expression searched in it
+    (``/layers\\.[0-3]\\./``). One that matches nothing is an error.
     """
     frozen: dict[str, nn.Parameter] = {}
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        matches = anatomy.match_names(pattern, list(parameters))
+        matches = parts.matching(model, pattern, list(parameters), "freeze")
         if not matches:
             raise ModelError(
                 f"freeze pattern {pattern!r} matches no parameter; "
