@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from io import TextIOWrapper
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -40,7 +41,7 @@ from taut.models.prove import one_sample_reasons
 from taut.online.method import Online
 from taut.parallel import Ranks
 from taut.run import Decision, Inputs, Run, load_inputs
-from taut.types import Sample
+from taut.types import Media, Sample
 
 NUM_SAMPLES = 3
 NUM_STEPS = 5
@@ -201,7 +202,7 @@ def _report(data: Dataset) -> Iterator[Text]:
     else:
         yield Text(
             f"{report.num_rows:,} rows, {report.num_samples:,} samples, {report.num_tokens:,} tokens, "
-            f"{report.num_targets:,} of them targets ({report.num_targets / report.num_tokens:.0%})"
+            f"{report.num_targets:,} of them targets ({report.num_targets / report.num_tokens:.0%}){report.pictures}"
         )
     shortest, middle, longest = np.quantile(data.lengths, [0, 0.5, 1]).astype(int)
     yield Text(f"tokens of a sample: {shortest:,} to {longest:,}, median {middle:,}")
@@ -312,9 +313,13 @@ class _Kind(NamedTuple):
     is_target: bool
     is_special: bool
     is_end: bool
+    picture: int
+    """Which of the sample's it is part of; -1: of none."""
 
     @property
     def style(self) -> str:
+        if self.picture >= 0:
+            return "magenta"
         if self.is_target:
             return "bold green" if self.is_special or self.is_end else "green"
         return "cyan" if self.is_special else "dim"
@@ -323,14 +328,18 @@ class _Kind(NamedTuple):
 def view_of(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], marks: Marks
 ) -> Text:
-    """A sample's text with targets in brackets and in green."""
+    """A sample's text with targets in brackets and in green, and its pictures by name."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     targets = frozenset(sample.target_at_N.tolist())
     ids = sample.ids_T.tolist()
+    pictures = {
+        at: number for number, one in enumerate(sample.media) for at in range(one.start, one.stop)
+    }
 
     def kind(at: int) -> _Kind:
         is_target = at in targets
-        return _Kind(is_target, ids[at] in special, is_target and ids[at] in ends)
+        is_end = is_target and ids[at] in ends
+        return _Kind(is_target, ids[at] in special, is_end, pictures.get(at, -1))
 
     view, was_target = Text(), False
     for found, run in groupby(range(len(ids)), kind):
@@ -338,6 +347,9 @@ def view_of(
         if found.is_target != was_target:
             view.append(marks.left if found.is_target else marks.right, "green")
             was_target = found.is_target
+        if found.picture >= 0:
+            view.append(_named(sample.media[found.picture], len(places)), found.style)
+            continue
         text = _shortened(_decoded(ids, places[0], places[-1] + 1, tokenizer), found.is_target)
         view.append(text.replace("\n", marks.newline), found.style)
         if found.is_end:
@@ -346,6 +358,10 @@ def view_of(
         view.append(marks.right, "green")
     view.rstrip()
     return view
+
+
+def _named(one: Media, num_tokens: int) -> str:
+    return f"[{Path(one.picture.source).name}: {num_tokens:,} tokens]"
 
 
 def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> str:

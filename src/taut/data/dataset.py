@@ -30,9 +30,10 @@ from taut.data import cache
 from taut.data.columns import Columns, Format
 from taut.data.formats import Row
 from taut.data.judged import read_any
-from taut.data.length import Incident, Limits, TooLong
+from taut.data.length import Limits, TooLong
 from taut.data.preferences import AnyRow, Kind
 from taut.data.render import Renderer, Targets
+from taut.data.report import DataReport
 from taut.data.sources import Opened, Source, Stamp, changes, open_source
 from taut.data.tokenise import row_offsets, sample_at, tokenise
 from taut.errors import ConfigError
@@ -80,37 +81,6 @@ class DataConfig:
     """What joins the steps of stepwise data."""
     cache: str | None = None
     """Where tokenised data is kept; by default $TAUT_CACHE or the user's cache directory."""
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What came of the rows."""
-
-    num_rows: int
-    num_samples: int
-    num_tokens: int
-    num_targets: int
-    dropped: tuple[Incident, ...]
-    cut: tuple[Incident, ...]
-    is_cached: bool
-    """True where every source came from the cache."""
-    decisions: tuple[str, ...]
-    """Where each source came from, and why."""
-
-    @property
-    def sizes(self) -> str:
-        return (
-            f"{self.num_rows:,} rows, {self.num_samples:,} samples, {self.num_tokens:,} tokens, "
-            f"{self.num_targets:,} targets"
-        )
-
-    def __str__(self) -> str:
-        text = self.sizes
-        for name, incidents in (("dropped", self.dropped), ("cut", self.cut)):
-            if incidents:
-                first = incidents[0]
-                text += f", {len(incidents):,} {name} (first {first.place}: {first.reason})"
-        return text + (", from the cache" if self.is_cached else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +209,7 @@ class Dataset(Sequence[Sample]):
             for part in self.parts
             for incident in part.entry.incidents
         ]
+        tables = [part.entry.arrays.get("picture.content", ()) for part in self.parts]
         return DataReport(
             num_rows=sum(part.entry.num_rows for part in self.parts),
             num_samples=len(self),
@@ -248,6 +219,7 @@ class Dataset(Sequence[Sample]):
             cut=tuple(incident for incident in incidents if incident.kind == "cut"),
             is_cached=is_cached,
             decisions=tuple(decisions),
+            num_pictures=sum(map(len, tables)),
         )
 
 

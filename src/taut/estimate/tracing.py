@@ -178,6 +178,11 @@ def trace(
             f"found a run of {command_of(run.method)}: what a critic takes is not foretold; expected one "
             "without a critic; measure it with a short run instead"
         )
+    if getattr(config, "vision_config", None) is not None:
+        raise ModelError(
+            f"model={run.model} takes pictures: what a vision tower takes is not foretold; expected a model of text; "
+            "measure it with a short run instead"
+        )
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))

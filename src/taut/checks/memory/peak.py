@@ -52,9 +52,11 @@ def ask(session: Session) -> Finding:
 
 def _bound(session: Session) -> int | None:
     """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts), or
-    another one teaches it, or a critic learns beside it.
+    another one teaches it, a critic learns beside it, or a tower looks at pictures.
     """
     online = session.run.objective.online
+    if session.inputs.renderer.album is not None:
+        return None
     if session.run.objective.teacher is not None or (online is not None and online.critic):
         return None
     model = session.scorer.model
