@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from tests import vision_templates as templates
 from tests.tokenizers import save_tokenizer, tiny_tokenizer
+from tests.vision_processors import image_tokens, named_tokens, save_processor
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -67,12 +68,6 @@ _QWEN_WORDS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
-_IDEFICS_WORDS = (
-    "<image>",
-    "<fake_token_around_image>",
-    "<global-img>",
-    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
-)
 
 
 class Family(NamedTuple):
@@ -83,9 +78,6 @@ class Family(NamedTuple):
     config: dict[str, Any]
     words: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """Field of the config -> the word whose id it holds."""
-    more_words: tuple[str, ...] = ()
-    attributes: dict[str, str] = {}  # noqa: RUF012
-    """What the tokenizer calls some of its words."""
     bos: str | None = None
 
 
@@ -93,7 +85,7 @@ def _idefics(template: str, start: str) -> Family:
     text = {**_TEXT, "model_type": "llama", "tie_word_embeddings": False}
     config = {"text_config": text, "vision_config": {**_TOWER, "image_size": 16}, "scale_factor": 2}
     words = {"image_token_id": "<image>"}
-    return Family(template, "<end_of_utterance>", config, words, _IDEFICS_WORDS, bos=start)
+    return Family(template, "<end_of_utterance>", config, words, bos=start)
 
 
 _FAMILIES = {
@@ -168,13 +160,6 @@ _FAMILIES = {
             "tie_word_embeddings": False,
         },
         {"image_token_id": "<IMG_CONTEXT>"},
-        ("<img>", "</img>", "<video>"),
-        {
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
     ),
     "idefics3": _idefics(templates.IDEFICS3, "<|begin_of_text|>"),
     "smolvlm": _idefics(templates.SMOLVLM, "<|im_start|>"),
@@ -188,7 +173,6 @@ _FAMILIES = {
             "tie_word_embeddings": True,
         },
         {"image_token_index": "<image>", "video_token_index": "<video>"},
-        attributes={"image_token": "<image>", "video_token": "<video>"},
     ),
     "gemma3": Family(
         templates.GEMMA3,
@@ -213,11 +197,6 @@ _FAMILIES = {
             "eoi_token_index": "<end_of_image>",
             "image_token_index": "<image_soft_token>",
         },
-        attributes={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
         bos="<bos>",
     ),
 }
@@ -226,8 +205,6 @@ _FAMILIES = {
 
 def tiny_vlm(kind: str, directory: Path, seed: int = 0) -> Path:
     """Write a model of a family to ``directory``, complete, in float32."""
-    from tests.vision_processors import save_processor  # noqa: PLC0415
-
     tokenizer = vision_tokenizer(kind)
     with quiet_library():
         vision_model(kind, seed=seed, dtype=torch.float32).save_pretrained(directory)
@@ -266,14 +243,14 @@ def vision_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     """The tokenizer with the family's words and its chat template."""
     family = _FAMILIES[kind]
     base = tiny_tokenizer(None)
-    words = [*family.words.values(), *family.more_words, family.eos]
+    words = [*image_tokens(kind), family.eos]
     base.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(words))})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=base.backend_tokenizer,
         bos_token=family.bos,
         eos_token=family.eos,
         pad_token="<|endoftext|>",
-        model_specific_special_tokens=family.attributes,
+        model_specific_special_tokens=named_tokens(kind),
     )
     tokenizer.chat_template = family.template
     return tokenizer

@@ -1,6 +1,6 @@
 """Flat tokens through a model's backbone: the way the scorer, an engine and a critic of its own run theirs.
 
-May import types, attention and models.anatomy.
+May import types, attention, vision.towers and models.anatomy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.anatomy import decoder
 from taut.types import Media, Packed
+from taut.vision import towers
 
 
 def hidden_of(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
@@ -34,10 +35,12 @@ def hidden_states(
     """The backbone's last hidden states [T, D], after the final norm, of tokens on the model's device. ``media``: the
     pictures among them.
     """
-    states: Tensor = decoder(model)(
+    backbone = decoder(model)
+    states: Tensor = backbone(
         input_ids=ids_T.unsqueeze(0),
         position_ids=position_ids.unsqueeze(-2),
         use_cache=False,
         taut_layout=layout,
+        **towers.encode(backbone, media, ids_T),
     ).last_hidden_state
-    return states.squeeze(0)
+    return states.squeeze(0) if media else towers.keep_step(backbone, states.squeeze(0))

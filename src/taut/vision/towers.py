@@ -1,0 +1,289 @@
+"""Pictures -> what stands in the place of their placeholders: the vision tower and the projector of a model.
+
+``encode`` gives the library's multimodal backbone its features ready made (``mm_encoder_outputs``): each distinct
+picture of a micro-batch is computed once, however often it is seen and however the samples are packed, with those of
+one shape in one call, and the features of all are laid out in the order of the placeholders. Their number is held to
+that of the placeholders, picture by picture.
+
+A micro-batch without a picture, in a model whose tower or projector trains, runs both on a small picture of noise, of
+which nothing is seen and whose gradient is 0: gradients are then zeros and never absent, whatever the split, and ranks
+that shard the tower keep step.
+
+Models inside are the library's; what is trained, and in which dtype it computes, is decided elsewhere. May import types
+and errors; models imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from taut.errors import ModelError
+from taut.types import Media
+
+Tensors = Mapping[str, Tensor]
+
+
+class Features(NamedTuple):
+    """Of one picture."""
+
+    main_ND: Tensor
+    """What takes the placeholders' place, [N, D]."""
+    deep: tuple[Tensor, ...] = ()
+    """What is added to their hidden states after the first layers, each [N, D] (Qwen3-VL's deepstack)."""
+
+
+def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> dict[str, Any]:
+    """Keyword arguments for the forward of the library's multimodal model; ``ids_T`` are the ids it is given.
+
+    Raises ModelError where the tower has another number of features than a picture has placeholders.
+    """
+    if not media:
+        return {}
+    inner: Any = backbone
+    features = features_of(backbone, media)
+    counts = _placeholders(ids_T, media, inner.config.image_token_id)
+    for one, of_one, count in zip(media, features, counts, strict=True):
+        if of_one.main_ND.shape[0] != count:
+            raise ModelError(
+                f"{family(backbone)}: the vision tower gives {of_one.main_ND.shape[0]} features for a picture "
+                f"(digest {one.picture.digest[:12]}) that has {count} placeholders; expected as many; copy the "
+                "processor's files that belong to this model"
+            )
+    main: Any = [of_one.main_ND for of_one in features]
+    output = BaseModelOutputWithPooling()
+    output.pooler_output = torch.cat(main) if family(backbone) in _WANT_ONE_TENSOR else main
+    if features[0].deep:
+        output["deepstack_features"] = [
+            list(level) for level in zip(*(f.deep for f in features), strict=True)
+        ]
+    return {"mm_encoder_outputs": {"image": output}}
+
+
+def features_of(backbone: nn.Module, media: Sequence[Media]) -> list[Features]:
+    """The features of each, every distinct picture computed once."""
+    kind = family(backbone)
+    pictures = {one.picture.digest: one.picture for one in media}
+    on_device = {
+        digest: _on_device(backbone, picture.tensors()) for digest, picture in pictures.items()
+    }
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for digest, tensors in on_device.items():
+        groups.setdefault(FAMILIES[kind].group(tensors), []).append(digest)
+    found: dict[str, Features] = {}
+    for digests in groups.values():
+        each = FAMILIES[kind].features(backbone, [on_device[digest] for digest in digests])
+        found |= dict(zip(digests, each, strict=True))
+    return [found[one.picture.digest] for one in media]
+
+
+def keep_step(backbone: nn.Module, hidden: Tensor) -> Tensor:
+    """``hidden`` as it is; the gradients of tower and projector are zeros where they train, for a micro-batch without a
+    picture.
+    """
+    if not takes_pictures(backbone) or not needs_step(backbone):
+        return hidden
+    kind = family(backbone)
+    noise = _on_device(backbone, FAMILIES[kind].noise(backbone))
+    ((main_ND, deep),) = FAMILIES[kind].features(backbone, [noise])
+    kept: Tensor = _Unseen.apply(hidden, main_ND, *deep)  # type: ignore[no-untyped-call]
+    return kept
+
+
+def needs_step(backbone: nn.Module) -> bool:
+    """Whether tower or projector take part in this forward though there is no picture: they learn, or are sharded."""
+    parameters = [p for part in vision_parts(backbone) for p in part.parameters()]
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    return learns or any(hasattr(p, "device_mesh") for p in parameters)
+
+
+def vision_parts(backbone: nn.Module) -> list[nn.Module]:
+    """Tower and projector: all of the backbone that is not its language model."""
+    inner: Any = backbone
+    text = inner.get_decoder()
+    return [child for child in backbone.children() if child is not text]
+
+
+def takes_pictures(backbone: nn.Module) -> bool:
+    """Whether this is the backbone of a vision-language model."""
+    return hasattr(backbone, "get_image_features")
+
+
+def family(backbone: nn.Module) -> str:
+    """The model_type, one of FAMILIES."""
+    inner: Any = backbone
+    kind = str(inner.config.model_type)
+    if kind not in FAMILIES:
+        raise ModelError(unknown(kind))
+    return kind
+
+
+def unknown(kind: str) -> str:
+    """Why a family is refused."""
+    return f"{kind} is no family of vision-language models that taut knows; expected one of {', '.join(FAMILIES)}"
+
+
+class _Unseen(torch.autograd.Function):
+    """The first argument; the gradients of the others are 0, even where they are not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *features: Tensor) -> Tensor:
+        ctx.shapes = [(feature.shape, feature.dtype) for feature in features]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        zeros = (gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
+        return gradient, *zeros
+
+
+def _placeholders(ids_T: Tensor, media: Sequence[Media], image_id: int) -> list[int]:
+    """How many of each picture's tokens are to be replaced."""
+    before_T = nn.functional.pad((ids_T == image_id).cumsum(0), (1, 0))
+    bounds = torch.tensor([[one.start, one.stop] for one in media], device=ids_T.device)
+    start, stop = before_T[bounds].unbind(1)
+    counts: list[int] = (stop - start).tolist()
+    return counts
+
+
+def _on_device(backbone: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
+    """Numbers in the dtype of the model's weights."""
+    weight = next(backbone.parameters())
+    return {
+        name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+        for name, value in tensors.items()
+    }
+
+
+def _join(pictures: Sequence[Tensors], name: str) -> Tensor:
+    return torch.cat([tensors[name] for tensors in pictures])
+
+
+def _tiles(pictures: Sequence[Tensors]) -> list[int]:
+    return [tensors["pixel_values"].shape[0] for tensors in pictures]
+
+
+def _qwen(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
+    """Any sizes in one call: the tower itself packs."""
+    output = backbone.get_image_features(
+        _join(pictures, "pixel_values"), _join(pictures, "image_grid_thw"), return_dict=True
+    )
+    deep = getattr(output, "deepstack_features", None) or []
+    return [
+        Features(main_ND, tuple(level[index] for level in deep))
+        for index, main_ND in enumerate(output.pooler_output)
+    ]
+
+
+def _tiled(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
+    """InternVL, Gemma 3: so many features for each tile."""
+    output = backbone.get_image_features(_join(pictures, "pixel_values"), return_dict=True)
+    each = output.pooler_output.split(_tiles(pictures))
+    return [Features(tiles.flatten(0, 1)) for tiles in each]
+
+
+def _idefics(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
+    """The library leaves out tiles that are 0 throughout, as if they filled up a batch: one value of such a tile is
+    made the smallest there is.
+    """
+    pixels = _join(pictures, "pixel_values")
+    is_blank = ~pixels.flatten(1).any(1)
+    first = torch.zeros_like(pixels[0])
+    first[0, 0, 0] = torch.finfo(pixels.dtype).tiny
+    pixels = torch.where(is_blank[:, None, None, None], first, pixels)
+    mask = (
+        _join(pictures, "pixel_attention_mask") if "pixel_attention_mask" in pictures[0] else None
+    )
+    output = backbone.get_image_features(
+        pixels[None], None if mask is None else mask[None], return_dict=True
+    )
+    (every_ND,) = output.pooler_output
+    per_tile = every_ND.shape[0] // pixels.shape[0]
+    return [Features(main) for main in every_ND.split([per_tile * n for n in _tiles(pictures)])]
+
+
+def _llava(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
+    """A picture that is alone in its sample has tiles, one of several has none: that is said by how many the library is
+    told were in the sample.
+    """
+    pixels, tiles = _join(pictures, "pixel_values"), _tiles(pictures)
+    alone = [1] * len(tiles) if tiles[0] > 1 else [max(2, len(tiles))]
+    output = backbone.get_image_features(
+        pixels, _join(pictures, "image_sizes"), batch_num_images=alone, return_dict=True
+    )
+    return [Features(main_ND) for main_ND in output.pooler_output]
+
+
+def _patch_noise(backbone: Any) -> Tensors:
+    """As many patches as make one token."""
+    vision = backbone.config.vision_config
+    merge, depth = vision.spatial_merge_size, vision.temporal_patch_size
+    size = vision.in_channels * depth * vision.patch_size**2
+    return {
+        "pixel_values": _noise(merge * merge, size),
+        "image_grid_thw": torch.tensor([[1, merge, merge]]),
+    }
+
+
+def _tile_noise(backbone: Any) -> Tensors:
+    """One tile, of the size that the tower's positions are learned for."""
+    size = backbone.config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {
+        "pixel_values": _noise(1, backbone.config.vision_config.num_channels, height, width),
+        "image_sizes": torch.tensor([[height, width]]),
+    }
+
+
+def _corner_noise(backbone: Any) -> Tensors:
+    """As much of a tile as makes one token."""
+    side = backbone.config.scale_factor * backbone.config.vision_config.patch_size
+    return {"pixel_values": _noise(1, backbone.config.vision_config.num_channels, side, side)}
+
+
+def _noise(*shape: int) -> Tensor:
+    """The same numbers wherever and whenever; nothing is drawn."""
+    return torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape).sin()
+
+
+def _any(tensors: Tensors) -> tuple[Any, ...]:
+    return ()
+
+
+def _by_tile(tensors: Tensors) -> tuple[Any, ...]:
+    """Tiles of one size, and whether there are several."""
+    pixels = tensors["pixel_values"]
+    return (*pixels.shape[1:], pixels.shape[0] > 1)
+
+
+class Family(NamedTuple):
+    """How the library's model of a family is asked for features."""
+
+    features: Callable[[Any, Sequence[Tensors]], list[Features]]
+    """Of pictures of one group."""
+    noise: Callable[[Any], Tensors]
+    """The smallest picture that reaches every weight, or nearly."""
+    group: Callable[[Tensors], tuple[Any, ...]] = _by_tile
+    """Pictures that can be computed together are equal in this."""
+
+
+_QWEN = Family(_qwen, _patch_noise, _any)
+_IDEFICS = Family(_idefics, _corner_noise)
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "internvl": Family(_tiled, _tile_noise),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "llava_onevision": Family(_llava, _tile_noise),
+    "gemma3": Family(_tiled, _tile_noise),
+}
+"""model_type -> its way. A model with a vision tower that is not here is refused by name."""
+_WANT_ONE_TENSOR = ("internvl", "gemma3")
