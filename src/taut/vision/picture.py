@@ -136,6 +136,7 @@ def read_file(path: str, most: int) -> bytes:
     """What a regular file holds, if that is at most so many bytes."""
     name = _line(path)
     try:
+        path.encode()  # it will be kept with the data
         _require_regular(os.stat(path), name)  # noqa: PTH116  # to open a device may do something
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(number, "rb") as file:
@@ -225,7 +226,7 @@ def _scaled(image: Image.Image, most: int | None) -> Image.Image:
         return image
     scale = (most / (width * height)) ** 0.5
     short = max(1, int(min(width, height) * scale))
-    long = min(int(max(width, height) * scale), most // short)
+    long = min(max(1, int(max(width, height) * scale)), most // short)
     size = (long, short) if width >= height else (short, long)
     return image.resize(size, Image.Resampling.BICUBIC)
 
