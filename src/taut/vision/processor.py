@@ -39,6 +39,8 @@ class Processor(Protocol):
     """Whether a picture's tokens see each other both ways."""
     minds_company: bool
     """Whether what becomes of a picture depends on how many its row has."""
+    template: str | None
+    """A chat template that lies beside the processor's files: the library prefers it to the tokenizer's."""
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
         """Of a picture of so many pixels, in a row that has ``num_pictures`` of them. Raises DataError for a size that

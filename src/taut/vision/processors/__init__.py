@@ -1,0 +1,107 @@
+"""A model's directory -> its way with pictures, or one line why not.
+
+The library's own Processor classes need torchvision; here are its PIL-backed image processors, and the text that each
+Processor class would write, which tests hold to the library's. A family that is not listed is refused by name, and so
+is a directory whose files do not agree with each other.
+
+May import errors, vision.processor and transformers. Imported by whoever loads a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.errors import ModelError
+from taut.vision.processor import Processor
+from taut.vision.processors.family import Given
+from taut.vision.processors.gemma3 import Gemma3
+from taut.vision.processors.idefics3 import Idefics3
+from taut.vision.processors.internvl import InternVL
+from taut.vision.processors.llava_onevision import LlavaOnevision
+from taut.vision.processors.qwen import Qwen
+
+
+class Kind(NamedTuple):
+    """What goes with a model_type."""
+
+    family: Callable[[Given], Processor]
+    processor: str
+    """The library's classes, by name."""
+    images: str
+
+
+PROCESSORS = {
+    "qwen2_vl": Kind(Qwen, "Qwen2VLProcessor", "Qwen2VLImageProcessor"),
+    "qwen2_5_vl": Kind(Qwen, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"),
+    "qwen3_vl": Kind(Qwen, "Qwen3VLProcessor", "Qwen2VLImageProcessor"),
+    "internvl": Kind(InternVL, "InternVLProcessor", "GotOcr2ImageProcessor"),
+    "idefics3": Kind(Idefics3, "Idefics3Processor", "Idefics3ImageProcessor"),
+    "smolvlm": Kind(Idefics3, "SmolVLMProcessor", "SmolVLMImageProcessor"),
+    "llava_onevision": Kind(
+        LlavaOnevision, "LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"
+    ),
+    "gemma3": Kind(Gemma3, "Gemma3Processor", "Gemma3ImageProcessor"),
+}
+"""model_type -> family."""
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def open_processor(
+    path: str,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool = False,
+) -> Processor | None:
+    """The processor of the model at ``path``; None: the model takes no pictures."""
+    if getattr(config, "vision_config", None) is None:
+        return None
+    kind = PROCESSORS.get(config.model_type)
+    if kind is None:
+        raise ModelError(
+            f"model={path} is a {config.model_type}, whose pictures are not supported; expected one of "
+            f"{', '.join(PROCESSORS)}; use a model of these families, or a text model"
+        )
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _FILES):
+        raise ModelError(
+            f"model={path} has no preprocessor_config.json, which says how pictures are scaled and cut; expected it "
+            f"beside config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
+        )
+    images, settings, own = _library_files(path, config, trust_remote_code)
+    _require_class(path, own.get("processor_class"), kind.processor)
+    _require_class(path, settings.get("processor_class"), kind.processor)
+    _require_class(path, type(images).__name__.removesuffix("Pil"), kind.images)
+    return kind.family(Given(path, config, tokenizer, images, own))
+
+
+def _library_files(
+    path: str, config: PreTrainedConfig, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The library's image processor, the file it was made from, and processor_config.json."""
+    try:
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
+        own, _ = ProcessorMixin.get_processor_dict(path)
+        load: Any = AutoImageProcessor.from_pretrained  # has no types
+        images = load(path, config=config, backend="pil", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"model={path}: its image processor cannot be made: {reason}; copy {' and '.join(_FILES)} from the base "
+            "model"
+        ) from error
+    return images, settings, own
+
+
+def _require_class(path: str, found: str | None, expected: str) -> None:
+    """A class that the files name has to be the family's; they need not name one."""
+    if found is not None and found != expected:
+        raise ModelError(
+            f"model={path}: its pictures are for {found}; expected {expected}, which goes with its config.json; copy "
+            f"{' and '.join(_FILES)} from the base model"
+        )

@@ -1,0 +1,121 @@
+"""What the families have in common: the words of a tokenizer, the library's image processor, and agreement between a
+model's files.
+
+Pictures go through the library's PIL-backed image processor with the settings of the model's directory. What a family
+cannot carry exactly is refused when the model is opened. Imported by the families only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.errors import ModelError
+
+
+class Given(NamedTuple):
+    """What a model's directory says."""
+
+    path: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    images: Any
+    """The library's image processor: one class a family, without a common type."""
+    own: Mapping[str, Any]
+    """Settings of the library's processor class (processor_config.json)."""
+
+    def require_same(self, name: str, found: object, expected: object) -> None:
+        """``found`` is the processor's, ``expected`` the model's."""
+        if found != expected:
+            raise ModelError(
+                f"model={self.path}: {name} is {found} in the processor's files and {expected} in config.json; "
+                "expected them to agree; copy all files from one model"
+            )
+
+    def require_setting(self, name: str, expected: object) -> None:
+        """Refuse any other value of a setting of the image processor; None is the library's false."""
+        found = getattr(self.images, name, None)
+        if found != expected and not (found is None and expected is False):
+            raise ModelError(
+                f"model={self.path}: {name}={found} in preprocessor_config.json; expected {expected}, the only value "
+                "for which the text of a picture is known; set it so, or use another model"
+            )
+
+    def named_token(self, name: str, default: str | None = None) -> str:
+        """What the tokenizer says its ``name`` (image_token, ...) is, or else the library's default."""
+        token = getattr(self.tokenizer, name, None) or default
+        if token is None:
+            raise ModelError(
+                f"model={self.path}: the tokenizer does not say what its {name} is; expected it under "
+                "extra_special_tokens in tokenizer_config.json; copy the tokenizer's files from the base model"
+            )
+        return str(token)
+
+    def own_number(self, name: str, default: int | None = None) -> int:
+        """A whole number of processor_config.json."""
+        found = self.own.get(name, default)
+        if not isinstance(found, int):
+            raise ModelError(
+                f"model={self.path}: found {name}={found} in processor_config.json; expected a number; copy the file "
+                "from the base model"
+            )
+        return found
+
+
+class Family:
+    """The parts of a processor that do not depend on the family."""
+
+    is_two_way = False
+    minds_company = False
+
+    def __init__(
+        self, given: Given, placeholder: str, image_token: str, others: Sequence[str]
+    ) -> None:
+        """``others``: words that stand for pictures, films or sound; of no account where the tokenizer has no such
+        token.
+        """
+        given.require_setting("do_resize", True)
+        added = given.tokenizer.get_added_vocab()
+        for token in (placeholder, image_token):
+            if token not in added:
+                raise ModelError(
+                    f"model={given.path}: the tokenizer has no token {token}, which stands for pictures; expected it "
+                    "among its added tokens; copy the tokenizer's files from the base model"
+                )
+        self.placeholder = placeholder
+        self.image_id = added[image_token]
+        given.require_same(f"the id of {image_token}", self.image_id, given.config.image_token_id)
+        words = dict.fromkeys((placeholder, image_token, *others))
+        self.reserved = tuple(word for word in words if word in added)
+        template = given.own.get("chat_template")
+        self.template = template.get("default") if isinstance(template, dict) else template
+        self._images = given.images
+        self._said = {
+            "family": type(self).__name__,
+            "libraries": [version("transformers"), version("pillow")],
+            "images": given.images.to_dict(),
+            "own": {name: value for name, value in given.own.items() if name != "chat_template"},
+            "words": self.reserved,
+        }
+
+    def identity(self) -> str:
+        """A hash of every setting and of the libraries' versions."""
+        said = json.dumps(self._said, sort_keys=True, default=str)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    def _process(self, images: object, **options: object) -> dict[str, Tensor]:
+        """What the library's image processor makes of a picture, or of nested pictures."""
+        return dict(self._images(images, return_tensors="pt", **options))
+
+
+def sides(size: Any) -> tuple[int, int]:
+    """Height and width of a size of the configuration's: one number, or two."""
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return int(height), int(width)

@@ -1,0 +1,46 @@
+"""InternVL (arXiv:2504.10479) in the library's form: a picture is cut into up to max_patches square tiles in the grid
+nearest to its shape, with a small view of the whole after them where there are several; each tile is image_seq_length
+tokens. Imported by the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from PIL import Image
+from torch import Tensor
+
+from taut.vision.processor import Shape
+from taut.vision.processors.family import Family, Given, sides
+
+_CUT = {"crop_to_patches": True}
+"""What the library's processor asks for, whatever preprocessor_config.json says."""
+
+
+class InternVL(Family):
+    """Pictures in tiles."""
+
+    def __init__(self, given: Given) -> None:
+        image = given.named_token("context_image_token")
+        self._start = given.named_token("start_image_token")
+        self._end = given.named_token("end_image_token")
+        others = (self._start, self._end, given.named_token("video_token", "<video>"))
+        super().__init__(given, image, image, others)
+        config, size = given.config, given.images.size
+        tile = sides(config.vision_config.image_size)
+        given.require_same("size", (size.height, size.width), tile)
+        patch = sides(config.vision_config.patch_size)
+        num_patches = (tile[0] // patch[0]) * (tile[1] // patch[1])
+        self._tokens = given.own_number("image_seq_length", 256)
+        given.require_same(
+            "image_seq_length", self._tokens, int(num_patches * config.downsample_ratio**2)
+        )
+
+    def shape(self, width: int, height: int, num_pictures: int) -> Shape:
+        num_tiles = self._images.get_number_of_image_patches(height, width, dict(_CUT))
+        num_tokens = num_tiles * self._tokens
+        return Shape(f"{self._start}{self.placeholder * num_tokens}{self._end}", num_tokens)
+
+    def tensors(self, image: Image.Image, num_pictures: int) -> Mapping[str, Tensor]:
+        """pixel_values [tiles, 3, height, width]."""
+        return {"pixel_values": self._process(image, **_CUT)["pixel_values"]}

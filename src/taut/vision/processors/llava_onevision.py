@@ -1,0 +1,100 @@
+"""LLaVA-OneVision (arXiv:2408.03326): the only picture of a row is scaled into the best of a list of resolutions and
+cut into square tiles, behind a view of the whole; its features lose what is padding and get one more at the end of each
+line. A picture with company is put into one square instead, so what it becomes depends on how many its row has.
+Imported by the registry.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from PIL import Image
+from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
+
+from taut.errors import DataError, ModelError
+from taut.vision.processor import Shape
+from taut.vision.processors.family import Family, Given, sides
+
+_MAX_SIDE = 8192
+"""A picture with company is padded to a square of its longer side before it is scaled: 200 MB for this."""
+_SHRINKS_ABOVE = 1.1
+
+
+class LlavaOnevision(Family):
+    """One picture in tiles, or several in a square each."""
+
+    minds_company = True
+
+    def __init__(self, given: Given) -> None:
+        own, config, images = given.own, given.config, given.images
+        image = given.named_token("image_token", own.get("image_token", "<image>"))
+        video = given.named_token("video_token", own.get("video_token", "<video>"))
+        super().__init__(given, image, image, (video,))
+        for name in ("do_pad", "do_center_crop"):
+            given.require_setting(name, name == "do_pad")
+        self._tile, _ = tile = sides(config.vision_config.image_size)
+        given.require_same("size", (images.size.height, images.size.width), tile)
+        self._pinpoints = [list(point) for point in images.image_grid_pinpoints]
+        model_points = [list(point) for point in config.image_grid_pinpoints or ()]
+        given.require_same("image_grid_pinpoints", self._pinpoints, model_points)
+        strategy = own.get("vision_feature_select_strategy")
+        given.require_same(
+            "vision_feature_select_strategy", strategy, config.vision_feature_select_strategy
+        )
+        aspect = own.get("vision_aspect_ratio", "anyres_max_9")
+        given.require_same("vision_aspect_ratio", aspect, config.vision_aspect_ratio)
+        self._max_tiles = _max_tiles(given, aspect)
+        self._side = self._tile // sides(config.vision_config.patch_size)[0]
+        is_first_left_out = strategy == "default"
+        given.require_same(
+            "num_image_tokens",
+            given.own_number("num_image_tokens"),
+            self._side**2 + is_first_left_out,
+        )
+
+    def shape(self, width: int, height: int, num_pictures: int) -> Shape:
+        num_tokens = self._side**2
+        if num_pictures == 1:
+            num_tokens += self._num_in_tiles(width, height)
+        else:
+            num_tokens += 1
+            if max(width, height) > _MAX_SIDE:
+                raise DataError(
+                    f"a picture of {width}x{height} pixels in a row of {num_pictures}; expected sides of at most "
+                    f"{_MAX_SIDE}, for the model puts it into a square; scale it down (data.images.max_pixels)"
+                )
+        return Shape(self.placeholder * num_tokens, num_tokens)
+
+    def tensors(self, image: Image.Image, num_pictures: int) -> Mapping[str, Tensor]:
+        """pixel_values [tiles, 3, height, width], where one tile is a picture with company and more are one alone;
+        image_sizes [1, 2], height and width.
+        """
+        company = [] if num_pictures == 1 else [Image.new("RGB", (1, 1))]
+        made = self._process([[image, *company]])
+        return {"pixel_values": made["pixel_values"][0], "image_sizes": made["image_sizes"][:1]}
+
+    def _num_in_tiles(self, width: int, height: int) -> int:
+        """Features of the tiles: those of the picture itself, and one for each line."""
+        best: tuple[int, int] = select_best_resolution((height, width), self._pinpoints)
+        rows, columns = (side // self._tile * self._side for side in best)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        ratio = math.sqrt(rows * columns / (self._max_tiles * self._side**2))
+        if ratio > _SHRINKS_ABOVE:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return rows * columns + rows
+
+
+def _max_tiles(given: Given, aspect: str) -> int:
+    found = re.fullmatch(r"anyres_max_(\d+)", str(aspect))
+    if found is None:
+        raise ModelError(
+            f"model={given.path}: found vision_aspect_ratio={aspect}; expected anyres_max_ and a number; use another "
+            "model"
+        )
+    return int(found[1])
