@@ -1,14 +1,14 @@
 """Low-rank adapters through peft: LoRA (arXiv:2106.09685), rsLoRA (2312.03732), DoRA (2402.09353).
 
-``apply_lora`` wraps a loaded model in place and refuses what would not be honoured: targets that
-match nothing, the output head as a target (it is scored in chunks, not called), one half of a tied
-pair. Rows of the embedding and the head that have to train (new tokens, ends that were never trained)
+``apply_lora`` wraps a loaded model in place; ``targets.py`` refuses what would not be honoured. Of a vision-language
+model, ``all-linear`` is the language model's, as with other frameworks; its other parts are adapted where
+``targets`` names them. Rows of the embedding and the head that have to train (new tokens, ends that were never trained)
 train by themselves beside the frozen tables, through peft's trainable tokens: peft saves, loads and
 merges them. A reward model's scalar head trains whole beside the adapters. ``plain_model`` gives back a model of the
 library with the adapter merged, built beside the one in training, for saving.
 
 peft is imported here only, and only when an adapter is used. May import errors, config and
-models.{anatomy,heads}.
+models.{anatomy,targets}.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy
-from taut.models.heads import scalar_head
+from taut.models.targets import ends, saved_names, target_names
 
 
 @configclass
@@ -44,8 +43,9 @@ class LoraConfig:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapters' input, keyed per sample; it turns prefix sharing off."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Linear modules to adapt, by the end of their names (q_proj, mlp.up_proj); all-linear: every
-    one but the head.
+    """Linear modules to adapt: by the end of their names (q_proj, mlp.up_proj), wherever they are; by a glob over whole
+    names or a /regular expression/; by a part (vision_tower, projector, language_model). all-linear: every one but the
+    head, of a vision-language model every one of its language model.
     """
     rslora: bool = False
     """Scale by 1 / sqrt(rank)."""
@@ -53,7 +53,7 @@ class LoraConfig:
     """Weight-decomposed adapters."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained whole beside the adapters, by the end of their names: embed_tokens,
-    lm_head.
+    lm_head; of a vision-language model also projector, whatever its family calls it.
     """
     train_rows: Literal["auto", "always", "never"] = "auto"
     """Rows of frozen tables that train by themselves. auto: those of added tokens, and of the tokens that end a turn
@@ -98,7 +98,7 @@ def choose_rows(
     names = [
         name
         for name in anatomy.table_names(model)
-        if not any(_ends(name, saved) for saved in config.modules_to_save)
+        if not any(ends(name, saved) for saved in config.modules_to_save)
     ]
     has_head = anatomy.has_head(model)
     if ids and names and has_head and anatomy.head(model).bias is not None:
@@ -137,7 +137,6 @@ def apply_lora(
                     f"lora.adapter={config.adapter} does not fit this model: {reason}"
                 ) from error
         else:
-            _require_targets(model, config)
             settings = _peft_config(model, config, rows or {})
             try:
                 wrapped = get_peft_model(model, settings)
@@ -249,67 +248,25 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, rows: Mapping[str, 
 
     task = task_of(model)
     scalar = [] if task == "CAUSAL_LM" else ["score"]
-    saved = list(dict.fromkeys([*config.modules_to_save, *scalar]))
-    saves_tied = anatomy.is_tied(model) and bool(config.modules_to_save)
+    asked = saved_names(model, config.modules_to_save)
+    saved = list(dict.fromkeys([*asked, *scalar]))
+    saves_tied = anatomy.is_tied(model) and bool(asked)
     return PeftLoraConfig(
         task_type=task,  # its name will do
         r=config.rank,
         lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
-        target_modules=config.targets,
+        target_modules=target_names(model, config.targets),
         use_rslora=config.rslora,
         use_dora=config.dora,
         modules_to_save=saved or None,
         trainable_token_indices=dict(rows) or None,
-        ensure_weight_tying=saves_tied and _names_embedding(model, config.modules_to_save),
+        ensure_weight_tying=saves_tied and _names_embedding(model, asked),
     )
 
 
 def _names_embedding(model: PreTrainedModel, names: list[str]) -> bool:
-    return any(_ends(anatomy.table_names(model)[0], name) for name in names)
-
-
-def _ends(full_name: str, name: str) -> bool:
-    """peft's rule: a name is matched by its last parts."""
-    return full_name == name or full_name.endswith(f".{name}")
-
-
-def _require_targets(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse targets and modules_to_save that would not be honoured."""
-    modules = dict(model.named_modules())
-    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)]
-    has_head = anatomy.has_head(model)
-    head = model.get_output_embeddings() if has_head else scalar_head(model)  # type: ignore[no-untyped-call]
-    for target in config.targets if config.targets != "all-linear" else ():
-        matches = [name for name in linear if _ends(name, target)]
-        if not matches:
-            raise ModelError(
-                f"lora.targets: {target!r} matches no linear module; "
-                f"{anatomy.suggest(target, linear)}"
-            )
-        if any(modules[name] is head for name in matches):
-            raise ModelError(
-                f"lora.targets: {target!r} is the output head, which is scored in chunks and takes no adapter; "
-                + (
-                    "train it whole with lora.modules_to_save, or "
-                    if has_head
-                    else "it trains whole: "
-                )
-                + "leave it out"
-            )
-    for saved in config.modules_to_save:
-        matches = [name for name in modules if _ends(name, saved)]
-        if not matches:
-            raise ModelError(
-                f"lora.modules_to_save: {saved!r} matches no module; "
-                f"{anatomy.suggest(saved, list(modules))}"
-            )
-        if any(modules[name] is head for name in matches) and anatomy.is_tied(model):
-            raise ModelError(
-                f"lora.modules_to_save: {saved!r} is tied to the embedding; "
-                f"name the embedding instead ({anatomy.table_names(model)[0]}): both are then "
-                "trained as one"
-            )
+    return any(ends(anatomy.table_names(model)[0], name) for name in names)
 
 
 def _require_known_tables(model: nn.Module) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from taut.errors import ModelError
 from taut.models import anatomy
@@ -69,16 +68,6 @@ def matching(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> 
     return [name for name in names if part_of(name) == pattern]
 
 
-def required(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
-    """The same; that it means nothing is an error."""
-    matches = matching(model, pattern, names, key)
-    if not matches:
-        raise ModelError(
-            f"{key}: {pattern!r} matches nothing; {anatomy.suggest(pattern, list(names))}"
-        )
-    return matches
-
-
 def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:
     """Parameter -> the one pattern that means it, of those that train. ``key``: where the user wrote them."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -104,14 +93,3 @@ def counted(names: Iterable[str]) -> str:
     """How many of each part, in words."""
     counts = Counter(part_of(name) or _SCALAR for name in names)
     return ", ".join(f"{counts[part]} in {part}" for part in (*WORDS, _SCALAR) if counts[part])
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """Every linear module but the head."""
-    inner = anatomy.unwrap(model)
-    head = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return [
-        name
-        for name, module in inner.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
