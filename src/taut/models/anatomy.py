@@ -116,7 +116,7 @@ def text_config(model: nn.Module) -> PreTrainedConfig:
 
 def decoder(model: nn.Module) -> nn.Module:
     """The backbone: its forward takes ``input_ids`` and gives ``last_hidden_state``, after the
-    final norm.
+    final norm. Of a vision-language model, tower and projector included.
     """
     inner = unwrap(model)
     for name in (inner.base_model_prefix, "model", "transformer"):
@@ -129,11 +129,22 @@ def decoder(model: nn.Module) -> nn.Module:
     )
 
 
-def layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks, in order."""
+def takes_pictures(config: PreTrainedConfig) -> bool:
+    """Whether it is the configuration of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The backbone without what looks at pictures."""
     backbone = decoder(model)
     inner: Any = backbone
-    text = inner.get_decoder() if isinstance(backbone, PreTrainedModel) else inner
+    text: nn.Module = inner.get_decoder() if isinstance(backbone, PreTrainedModel) else backbone
+    return text
+
+
+def layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks, in order."""
+    text = language_model(model)
     depth = text_config(model).num_hidden_layers
     found = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     children = [m for m in text.children() if any(m is other for other in found)]
@@ -296,7 +307,8 @@ class Flops:
     """
 
     per_token: float
-    """Weights of the decoder blocks: 6 per active one that trains, 4 where it is frozen."""
+    """Weights of the decoder blocks: 6 per active one that trains, 4 where it is frozen. A vision tower is not counted:
+    what it costs depends on how often a picture is shared."""
     per_pair: float
     """Per query and key that see each other, over the layers with full attention."""
     per_window_pair: float

@@ -91,7 +91,10 @@ def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     pad = text_config(model).pad_token_id  # a sequence class reads the last token that is another
     ids = torch.full((1, 3), 1 if pad == 0 else 0, device=hidden.device)
     own_forward = backbone.__dict__.get("forward")
-    backbone.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    output = MoeModelOutputWithPast(last_hidden_state=hidden)
+    for name in ("image_hidden_states", "video_hidden_states", "rope_deltas"):
+        setattr(output, name, None)  # vision-language models pass them on
+    backbone.forward = lambda *_, **__: output
     try:
         logits: Tensor = inner(input_ids=ids, use_cache=False).logits
     finally:

@@ -1,14 +1,15 @@
 """What must be in force in a loaded model, whatever its head: float64 throughout where that was asked for, the
 attention asked for in the config of every submodule, no cache, no router auxiliary loss, no dropout.
 
-The library can pass over each of these without a word, so each is set or proved here. May import errors and
+A vision tower has the library's own attention: pictures are not packed into the run of tokens, and one never sees
+another. The library can pass over each of these without a word, so each is set or proved here. May import errors and
 models.anatomy.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from taut.errors import ModelError
 from taut.models import anatomy
 
+TOWER_ATTENTION = "sdpa"
 _NOISY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
 
 
@@ -38,9 +40,22 @@ def put_in_force(model: PreTrainedModel, how: Loading) -> None:
     _require_no_dropout(model)
 
 
+def asked_for(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """What the library is told, so that the language model has ``attention`` and a vision tower its own."""
+    if not anatomy.takes_pictures(config):
+        return attention
+    return {"text_config": attention, "vision_config": TOWER_ATTENTION}
+
+
+def set_attention(model: PreTrainedModel, attention: str) -> None:
+    """Put another attention in force in the language model."""
+    asked: Any = asked_for(model.config, attention)
+    model.set_attn_implementation(asked)
+
+
 def require_attention(model: PreTrainedModel, attention: str) -> None:
-    """Raise ModelError unless every text submodule's config has ``attention`` in force."""
-    for name, module in anatomy.decoder(model).named_modules():
+    """Raise ModelError unless every submodule's config of the language model has ``attention`` in force."""
+    for name, module in anatomy.language_model(model).named_modules():
         config = getattr(module, "config", None)
         found = getattr(config, "_attn_implementation", None)
         if isinstance(config, PreTrainedConfig) and found != attention and not _is_vision(name):
@@ -64,8 +79,15 @@ def _switch_off(model: PreTrainedModel) -> None:
 
 def _require_no_dropout(model: PreTrainedModel) -> None:
     """Noise inside the model would depend on how samples are packed: none is let through."""
-    text = anatomy.text_config(model).to_dict()
-    found = [(f"config.{name}", value) for name, value in text.items() if _NOISY.search(name)]
+    parts = {"config": anatomy.text_config(model)}
+    if anatomy.takes_pictures(model.config):
+        parts["config.vision_config"] = model.config.vision_config
+    found = [
+        (f"{part}.{name}", value)
+        for part, config in parts.items()
+        for name, value in config.to_dict().items()
+        if _NOISY.search(name)
+    ]
     found += [(name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)]
     for name, value in found:
         if isinstance(value, float) and value > 0:

@@ -4,12 +4,13 @@ line why not.
 What is in force after ``load_model``: parameters in float32 (float64 for float64; the dtype
 computed in where nothing is trained), the attention asked for in the config of every submodule, no
 cache, no router auxiliary loss, no dropout, eager experts in float64, and a head whose logits equal
-the model's own. What it deliberately does not do: choose the attention, wrap adapters, move weights
-between ranks, or initialise a weight the checkpoint lacks.
+the model's own. A model with a vision tower is the library's image-text-to-text model, of a family that
+vision/towers.py knows; others are refused. What it deliberately does not do: choose the attention,
+wrap adapters, move weights between ranks, or initialise a weight the checkpoint lacks.
 
 Models with a scalar head are loaded by ``models/reward.py``, with the parts that are public here.
 
-May import errors and models.{anatomy,heads,in_force}. Run, checks and the command line import it.
+May import errors, vision.towers and models.{anatomy,heads,in_force,parts}. Run, checks and the command line import it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -40,7 +42,8 @@ from taut.config import user_path
 from taut.errors import ModelError
 from taut.models import anatomy, parts
 from taut.models.heads import prove_head
-from taut.models.in_force import Loading, put_in_force
+from taut.models.in_force import Loading, asked_for, put_in_force
+from taut.vision import towers
 
 _LIBRARY_ERRORS = (
     OSError,
@@ -126,7 +129,7 @@ def load_model(
     require_language_model(path, config)
     how = Loading(dtype, attention, trust_remote_code, is_narrow)
     with one_line(path, "a causal language model"):
-        model, report = read_weights(AutoModelForCausalLM, path, config, how)
+        model, report = read_weights(_auto(config), path, config, how)
     require_complete(path, report)
     put_in_force(model, how)
     prove_head(model)
@@ -145,7 +148,7 @@ def read_weights(
         path,
         config=config,
         dtype=how.dtype if how.is_narrow or how.dtype == torch.float64 else torch.float32,
-        attn_implementation=how.attention,
+        attn_implementation=asked_for(config, how.attention),
         trust_remote_code=how.trust_remote_code,
         weights_only=True,
         output_loading_info=True,
@@ -161,13 +164,25 @@ def is_reward_config(config: PreTrainedConfig) -> bool:
 
 
 def require_language_model(path: str, config: PreTrainedConfig, key: str = "model") -> None:
-    """Refuse a reward model: its output head would be made up, or be the embedding."""
+    """Refuse a reward model: its output head would be made up, or be the embedding. And unknown families."""
     if is_reward_config(config):
         raise ModelError(
             f"{key}={path} is a reward model ({(config.architectures or [''])[0]}), which has a scalar head and no "
             "output head; expected a causal language model; score with it (taut score), or name the model it was "
             "trained from"
         )
+    require_family(path, config)
+
+
+def require_family(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a model with a vision tower whose ways with pictures are not known."""
+    if anatomy.takes_pictures(config) and config.model_type not in towers.FAMILIES:
+        raise ModelError(f"model={path}: {towers.unknown(config.model_type)}")
+
+
+def _auto(config: PreTrainedConfig) -> Any:
+    """The library's automatic class for a model with an output head."""
+    return AutoModelForImageTextToText if anatomy.takes_pictures(config) else AutoModelForCausalLM
 
 
 def load_skeleton(
@@ -175,7 +190,7 @@ def load_skeleton(
 ) -> PreTrainedModel:
     """The model's modules on the meta device: its architecture, and no weight."""
     require_language_model(path, config)
-    build: Any = AutoModelForCausalLM.from_config  # has no types
+    build: Any = _auto(config).from_config
     with one_line(path, "a causal language model"), torch.device("meta"):
         skeleton: PreTrainedModel = build(config, trust_remote_code=trust_remote_code)
     return skeleton

@@ -31,6 +31,7 @@ from taut.data.pack import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import anatomy
 from taut.models.heads import prove_scalar_head, scalar, scalar_head
+from taut.models.in_force import set_attention
 from taut.models.score import Scorer
 from taut.types import Packed, Sample, Wants
 
@@ -209,11 +210,11 @@ def _library(model: nn.Module) -> Iterator[PreTrainedModel]:
     """The model with the library's own attention."""
     plain = anatomy.unwrap(model)
     ours = anatomy.text_config(model)._attn_implementation
-    plain.set_attn_implementation(library_attention(plain))
+    set_attention(plain, library_attention(plain))
     try:
         yield plain
     finally:
-        plain.set_attn_implementation(ours)
+        set_attention(plain, ours)
 
 
 def library_attention(model: PreTrainedModel) -> str:
