@@ -6,7 +6,8 @@ From that one integer per token: depth (how many earlier tokens a token can see)
 reach and consecutive depth), a segment's path (its ancestors' tokens, then its own), ``cu_seqlens`` and the K/V
 gather index, a mask for FlexAttention and a dense mask for the reference. A sliding window W (which counts the
 token itself) adds ``depth[q] - depth[k] < W``: depth, never the flat index. A block that sees itself both ways is
-given by ``last``: tokens with the same ``last`` see each other, window or not.
+given by ``last``: a token sees the later ones with the same ``last`` too, and of the earlier ones what the window
+leaves, as in Gemma 3.
 
 Only the attention backends and the tests read a ``Layout``; data/pack.py calls ``depth_of``.
 """
@@ -148,10 +149,10 @@ class Layout:
     def visible(self, query: IntArray, key: IntArray, window: int | None = None) -> Tensor:
         """bool [len(query), len(key)]: which keys (flat indices) each query (flat indices) sees."""
         causal = (key[None, :] <= query[:, None]) & (query[:, None] < self.reach_T[key][None, :])
-        if window:
-            causal &= self.depth_T[query][:, None] - self.depth_T[key][None, :] < window
         if self.last_T is not None:
             causal |= self.last_T[query][:, None] == self.last_T[key][None, :]
+        if window:
+            causal &= self.depth_T[query][:, None] - self.depth_T[key][None, :] < window
         return torch.from_numpy(causal)
 
     def dense_mask(self, window: int | None = None) -> Tensor:
@@ -167,10 +168,10 @@ class Layout:
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             allowed = (key <= query) & (query < reach_T[key])
-            if window:
-                allowed = allowed & (depth_T[query] - depth_T[key] < window)
             if last_T is not None:
                 allowed = allowed | (last_T[query] == last_T[key])
+            if window:
+                allowed = allowed & (depth_T[query] - depth_T[key] < window)
             return allowed
 
         return visible

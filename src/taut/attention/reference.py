@@ -156,9 +156,8 @@ def _key_range(
 ) -> slice:
     """Which depths the queries [start, stop) of a segment can see at all."""
     first = segment.depth + start - segment.start
-    if layout.last_T is not None:
-        return slice(0, segment.depth + int(layout.last_T[start:stop].max()) + 1 - segment.start)
-    return slice(max(0, first - window + 1) if window else 0, first + stop - start)
+    end = stop if layout.last_T is None else int(layout.last_T[start:stop].max()) + 1
+    return slice(max(0, first - window + 1) if window else 0, segment.depth + end - segment.start)
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, call: Call) -> Tensor:

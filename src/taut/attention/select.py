@@ -54,7 +54,7 @@ class Chosen:
 def select(
     requested: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
 ) -> Chosen:
-    """Which backend runs for a model on a device with a compute dtype, and why.
+    """Which backend runs for a model on a device with a compute dtype, and why. ``config`` is the whole model's.
 
     Raises AttentionError where ``requested`` is unknown or is asked for by name and is not to be had.
     """
@@ -63,6 +63,8 @@ def select(
             f"attention={requested} is not known; expected auto, {', '.join(BACKENDS)}"
         )
     obstacles = {name: _obstacle(name, device, dtype, config) for name in BACKENDS}
+    if obstacles["varlen"] is None and _has_two_way_blocks(config):
+        obstacles["varlen"] = "the model's pictures see themselves both ways"
     if requested != "auto":
         if obstacles[requested]:
             raise AttentionError(
@@ -78,10 +80,16 @@ def select(
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
 
 
+def _has_two_way_blocks(config: PreTrainedConfig) -> bool:
+    """Whether the tokens of a picture see each other both ways."""
+    return config.model_type == "gemma3"
+
+
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
 ) -> str | None:
     """Why a backend cannot train this model here; None: it can."""
+    config = config.get_text_config()
     if name == "reference":
         return None
     if device.type != "cuda":

