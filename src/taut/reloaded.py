@@ -33,6 +33,7 @@ from taut.attention.select import select
 from taut.data.pack import ALONE, pack
 from taut.errors import CheckFailed
 from taut.models import anatomy
+from taut.models.in_force import set_attention
 from taut.models.load import is_reward_config, load_config, load_model
 from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
 from taut.models.precision import compute_context
@@ -117,16 +118,15 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
 def _in_full_precision(scorer: Scorer) -> Iterator[torch.dtype]:
     """No noise, and an attention that computes in the dtype of the weights."""
     model, was_training = anatomy.unwrap(scorer.model), scorer.training
-    config = anatomy.text_config(model)
-    before = config._attn_implementation
+    before = anatomy.text_config(model)._attn_implementation
     is_double = next(scorer.parameters()).dtype == torch.float64
     dtype = torch.float64 if is_double else torch.float32
-    model.set_attn_implementation(select("auto", scorer.device, dtype, config).implementation)
+    set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)
     scorer.eval()
     try:
         yield dtype
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         scorer.train(was_training)
 
 

@@ -25,6 +25,7 @@ from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session, drift
 from taut.models import anatomy
 from taut.models.heads import scalar, scalar_head
+from taut.models.in_force import set_attention
 from taut.types import Sample
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
@@ -126,8 +127,8 @@ def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tenso
 def plainly(session: Session, kernel: str) -> Iterator[None]:
     """The model with one of the library's kernels."""
     ours = anatomy.text_config(session.model)._attn_implementation
-    session.model.set_attn_implementation(kernel)
+    set_attention(session.model, kernel)
     try:
         yield
     finally:
-        session.model.set_attn_implementation(ours)
+        set_attention(session.model, ours)

@@ -58,7 +58,7 @@ def precision(session: Session) -> Iterator[Setting]:
 def attention(session: Session) -> Iterator[Setting]:
     """The name in the configuration of every module of the text model."""
     chosen = session.loaded.attention
-    modules = anatomy.decoder(session.scorer.model).modules()
+    modules = anatomy.language_model(session.scorer.model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [getattr(config, "_attn_implementation", None) for config in configs.values()]
     asked = chosen.name if session.run.attention == "auto" else session.run.attention
