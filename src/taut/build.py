@@ -25,12 +25,13 @@ from taut.data.pack import PackPolicy
 from taut.data.plan import START, Budget, CostModel, Cursor, Order
 from taut.data.prompt_set import PromptSet
 from taut.errors import ModelError
+from taut.lookahead import Lookahead
 from taut.loop import Job
 from taut.memory import build_fit
 from taut.methods.offline import Offline
-from taut.models import anatomy
+from taut.models import anatomy, parts
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
-from taut.models.lora import apply_lora, choose_rows
+from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, silence
 from taut.models.precision import (
     ChosenDtype,
@@ -158,6 +159,8 @@ def assemble(
         clip_grad_norm=run.optim.clip_grad_norm,
         alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
     )
+    if inputs.renderer.album is not None and isinstance(method, Offline):
+        job.before_step = [Lookahead(job, inputs.renderer.album)]
     built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
     _join(built)
     return built
@@ -233,6 +236,8 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         names = " and ".join(rows)
         decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
     adapted = apply_lora(model, run.lora, run.seed, rows)
+    if run.lora.is_on and parts.has_parts(model):
+        decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
     dropout = 0.0 if run.MAY_BE_NOISY else silence(adapted)
     if dropout:
         reason = f"the adapter has {dropout:g}; what is compared must not be noisy"
@@ -250,7 +255,7 @@ def choose(
 ) -> tuple[ChosenDtype, Chosen, list[Decision]]:
     """The compute dtype and the attention backend, and why these."""
     dtype = resolve_dtype(run.dtype, device)
-    chosen = select(run.attention, device, dtype.dtype, inputs.config.get_text_config())
+    chosen = select(run.attention, device, dtype.dtype, inputs.config)
     name = str(dtype.dtype).removeprefix("torch.")
     decisions = [
         Decision("dtype", name, dtype.reason),

@@ -125,6 +125,8 @@ class Job:
     roles: Sequence[Role] = ()
     clip_grad_norm: float | None = None
     alarms: Sequence[Alarm] = ()
+    before_step: Sequence[Callable[[int], None]] = ()
+    """What is got ready for the step about to be taken."""
     after_step: Sequence[Callable[[int], None]] = ()
     """Evaluation and checkpoints: called with the step just finished."""
     done: int = 0
@@ -208,6 +210,8 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
 
 def train_step(job: Job, step: int) -> StepReport:
     """One optimizer step."""
+    for act in job.before_step:
+        act(step)
     report = add_gradients(job, job.method.prepare(step), step, job.method.observed(step))
     require_finite(report.loss, "loss", report, job)
     norms = optim.clip(job.optimizer, job.clip_grad_norm)
@@ -326,10 +330,9 @@ def padded(
     microbatches: list[Packed], trees: Sequence[Tree], job: Job
 ) -> list[tuple[Packed, bool]]:
     """The micro-batches, and as many that count for nothing as it takes for all ranks to run equally many backwards."""
-    most = int(job.ranks.max([len(microbatches)])[0])
+    missing = int(job.ranks.max([len(microbatches)])[0]) - len(microbatches)
     shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
     filler = layouts((Tree((shortest,)),), job.policy, job.budget.tokens_per_microbatch)
-    missing = most - len(microbatches)
     return [(packed, True) for packed in microbatches] + [(filler[0], False)] * missing
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
+from taut.data.cache import directory_of
 from taut.data.dataset import DataConfig, Dataset, Split, build_renderer, load_dataset
 from taut.data.groups import Rows
 from taut.data.plan import BatchConfig
@@ -44,6 +46,7 @@ from taut.online.recipe import Recipe
 from taut.optim import OptimConfig
 from taut.parallel import Ranks
 from taut.runlog import LogConfig
+from taut.vision.opening import open_album
 
 Method: TypeAlias = Literal[
     "sft",
@@ -250,10 +253,11 @@ class Language(NamedTuple):
 
 def load_language(run: Run, day: date | None = None) -> Language:
     """Configuration, tokenizer and template. ``day``: when the run began, for a template that asks; None: today."""
-    config = load_config(run.model, run.trust_remote_code)
-    tokenizer = load_tokenizer(run.model, run.trust_remote_code)
+    path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
+    config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
-    renderer = build_renderer(run.data, tokenizer)
+    album = open_album(path, config, tokenizer, run.data.images, cached, trust)
+    renderer = build_renderer(run.data, tokenizer, album)
     renderer.template.day = day or date.today()
     return Language(config, tokenizer, new_ids, renderer)
 
@@ -282,8 +286,9 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     renderer = language.renderer.stopping_at(stops.ids)
     if not ranks.is_writer:
         ranks.barrier()
-    train = load_split(run, "train", renderer, language)
-    held_out = load_split(run, "eval", renderer, language) if run.data.eval else None
+    load = partial(load_split, run, renderer=renderer, language=language)
+    train = load("train", looks_again=ranks.is_writer)
+    held_out = load("eval", looks_again=ranks.is_writer) if run.data.eval else None
     if ranks.is_writer:
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:
@@ -300,14 +305,18 @@ def load_inputs(run: Run, ranks: Ranks, day: date | None = None) -> Inputs:
     return inputs
 
 
-def load_split(run: Run, split: Split, renderer: Renderer, language: Language) -> Dataset:
-    """The samples of a split, with what a teacher's file says of them where there is one."""
+def load_split(
+    run: Run, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+) -> Dataset:
+    """The samples of a split, with what a teacher's file says of them where there is one. ``looks_again``: see
+    ``load_dataset``.
+    """
     longest, kind = longest_sample(run, language.config), run.objective.kind
     online = run.objective.online
     if online is not None:
         asking = Asking(longest, online.rollout.reference)
         return load_prompt_set(run.data, split, renderer, asking)
-    data = load_dataset(run.data, split, renderer, longest, kind=kind)
+    data = load_dataset(run.data, split, renderer, longest, kind=kind, looks_again=looks_again)
     teacher = run.objective.teacher
     return data if teacher is None else with_lists(teacher, data, split, num_rows(language))
 

@@ -38,14 +38,14 @@ from taut.data.sources import Opened, Source, Stamp, changes, open_source
 from taut.data.tokenise import row_offsets, sample_at, tokenise
 from taut.errors import ConfigError
 from taut.types import FloatArray, IntArray, Sample
+from taut.vision.album import Album
+from taut.vision.picture import ImagesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.album import Album
-
 Split: TypeAlias = Literal["train", "eval"]
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BLOCK = 4096
 """Samples looked at together."""
@@ -79,6 +79,8 @@ class DataConfig:
     """What happens to rows in which nothing is to be learned: no target, or no answer better than another."""
     step_separator: str = "\n"
     """What joins the steps of stepwise data."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """How pictures are read."""
     cache: str | None = None
     """Where tokenised data is kept; by default $TAUT_CACHE or the user's cache directory."""
 
@@ -101,6 +103,11 @@ class Part:
 
     def sample(self, index: int) -> Sample:
         return sample_at(self.entry.arrays, index, self.name(index), self.album)
+
+    @property
+    def identity(self) -> str:
+        """Equal where the samples are: what they were made from, and with what; of rows left out, which are there."""
+        return f"{self.key} {self.entry.digest}" if self.entry.is_fleeting else self.key
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -150,7 +157,7 @@ class Dataset(Sequence[Sample]):
         """Where the samples of each row begin, and one more, the end: row i has samples rows[i] to rows[i + 1]."""
         self.row_weights: FloatArray = self.weights[self.rows[:-1]]
         """How many times each row is seen per epoch."""
-        identity = json.dumps([[part.key, part.weight] for part in parts])
+        identity = json.dumps([[part.identity, part.weight] for part in parts])
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.report = self._report(decisions, is_cached)
 
@@ -223,10 +230,12 @@ class Dataset(Sequence[Sample]):
         )
 
 
-def build_renderer(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Renderer:
-    """The renderer a data config asks for."""
+def build_renderer(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: Album | None = None
+) -> Renderer:
+    """The renderer a data config asks for. ``album``: what makes pictures into tokens, of a model that takes them."""
     if config.template is None:
-        return Renderer(tokenizer, None, config.targets)
+        return Renderer(tokenizer, None, config.targets, album=album)
     path = user_path(config.template, "data.template")
     try:
         template = path.read_text(encoding="utf-8")
@@ -235,7 +244,7 @@ def build_renderer(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Re
             f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
             "expected a file with a chat template"
         ) from None
-    return Renderer(tokenizer, template, config.targets)
+    return Renderer(tokenizer, template, config.targets, album=album)
 
 
 def load_dataset(
@@ -245,8 +254,12 @@ def load_dataset(
     max_length: int,
     cache_dir: Path | None = None,
     kind: Kind = "sft",
+    *,
+    looks_again: bool = True,
 ) -> Dataset:
-    """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them."""
+    """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them. ``looks_again``: at
+    sources of which pictures could not be read; false where another process has just done so.
+    """
     _require_fitting(config, kind)
     named = sources(config, split, kind)
     directory = cache_dir or cache.directory_of(config.cache)
@@ -258,6 +271,9 @@ def load_dataset(
     for (source, how), found in zip(named, opened, strict=True):
         key = _key(found, how, limits, identity)
         entry, reason = cache.load(directory, key)
+        if entry is not None and entry.is_fleeting and looks_again:
+            cache.forget(directory, key)
+            entry, reason = None, "pictures could not be read the last time"
         if entry is None:
             is_cached = False
             cache.save(directory, key, tokenise(found, how, limits, renderer))
@@ -269,7 +285,8 @@ def load_dataset(
         times_seen[source.path] += 1
         times = times_seen[source.path]
         label = source.path if times == 1 else f"{source.path}({times})"
-        parts.append(Part(label, source.weight, key, entry, found.path, found.stamps))
+        stamps, album = found.stamps, renderer.album
+        parts.append(Part(label, source.weight, key, entry, found.path, stamps, album))
         _require_weight_counts(parts[-1], split, kind)
     return Dataset(parts, decisions, is_cached)
 

@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.data import cache
-from taut.data.answers import fit_any, render_any
+from taut.data.answers import fit_any, render_any, render_each
 from taut.data.columns import Columns
 from taut.data.judged import read_any
 from taut.data.length import Incident, Limits
 from taut.data.media_arrays import media_arrays, media_at
+from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
-from taut.errors import DataError
+from taut.errors import DataError, PictureError
 from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
@@ -36,10 +37,19 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
     flat = _Flat()
     records = iter(found.records())
     while batch := list(islice(records, BATCH_ROWS)):
-        rows = [read_any(record, f"{found.path}:{number}", columns) for number, record in batch]
-        for (number, _), row, samples in zip(batch, rows, render_any(rows, renderer), strict=True):
+        rows = [
+            _read(record, f"{found.path}:{number}", columns, renderer) for number, record in batch
+        ]
+        readable = [row for row in rows if not isinstance(row, PictureError)]
+        rendered = iter(_rendered(readable, renderer))
+        for (number, _), row in zip(batch, rows, strict=True):
             flat.num_rows += 1
-            flat.add(number, row.place, *fit_any(row, samples, limits))
+            if isinstance(row, PictureError):
+                flat.leave_out(number, f"{found.path}:{number}", row)
+            elif isinstance(samples := next(rendered), PictureError):
+                flat.leave_out(number, row.place, samples)
+            else:
+                flat.add(number, row.place, *fit_any(row, samples, limits))
     if not flat.num_rows:
         raise DataError(
             f"{found.path}: the file has no rows; expected at least one; check the path"
@@ -52,6 +62,24 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
             "expected some; change data.max_length, data.min_length or data.too_long"
         )
     return flat.entry()
+
+
+def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> AnyRow | PictureError:
+    """The row; or, where those without their pictures are left out, what is wrong with one."""
+    try:
+        return read_any(record, place, columns)
+    except PictureError as error:
+        if not _drops_pictures(renderer):
+            raise
+        return error
+
+
+def _rendered(rows: Sequence[AnyRow], renderer: Renderer) -> Sequence[list[Sample] | PictureError]:
+    return render_each(rows, renderer) if _drops_pictures(renderer) else render_any(rows, renderer)
+
+
+def _drops_pictures(renderer: Renderer) -> bool:
+    return renderer.album is not None and renderer.album.images.bad == "drop"
 
 
 class _Flat:
@@ -68,6 +96,13 @@ class _Flat:
         self.read_values: dict[str, list[NDArray[np.float64]]] = {}
         self.incidents: list[Incident] = []
         self.media: list[tuple[Media, ...]] = []
+        self.is_fleeting = False
+
+    def leave_out(self, number: int, place: str, error: PictureError) -> None:
+        """A row whose picture cannot be used."""
+        reason = str(error).removeprefix(f"{place}: ")
+        self.incidents.append(Incident(str(number), "dropped", reason))
+        self.is_fleeting = True
 
     def add(
         self, number: int, place: str, samples: Sequence[Sample], incidents: Sequence[Incident]
@@ -104,7 +139,7 @@ class _Flat:
         for name, given in self.read_values.items():
             arrays[READ_VALUE + name] = np.concatenate(given)
         arrays |= media_arrays(self.media)
-        return cache.Entry(arrays, self.num_rows, tuple(self.incidents))
+        return cache.Entry(arrays, self.num_rows, tuple(self.incidents), self.is_fleeting)
 
 
 def sample_at(

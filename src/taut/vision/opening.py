@@ -1,0 +1,51 @@
+"""A model's album, if it takes pictures; else nothing, and no setting of pictures that would do nothing.
+
+May import the rest of vision, config and errors. Imported by run and by what opens an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from taut.config import fields_of
+from taut.errors import ConfigError
+from taut.vision.album import Album
+from taut.vision.picture import ImagesConfig
+from taut.vision.processors import open_processor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+def open_album(
+    path: str,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImagesConfig,
+    directory: Path,
+    trust_remote_code: bool = False,
+    *,
+    key: str = "data.images",
+) -> Album | None:
+    """The pictures of a run, as the model at ``path`` takes them; None: it takes none. ``directory``: the cache's;
+    ``key``: where ``images`` are in the configuration.
+    """
+    processor = open_processor(path, config, tokenizer, trust_remote_code)
+    if processor is not None:
+        return Album(processor, images, directory / "pictures")
+    reader = f"model={path}, which takes no pictures"
+    require_unset(images, fields_of(ImagesConfig), reader, key)
+    return None
+
+
+def require_unset(
+    images: ImagesConfig, names: Iterable[str], reader: str, key: str = "images"
+) -> None:
+    """Raise ConfigError where one of these settings would be ignored."""
+    for name in names:
+        if getattr(images, name) != getattr(ImagesConfig, name):
+            raise ConfigError(
+                f"{key}.{name} would be ignored by {reader}; expected it unset; remove it"
+            )
