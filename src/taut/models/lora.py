@@ -8,7 +8,7 @@ merges them. A reward model's scalar head trains whole beside the adapters. ``pl
 library with the adapter merged, built beside the one in training, for saving.
 
 peft is imported here only, and only when an adapter is used. May import errors, config and
-models.{anatomy,targets}.
+models.{anatomy,parts,targets}.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
-from taut.models import anatomy
-from taut.models.targets import ends, saved_names, target_names
+from taut.models import anatomy, parts
+from taut.models.targets import ALL, is_meant, saved_names, target_names
 
 
 @configclass
@@ -98,7 +98,7 @@ def choose_rows(
     names = [
         name
         for name in anatomy.table_names(model)
-        if not any(ends(name, saved) for saved in config.modules_to_save)
+        if not any(is_meant(name, saved) for saved in config.modules_to_save)
     ]
     has_head = anatomy.has_head(model)
     if ids and names and has_head and anatomy.head(model).bias is not None:
@@ -153,6 +153,17 @@ def apply_lora(
         )
     assert isinstance(wrapped, nn.Module)
     return wrapped
+
+
+def describe_targets(model: nn.Module, config: LoraConfig) -> tuple[str, str]:
+    """What of a vision-language model carries adapters, and why."""
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    reason = "named by lora.targets"
+    if config.adapter is not None:
+        reason = "as lora.adapter has it"
+    elif config.targets == ALL:
+        reason = f"{ALL}: the language model's; name vision_tower or projector in lora.targets to adapt them too"
+    return parts.counted(adapted), reason
 
 
 def task_of(model: nn.Module) -> str:
@@ -266,7 +277,7 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, rows: Mapping[str, 
 
 
 def _names_embedding(model: PreTrainedModel, names: list[str]) -> bool:
-    return any(ends(anatomy.table_names(model)[0], name) for name in names)
+    return any(is_meant(anatomy.table_names(model)[0], name) for name in names)
 
 
 def _require_known_tables(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ A shared prefix would need the noise of several samples at once, so noise wants 
 (``Packed.spans``). It is off in eval mode and without gradients; a training forward before ``set``
 is an error. Dropout inside the model itself is refused elsewhere.
 
-May import types, errors, config and models.anatomy.
+May import types, errors, config and models.{anatomy,parts}.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from taut.config import configclass
 from taut.errors import ModelError
-from taut.models import anatomy
+from taut.models import anatomy, parts
 from taut.types import Packed
 
 
@@ -100,6 +100,13 @@ class Noise:
             self._hook = anatomy.embedding(model).register_forward_hook(self._add_to_embedding)
         for holder, adapter, name in _dropouts_of(model):
             p = holder[adapter].p
+            part = parts.part_of(name) if parts.has_parts(model) else "language_model"
+            if part != "language_model":
+                raise ModelError(
+                    f"lora.dropout={p:g}, and {name.removesuffix('.lora_dropout')} is of the {part}, which sees "
+                    "pictures and not the tokens of samples, by which noise is drawn; set lora.dropout=0, or adapt the "
+                    "language_model only (lora.targets)"
+                )
             holder[adapter] = KeyedDropout(p, f"{name}.{adapter}", self)
             self._dropouts += 1
 

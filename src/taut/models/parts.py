@@ -39,9 +39,9 @@ _TOWER = frozenset({"visual", "vision_tower", "vision_model"})
 _SCALAR = "score"
 
 
-def takes_pictures(model: nn.Module) -> bool:
-    """Whether the model has these parts."""
-    return hasattr(anatomy.unwrap(model).config, "vision_config")
+def has_parts(model: nn.Module) -> bool:
+    """Whether it is a vision-language model."""
+    return anatomy.takes_pictures(anatomy.unwrap(model).config)
 
 
 def part_of(name: str) -> Part | None:
@@ -60,7 +60,7 @@ def matching(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> 
     """The ``names`` (of the model's parameters or modules) that a pattern means. ``key``: where the user wrote it."""
     if pattern not in WORDS:
         return anatomy.match_names(pattern, list(names))
-    if not takes_pictures(model):
+    if not has_parts(model):
         raise ModelError(
             f"{key}: {pattern!r} is a part of a vision-language model, and {type(anatomy.unwrap(model)).__name__} is "
             "none; expected names of its parameters; leave it out"

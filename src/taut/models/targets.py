@@ -24,7 +24,7 @@ ALL: Literal["all-linear"] = "all-linear"
 _TARGETS, _SAVED = "lora.targets", "lora.modules_to_save"
 
 
-def ends(full_name: str, name: str) -> bool:
+def is_meant(full_name: str, name: str) -> bool:
     """peft's rule: a name is matched by its last parts."""
     return full_name == name or full_name.endswith(f".{name}")
 
@@ -34,7 +34,7 @@ def target_names(
 ) -> list[str] | Literal["all-linear"]:
     """The ends of names as they are; what patterns and parts mean, in full."""
     if targets == ALL:
-        if not parts.takes_pictures(model):
+        if not parts.has_parts(model):
             return ALL
         targets = ["language_model"]
     head, linear = _head(model), _linear(model)
@@ -43,7 +43,7 @@ def target_names(
         is_part = target in parts.WORDS
         is_end = not is_part and not any(sign in target for sign in "*?[/")
         if is_end:
-            matches = [name for name in linear if ends(name, target)]
+            matches = [name for name in linear if is_meant(name, target)]
         else:
             matches = parts.matching(model, target, list(linear), _TARGETS)
         if is_part:
@@ -72,7 +72,7 @@ def saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     head, modules = _head(model), dict(model.named_modules())
     found: list[str] = []
     for name in names:
-        matches = [full for full in modules if ends(full, name)]
+        matches = [full for full in modules if is_meant(full, name)]
         if name == "projector" and not matches:
             found += _whole(model, name)
             continue
