@@ -10,6 +10,7 @@ import ssl
 import time
 from functools import cache
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -32,6 +33,8 @@ class _Again(Exception):
 
 def fetch(url: str, name: str, most: int) -> bytes:
     """The bytes at ``url``, at most so many. ``name``: of the picture, for messages."""
+    if not _is_address(url):
+        raise _refused(name, "not an address")
     end = time.monotonic() + SECONDS
     for attempt in range(ATTEMPTS):
         try:
@@ -75,6 +78,14 @@ def _body(answer: httpx2.Response, name: str, most: int, end: float) -> bytes:
         if time.monotonic() > end:
             raise _refused(name, f"not whole after {SECONDS:g} s")
     return bytes(content)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _refused(name: str, found: str) -> PictureError:
