@@ -265,11 +265,11 @@ def load_dataset(
     directory = cache_dir or cache.directory_of(config.cache)
     limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
     opened = [open_source(source) for source, _ in named]
-    identity = renderer.identity()
+    identity, album = renderer.identity(), renderer.album
     parts, decisions, is_cached = [], [], True
     times_seen: Counter[str] = Counter()
     for (source, how), found in zip(named, opened, strict=True):
-        key = _key(found, how, limits, identity)
+        key = _key(found, how, limits, identity, names_files=album is not None)
         entry, reason = cache.load(directory, key)
         if entry is not None and entry.is_fleeting and looks_again:
             cache.forget(directory, key)
@@ -285,8 +285,7 @@ def load_dataset(
         times_seen[source.path] += 1
         times = times_seen[source.path]
         label = source.path if times == 1 else f"{source.path}({times})"
-        stamps, album = found.stamps, renderer.album
-        parts.append(Part(label, source.weight, key, entry, found.path, stamps, album))
+        parts.append(Part(label, source.weight, key, entry, found.path, found.stamps, album))
         _require_weight_counts(parts[-1], split, kind)
     return Dataset(parts, decisions, is_cached)
 
@@ -372,11 +371,26 @@ def _columns(config: DataConfig, source: Source, kind: Kind) -> Columns:
         config.ignore_keys,
         kind=kind,
         step_separator=config.step_separator,
+        folder=_folder(config, source),
+        fps=config.images.fps,
+        max_frames=config.images.max_frames,
     )
 
 
-def _key(found: Opened, columns: Columns, limits: Limits, identity: str) -> str:
+def _folder(config: DataConfig, source: Source) -> str:
+    """Where relative paths of pictures begin."""
+    if config.images.folder is not None:
+        return str(user_path(config.images.folder, "data.images.folder").absolute())
+    path = Path(source.path).absolute()
+    return str(path if path.is_dir() else path.parent)
+
+
+def _key(
+    found: Opened, columns: Columns, limits: Limits, identity: str, *, names_files: bool
+) -> str:
     parts = [CACHE_VERSION, found.digest, identity, repr(columns), repr(limits)]
+    if names_files:
+        parts.append(columns.folder)
     if columns.kind != "sft":
         parts += [columns.kind, columns.step_separator]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
