@@ -74,9 +74,10 @@ def open_processor(
             f"beside config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
         )
     images, settings, own = _library_files(path, config, trust_remote_code)
-    _require_class(path, own.get("processor_class"), kind.processor)
-    _require_class(path, settings.get("processor_class"), kind.processor)
-    _require_class(path, type(images).__name__.removesuffix("Pil"), kind.images)
+    for name in (own.get("processor_class"), settings.get("processor_class")):
+        _require_class(path, name, kind.processor)
+    for name in (settings.get("image_processor_type"), type(images).__name__):
+        _require_class(path, name, kind.images, kind.processor.replace("Proc", "ImageProc"))
     return kind.family(Given(path, config, tokenizer, images, own))
 
 
@@ -98,10 +99,10 @@ def _library_files(
     return images, settings, own
 
 
-def _require_class(path: str, found: str | None, expected: str) -> None:
+def _require_class(path: str, found: str | None, *expected: str) -> None:
     """A class that the files name has to be the family's; they need not name one."""
-    if found is not None and found != expected:
+    if found is not None and found.removesuffix("Fast").removesuffix("Pil") not in expected:
         raise ModelError(
-            f"model={path}: its pictures are for {found}; expected {expected}, which goes with its config.json; copy "
-            f"{' and '.join(_FILES)} from the base model"
+            f"model={path}: its pictures are for {found}; expected {expected[0]}, which goes with its config.json; "
+            f"copy {' and '.join(_FILES)} from the base model"
         )

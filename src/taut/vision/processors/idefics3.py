@@ -20,7 +20,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 
 from taut.errors import ModelError
 from taut.vision.processor import Shape
-from taut.vision.processors.family import Family, Given
+from taut.vision.processors.family import Family, Given, sides
 
 _PLACE = re.compile(r"<row_\d+_col_\d+>")
 
@@ -40,7 +40,7 @@ class Idefics3(Family):
         self._longest = _longest_edge(given, "size")
         self._tile = _longest_edge(given, "max_image_size")
         self._is_cut = bool(images.do_image_splitting)
-        num_patches = (self._tile // config.vision_config.patch_size) ** 2
+        num_patches = (self._tile // sides(config.vision_config.patch_size)[0]) ** 2
         num_tokens = given.own_number("image_seq_len", 169)
         given.require_same("image_seq_len", num_tokens, int(num_patches / config.scale_factor**2))
         self._num_tokens, self._features = num_tokens, image * num_tokens
