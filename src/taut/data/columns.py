@@ -10,8 +10,9 @@ sharegpt presets.
 The same columns without the answer make a prompt (``read_prompt``). A record that fits none, or more
 than one, is an error that names the columns found. A mapping names taut's column and the one in the
 data: ``data.columns = {messages = "dialog"}``; formats whose columns are mapped take precedence.
-Rows whose answers are judged (``kind``) have columns of their own: ``judged.py``. Imported by it,
-``dataset.py`` and ``prompts.py``.
+Pictures and videos have columns beside messages: ``placing.py``. Rows whose answers are judged
+(``kind``) have columns of their own: ``judged.py``. Imported by it, ``dataset.py`` and
+``prompts.py``.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from taut.data.formats import (
-    MEDIA,
     Completion,
     Conversation,
     Document,
     Message,
     Row,
     did_you_mean,
-    parse_if_text,
-    read_call,
     read_conversation,
     read_text,
     shown,
 )
+from taut.data.media import HERE, PICTURES, VIDEOS, Finding
+from taut.data.placing import placed, refuse_beside_text, usable
 from taut.data.preferences import Kind
+from taut.data.presets import after_system, alpaca_prompt, turns_of
 from taut.errors import ConfigError, DataError
 
 Format: TypeAlias = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
@@ -48,13 +49,14 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 PROMPT_REQUIRED = {**REQUIRED, "completion": ("prompt",), "alpaca": ("instruction",)}
 """What a row needs to be a prompt."""
-OPTIONAL = ("tools", "system", "input", "history")
+COLUMNS_OF_MEDIA = (*PICTURES, *VIDEOS)
+OPTIONAL = ("tools", "system", "input", "history", *COLUMNS_OF_MEDIA)
 COLUMN_NAMES = (*(name for names in REQUIRED.values() for name in names), *OPTIONAL)
 READS: dict[str, tuple[str, ...]] = {
-    "messages": ("tools", "system"),
-    "sharegpt": ("tools", "system"),
-    "completion": ("tools",),
-    "alpaca": ("input", "system", "history"),
+    "messages": ("tools", "system", *COLUMNS_OF_MEDIA),
+    "sharegpt": ("tools", "system", *COLUMNS_OF_MEDIA),
+    "completion": ("tools", *COLUMNS_OF_MEDIA),
+    "alpaca": ("input", "system", "history", *COLUMNS_OF_MEDIA),
     "text": (),
 }
 """What each format reads where it is there. Tools go with messages, not with a text and its completion."""
@@ -85,20 +87,6 @@ TRAINED_BY: dict[Kind, str] = {
 }
 """What trains on rows of a kind, for those that are given rows of another."""
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -115,6 +103,18 @@ class Columns:
     """What a row says of its answers."""
     step_separator: str = field(default="\n", repr=False)
     """What joins the steps of stepwise data."""
+
+    folder: str = field(default=HERE.folder, repr=False)
+    """Where the relative paths of pictures are tried first, before the working directory."""
+    fps: float = HERE.fps
+    """Frames a second that are taken of a video's file."""
+    max_frames: int = HERE.max_frames
+    """Frames a video may have; of a file so many are taken, evenly spread."""
+
+    @property
+    def finding(self) -> Finding:
+        """How pictures are found."""
+        return Finding(self.folder, self.fps, self.max_frames)
 
     def __post_init__(self) -> None:
         names = (*COLUMN_NAMES, *JUDGED_NAMES[self.kind])
@@ -154,14 +154,13 @@ def recognise(record: object, place: str, columns: Columns) -> Recognised:
     chosen = _recognise(named, place, columns, REQUIRED)
     read = {*REQUIRED[chosen], *READS[chosen], *judged}
     if chosen == "completion" and isinstance(named["prompt"], str):
-        read.discard("tools")
+        read -= {"tools", *COLUMNS_OF_MEDIA}
     return Recognised(chosen, {name: it for name, it in named.items() if name not in read})
 
 
 def read_row(record: object, place: str, columns: Columns) -> Row:
     """Validate one record of a file."""
-    named = renamed(record, place, columns)
-    refuse_media(named, place, columns)
+    named = with_media(renamed(record, place, columns), place, columns)
     return read_named(named, place, columns)
 
 
@@ -169,11 +168,12 @@ def read_named(named: dict[str, Any], place: str, columns: Columns) -> Row:
     """The same of a record whose columns have taut's names."""
     chosen = _recognise(named, place, columns, REQUIRED)
     if chosen == "text":
+        refuse_beside_text(named, place, columns.prefix)
         return Document(place, read_text(named["text"], f"{place}: text"))
     if chosen == "completion":
         return _read_completion(named, place, columns)
     if chosen == "alpaca":
-        return _read_alpaca(named, place)
+        return _read_alpaca(named, place, columns)
     column = REQUIRED[chosen][0]
     return _read_turns(named, place, column, columns)
 
@@ -182,15 +182,15 @@ def read_prompt(record: object, place: str, columns: Columns) -> Conversation | 
     """Validate one record of a file of prompts: a conversation, its last answer included where the
     row has it as a message, or a text to be continued as it is.
     """
-    named = renamed(record, place, columns)
-    refuse_media(named, place, columns)
+    named = with_media(renamed(record, place, columns), place, columns)
     chosen = _recognise(named, place, columns, PROMPT_REQUIRED)
     column = PROMPT_REQUIRED[chosen][0]
     value = named[column]
     if chosen == "text" or (chosen == "completion" and isinstance(value, str)):
+        refuse_beside_text(named, place, columns.prefix)
         return Document(place, read_text(value, f"{place}: {column}"))
     if chosen == "alpaca":
-        return read_conversation(alpaca_prompt(named, place), place, column="alpaca")
+        return _read_instruction(alpaca_prompt(named, place), named, place, columns)
     answer = named.get("completion")
     if chosen == "completion" and isinstance(value, list) and isinstance(answer, list):
         named = {**named, column: [*value, *answer]}
@@ -219,13 +219,10 @@ def renamed(record: object, place: str, columns: Columns) -> dict[str, Any]:
     return named
 
 
-def refuse_media(named: Mapping[str, Any], place: str, columns: Columns) -> None:
-    for name in MEDIA:
-        if named.get(name) and name not in columns.ignore_keys:
-            raise DataError(
-                f"{place}: the row has {name}; expected text only: pictures, sound and video are not "
-                f"supported here; remove them, or name the column in {columns.prefix}ignore_keys"
-            )
+def with_media(named: dict[str, Any], place: str, columns: Columns) -> dict[str, Any]:
+    """The row without the pictures that data.ignore_keys leaves out."""
+    ignored = set(columns.ignore_keys) - set(columns.mapping)
+    return usable(named, place, ignored, columns.prefix)
 
 
 def of_other_kind(named: Mapping[str, Any], kind: Kind) -> str:
@@ -277,59 +274,11 @@ def _recognise(
 
 def _read_turns(named: dict[str, Any], place: str, column: str, columns: Columns) -> Conversation:
     turns = after_system(named, place, turns_of(named[column], f"{place}: {column}"))
-    ignore = columns.ignore_keys
-    return read_conversation(turns, place, named.get("tools"), ignore=ignore, column=column)
-
-
-def turns_of(value: object, where: str) -> object:
-    """Messages as they are given, those of sharegpt renamed; not validated."""
-    turns = parse_if_text(value, where)
-    if isinstance(turns, list):
-        first = turns[0] if turns else None
-        if isinstance(first, dict) and "from" in first and "role" not in first:
-            turns = [_from_sharegpt(turn, f"{where}[{i}]") for i, turn in enumerate(turns)]
-            turns = [turn for turn in turns if turn != {"role": "system", "content": ""}]
-    return turns
-
-
-def after_system(named: dict[str, Any], place: str, turns: object) -> object:
-    """The same with the system column before them."""
-    if not isinstance(turns, list):
-        return turns
-    system = _system(named, place)
-    if system and turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
-        raise DataError(f"{place}: a system column and a system message; expected one of them")
-    return [*system, *turns]
-
-
-def _from_sharegpt(turn: object, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise DataError(f"{where} is {shown(turn)}; expected an object with from and value")
-    speaker = turn.get("from")
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
-        raise DataError(
-            f"{where}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
-        )
-    value = turn.get("value")
-    if not isinstance(value, str):
-        raise DataError(f"{where}.value is {shown(value)}; expected a string")
-    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    message: Message = {"role": SHAREGPT_ROLES[speaker], "content": value, **rest}
-    if speaker == "function_call":
-        calls = parse_if_text(value, f"{where}.value")
-        calls = calls if isinstance(calls, list) else [calls]
-        message["content"] = ""
-        message["tool_calls"] = [read_call(call, f"{where}.value") for call in calls]
-    return message
-
-
-def _system(named: dict[str, Any], place: str) -> list[Message]:
-    """The system column as a message; empty means none, as these data sets mean it."""
-    system = named.get("system", "")
-    if not isinstance(system, str):
-        raise DataError(f"{place}: system is {shown(system)}; expected a string")
-    return [{"role": "system", "content": system}] if system.strip() else []
+    turns = placed(turns, named, place, needs_marks=column == "conversations")
+    ignore, finding = columns.ignore_keys, columns.finding
+    return read_conversation(
+        turns, place, named.get("tools"), ignore=ignore, column=column, finding=finding
+    )
 
 
 def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row:
@@ -337,7 +286,7 @@ def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row
     if isinstance(prompt, list) and isinstance(completion, list):
         if not completion:
             raise DataError(f"{place}: completion is an empty list; expected messages")
-        turns = [*prompt, *completion]
+        turns = placed([*prompt, *completion], named, place)
         tools, ignore = named.get("tools"), columns.ignore_keys
         return read_conversation(
             turns,
@@ -346,47 +295,27 @@ def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row
             ignore=ignore,
             first_learned=len(prompt),
             column="prompt+completion",
+            finding=columns.finding,
         )
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
             f"{place}: prompt is {shown(prompt)} and completion is {shown(completion)}; "
             "expected two texts or two lists of messages"
         )
+    refuse_beside_text(named, place, columns.prefix)
     prompt = read_text(prompt, f"{place}: prompt")
     return Completion(place, prompt, read_text(completion, f"{place}: completion"))
 
 
-def _read_alpaca(named: dict[str, Any], place: str) -> Conversation:
+def _read_alpaca(named: dict[str, Any], place: str, columns: Columns) -> Conversation:
     answer = read_text(named["output"], f"{place}: output")
     turns = [*alpaca_prompt(named, place), {"role": "assistant", "content": answer}]
-    return read_conversation(turns, place, column="alpaca")
+    return _read_instruction(turns, named, place, columns)
 
 
-def alpaca_prompt(named: dict[str, Any], place: str) -> list[Message]:
-    """One user message of instruction, newline, input; earlier exchanges from ``history``."""
-    messages = _system(named, place)
-    history = parse_if_text(named.get("history") or [], f"{place}: history")
-    if not isinstance(history, list):
-        raise DataError(
-            f"{place}: history is {shown(history)}; expected a list of [question, answer]"
-        )
-    for index, exchange in enumerate(history):
-        if not isinstance(exchange, list) or len(exchange) != 2:
-            raise DataError(
-                f"{place}: history[{index}] is {shown(exchange)}; expected [question, answer]"
-            )
-        messages.append(
-            {"role": "user", "content": read_text(exchange[0], f"{place}: history[{index}][0]")}
-        )
-        messages.append(
-            {
-                "role": "assistant",
-                "content": read_text(exchange[1], f"{place}: history[{index}][1]"),
-            }
-        )
-    question = read_text(named["instruction"], f"{place}: instruction")
-    extra = named.get("input", "")
-    if not isinstance(extra, str):
-        raise DataError(f"{place}: input is {shown(extra)}; expected a string")
-    question = f"{question}\n{extra}" if extra.strip() else question
-    return [*messages, {"role": "user", "content": question}]
+def _read_instruction(
+    turns: list[Message], named: dict[str, Any], place: str, columns: Columns
+) -> Conversation:
+    """Pictures come before the first question where it has no marks, as in other messages."""
+    asked = placed(turns, named, place)
+    return read_conversation(asked, place, column="alpaca", finding=columns.finding)

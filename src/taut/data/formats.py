@@ -3,8 +3,8 @@ document.
 
 Strict on purpose: an unknown role, an unknown key of a message, empty content or a value of the
 wrong kind is a DataError that names file and line; nothing is guessed and nothing is dropped.
-Content given as a list of text parts is joined; pictures and sound are refused by name. Tool calls
-and tools are brought into the one shape that chat templates expect: ``{"type": "function",
+Content given as a list of text parts is joined; one that has a picture stays a list of parts
+(``media.py``). Tool calls and tools are brought into the one shape that chat templates expect: ``{"type": "function",
 "function": {"name", "arguments": object}}``.
 
 Does not know files, columns (``columns.py``) or chat templates (``render.py``), which decide what
@@ -13,19 +13,24 @@ order of roles they accept. Imported by the rest of ``taut.data`` and by whoever
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
+from taut.data.media import HERE, MEDIA, Finding, read_content
+from taut.data.media import images_of as images_of
+from taut.data.media import text_of as text_of
 from taut.data.strict_json import read_json
+from taut.data.wording import did_you_mean as did_you_mean
+from taut.data.wording import listed as listed
+from taut.data.wording import shown as shown
 from taut.errors import DataError
 
 Message: TypeAlias = dict[str, Any]
-"""A message as chat templates read it: role, content, and what else it carries; never ``train``."""
+"""A message as chat templates read it: role, content, and what else it carries; never ``train``. Content is a text, or
+a list of parts where it has a picture."""
 Tool: TypeAlias = dict[str, Any]
 
 
@@ -69,7 +74,6 @@ KEYS_OF_ROLE = {
     "tool": {"name", "tool_call_id"},
 }
 MESSAGE_KEYS = {"role", "content", "train"}.union(*KEYS_OF_ROLE.values())
-MEDIA = ("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos")
 
 
 def read_conversation(
@@ -80,10 +84,12 @@ def read_conversation(
     ignore: Collection[str] = (),
     first_learned: int = 0,
     column: str = "messages",
+    finding: Finding = HERE,
 ) -> Conversation:
     """Validate a list of messages.
 
-    Assistant turns from ``first_learned`` on may be learned, but for those with train: false.
+    Assistant turns from ``first_learned`` on may be learned, but for those with train: false. ``finding``: where the
+    pictures are that messages name.
     """
     items = parse_if_text(value, f"{place}: {column}")
     if not isinstance(items, list) or not items:
@@ -92,7 +98,7 @@ def read_conversation(
     learned: list[int] = []
     excluded: list[int] = []
     for index, item in enumerate(items):
-        message, train = _read_message(item, f"{place}: {column}[{index}]", ignore)
+        message, train = _read_message(item, f"{place}: {column}[{index}]", ignore, finding)
         messages.append(message)
         if message["role"] == "assistant" and not train:
             excluded.append(index)
@@ -129,6 +135,23 @@ def read_number(value: object, where: str) -> float:
     return float(found)
 
 
+def read_label(value: object, where: str) -> float:
+    """True or false, or their text as CSV files have it."""
+    texts = {"true": True, "false": False}
+    found = texts.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise DataError(f"{where} is {shown(value)}; expected true (a good answer) or false")
+    return float(found)
+
+
+def read_fraction(value: object, where: str) -> float:
+    """True, false, or how much of it is true."""
+    number = float(value) if isinstance(value, bool) else read_number(value, where)
+    if not 0 <= number <= 1:
+        raise DataError(f"{where} is {shown(value)}; expected true, false or a number from 0 to 1")
+    return number
+
+
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:
     """The functions on offer, each wrapped as ``{"type": "function", "function": {...}}``."""
     if value is None or value == "":
@@ -162,35 +185,9 @@ def require_json(value: object, where: str) -> None:
         raise DataError(f"{where} is no JSON ({error}); expected what JSON can hold") from None
 
 
-def listed(names: Iterable[object]) -> str:
-    """Names in an error message: a few, on one line."""
-    return ", ".join(
-        name if isinstance(name, str) and name.isprintable() and len(name) <= 40 else shown(name)
-        for name in islice(names, 9)
-    )
-
-
-def shown(value: object) -> str:
-    """A value in an error message: short, one line, and safe for any JSON."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= 40 else value[:37] + "...")
-    if isinstance(value, dict):
-        keys = ", ".join(shown(key) for key in list(value)[:5])
-        return f"an object with keys {keys}" if value else "an empty object"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}" if value else "an empty list"
-    if value is None:
-        return "null"
-    return repr(value)[:40]
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _read_message(item: object, where: str, ignore: Collection[str]) -> tuple[Message, bool]:
+def _read_message(
+    item: object, where: str, ignore: Collection[str], finding: Finding
+) -> tuple[Message, bool]:
     if not isinstance(item, dict):
         raise DataError(f"{where} is {shown(item)}; expected an object with role and content")
     given = {key: value for key, value in item.items() if value is not None and key not in ignore}
@@ -200,7 +197,8 @@ def _read_message(item: object, where: str, ignore: Collection[str]) -> tuple[Me
         found = shown(role) if "role" in given else "missing"
         raise DataError(f"{where}.role is {found}; expected system, user, assistant or tool{hint}")
     _check_keys(given, role, where)
-    message: Message = {"role": role, "content": _read_content(given.get("content"), where)}
+    content = read_content(given.get("content"), where, role, finding, ignore)
+    message: Message = {"role": role, "content": content}
     for key in sorted(KEYS_OF_ROLE[role] & given.keys()):
         is_calls = key == "tool_calls"
         message[key] = _read_calls(given[key], where) if is_calls else given[key]
@@ -208,7 +206,8 @@ def _read_message(item: object, where: str, ignore: Collection[str]) -> tuple[Me
             raise DataError(f"{where}.{key} is {shown(given[key])}; expected a string")
     if message.get("tool_calls") == []:
         del message["tool_calls"]
-    if not message["content"].strip() and role != "tool" and "tool_calls" not in message:
+    is_empty = isinstance(content, str) and not content.strip()
+    if is_empty and role != "tool" and "tool_calls" not in message:
         raise DataError(
             f"{where}.content is empty; expected text; remove the message or fill it in"
         )
@@ -219,8 +218,8 @@ def _check_keys(given: Message, role: str, where: str) -> None:
     for key in given:
         if key in MEDIA:
             raise DataError(
-                f"{where} has {key}; expected text only: pictures, sound and video are not "
-                "supported here"
+                f"{where} has {key}; expected pictures as parts of its content, or in a column of the "
+                "row; sound is not supported"
             )
         if key in ("weight", "loss_weight", "loss", "mask"):
             raise DataError(
@@ -248,35 +247,6 @@ def _read_train(given: Message, role: str, where: str) -> bool:
             f"{where}.train is true on a {role} message; expected it on assistant messages only"
         )
     return train
-
-
-def _read_content(content: object, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    raise DataError(
-        f"{where}.content is {shown(content)}; expected a string or a list of text parts"
-    )
-
-
-def _read_part(part: object, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise DataError(f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}}')
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in MEDIA:
-        raise DataError(
-            f"{where} is of type {kind}; expected text only: pictures, sound and video are not "
-            "supported here"
-        )
-    text = part.get("text")
-    if kind != "text" or not isinstance(text, str):
-        raise DataError(f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}}')
-    return text
 
 
 def _read_calls(value: object, where: str) -> list[Tool]:

@@ -31,15 +31,12 @@ from taut.data.columns import (
     PROMPTS,
     REJECTED_SCORES,
     Columns,
-    after_system,
-    alpaca_prompt,
     of_other_kind,
     read_named,
     read_prompt,
     read_row,
-    refuse_media,
     renamed,
-    turns_of,
+    with_media,
 )
 from taut.data.formats import (
     Completion,
@@ -49,12 +46,17 @@ from taut.data.formats import (
     did_you_mean,
     parse_if_text,
     read_conversation,
+    read_fraction,
+    read_label,
     read_list,
     read_number,
     read_text,
     shown,
+    text_of,
 )
+from taut.data.placing import placed, refuse_beside_text, unmarked
 from taut.data.preferences import Answers, AnyRow, Stepwise
+from taut.data.presets import after_system, alpaca_prompt, turns_of
 from taut.errors import DataError
 
 
@@ -75,7 +77,7 @@ def read_any(record: object, place: str, columns: Columns) -> AnyRow:
     named = renamed(record, place, columns)
     unused = set(columns.ignore_keys) - set(columns.mapping)
     named = {name: value for name, value in named.items() if name not in unused}
-    refuse_media(named, place, columns)
+    named = with_media(named, place, columns)
     return READERS[columns.kind](named, place, columns)
 
 
@@ -142,7 +144,7 @@ def _margin(named: Mapping[str, Any], place: str, columns: Columns) -> float:
 
 def _read_unpaired(named: dict[str, Any], place: str, columns: Columns) -> Answers:
     if "label" in named:
-        label = _label(named.pop("label"), f"{place}: label")
+        label = read_label(named.pop("label"), f"{place}: label")
         answer = _judged_row(named, place, columns)
         if isinstance(answer, Document):
             raise DataError(
@@ -182,7 +184,7 @@ def _read_stepwise(named: dict[str, Any], place: str, columns: Columns) -> Stepw
     items = read_list(named["completions"], f"{place}: completions")
     steps = tuple(read_text(item, f"{place}: completions[{i}]") for i, item in enumerate(items))
     marks = read_list(named["labels"], f"{place}: labels")
-    labels = tuple(_fraction(mark, f"{place}: labels[{i}]") for i, mark in enumerate(marks))
+    labels = tuple(read_fraction(mark, f"{place}: labels[{i}]") for i, mark in enumerate(marks))
     if not steps or len(steps) != len(labels):
         raise DataError(
             f"{place}: completions has {len(steps)} steps and labels has {len(labels)}; expected one label a step, and "
@@ -238,11 +240,13 @@ def _prompt(named: dict[str, Any], place: str, columns: Columns) -> _Prompt:
     if not fitting:
         return _Prompt("")
     column = PROMPTS[fitting[0]]
-    if column == "instruction":
-        return _Prompt(column, turns=list(alpaca_prompt(named, place)))
     if column == "prompt" and isinstance(named[column], str):
         return _Prompt(column, text=read_text(named[column], f"{place}: prompt"))
-    turns = after_system(named, place, turns_of(named[column], f"{place}: {column}"))
+    if column == "instruction":
+        turns: object = alpaca_prompt(named, place)
+    else:
+        turns = after_system(named, place, turns_of(named[column], f"{place}: {column}"))
+    turns = placed(turns, named, place, needs_marks=column == "conversations")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{place}: {column} is {shown(turns)}; expected a list of messages")
     return _Prompt(column, turns=turns)
@@ -284,6 +288,7 @@ def _texts(
 
 
 def _refuse_beside_text(named: Mapping[str, Any], place: str, columns: Columns) -> None:
+    refuse_beside_text(named, place, columns.prefix)
     for name in ("system", "tools"):
         if named.get(name):
             raise DataError(
@@ -323,6 +328,7 @@ def _after(
         ignore=columns.ignore_keys,
         first_learned=size,
         column=f"{prompt.column}+{name}",
+        finding=columns.finding,
     )
 
 
@@ -336,11 +342,12 @@ def _whole_conversations(
     """Conversations whose common leading messages are the prompt. A prompt given as text too must be among them."""
     rows = [
         read_conversation(
-            after_system(named, place, turns_of(value, f"{place}: {name}")),
+            placed(after_system(named, place, turns_of(value, f"{place}: {name}")), named, place),
             place,
             named.get("tools"),
             ignore=columns.ignore_keys,
             column=name,
+            finding=columns.finding,
         )
         for name, value in given.items()
     ]
@@ -351,7 +358,8 @@ def _whole_conversations(
             rows[0].learned, default=size
         )  # equal ones: what to do with them is not decided here
     shared = rows[0].messages[:size]
-    if prompt is not None and prompt.strip() not in [it["content"].strip() for it in shared]:
+    said = [text_of(it["content"]).strip() for it in shared]
+    if prompt is not None and not {prompt.strip(), unmarked(prompt).strip()} & set(said):
         raise DataError(
             f"{place}: prompt is {shown(prompt)}, and none of the messages that the answers have in common says so; "
             "expected the same; if it is what the user says, set "
@@ -379,19 +387,3 @@ def _without(
         f"{place}: the row is {shown(named)}; expected {wanted} ({columns.kind} data); {other}name your columns, as "
         f"in {columns.prefix}columns='{{{missing} = \"...\"}}'{did_you_mean(missing, named)}"
     )
-
-
-def _label(value: object, where: str) -> float:
-    """True or false, or their text as CSV files have it."""
-    texts = {"true": True, "false": False}
-    found = texts.get(value.strip().lower()) if isinstance(value, str) else value
-    if not isinstance(found, bool):
-        raise DataError(f"{where} is {shown(value)}; expected true (a good answer) or false")
-    return float(found)
-
-
-def _fraction(value: object, where: str) -> float:
-    number = float(value) if isinstance(value, bool) else read_number(value, where)
-    if not 0 <= number <= 1:
-        raise DataError(f"{where} is {shown(value)}; expected true, false or a number from 0 to 1")
-    return number

@@ -1,0 +1,269 @@
+"""Pictures and videos in the content of messages, in the shapes that data have them, brought into one.
+
+    {"type": "text", "text": str}       {"type": "image", "image": ImageRef}
+
+A picture is a part of the content: ``{"type": "image", "image": VALUE}``, with ``path``, ``url``, ``bytes``, ``base64``
+or ``source`` in place of ``image``, or ``{"type": "image_url", "image_url": {"url": VALUE}}``. A VALUE is a path, an
+address, a data URL, bytes, a PIL picture, or an object of these; text under ``bytes``, ``base64``, ``data`` is base64.
+
+A video (``{"type": "video", "video": FILE or list of VALUES}``) becomes its frames, each a picture with its time in a
+text before it, as Qwen3-VL writes it: ``<1.5 seconds>``. A list of frames has ``fps`` or ``timestamps`` beside it.
+
+Pictures are for the model to read: an assistant's turn has none. Sound is refused. Nothing is opened but videos, and a
+file that is not there keeps its name for whoever opens it. Does not know columns (``placing.py``). Imported by the rest
+of ``taut.data``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import unquote
+
+from PIL import Image
+
+from taut.data.wording import listed, shown
+from taut.errors import DataError
+from taut.vision.picture import ImageRef
+from taut.vision.video import Frame, frames_of, png_of
+
+Part: TypeAlias = dict[str, Any]
+
+PICTURES = ("images", "image", "image_url")
+VIDEOS = ("videos", "video", "video_url")
+SOUNDS = ("audio", "audios", "input_audio", "audio_url")
+MEDIA = (*PICTURES, *VIDEOS, *SOUNDS)
+"""Columns, keys of messages and types of parts that are not text."""
+ENCODED = ("bytes", "base64", "data")
+"""Keys whose text is base64."""
+VALUES = ("image", "image_url", "video", "video_url", "path", "url", "source", *ENCODED)
+"""Keys that hold a picture or a video."""
+NOTES = ("type", "text", "index", "media_type", "mime_type")
+"""What else a part may have: nothing of it is needed once the picture is found."""
+TIMES = ("fps", "timestamps")
+
+
+class Finding(NamedTuple):
+    """How pictures and the frames of videos are found."""
+
+    folder: str = ""
+    """Where relative paths are tried first, before the working directory."""
+    fps: float = 2.0
+    """Frames a second that are taken of a video's file."""
+    max_frames: int = 64
+    """Frames a video may have; of a file so many are taken, evenly spread."""
+
+
+HERE = Finding()
+"""Relative to the working directory."""
+
+
+def read_content(
+    content: object, where: str, role: str, finding: Finding, ignored: Collection[str]
+) -> str | list[Part]:
+    """The content of a message: a text, or the parts of one that has a picture."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise DataError(
+            f"{where}.content is {shown(content)}; expected a string or a list of text parts and pictures"
+        )
+    parts: list[Part] = []
+    for index, part in enumerate(content):
+        parts += _read_part(part, f"{where}.content[{index}]", finding, ignored)
+    if all(part["type"] == "text" for part in parts):
+        return text_of(parts)
+    if role == "assistant":
+        raise DataError(
+            f"{where} is an assistant message with a picture; expected text: the model reads pictures and does not "
+            "write them; put it into a user, tool or system message"
+        )
+    return parts
+
+
+def text_of(content: str | Sequence[Part]) -> str:
+    """What a content says, without its pictures."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
+    """The pictures of messages, in order of appearance."""
+    lists = [it["content"] for it in messages if isinstance(it.get("content"), list)]
+    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
+
+
+def has_value(part: Mapping[str, Any]) -> bool:
+    """Whether a part has its picture with it. Arrow has an empty object where there is none."""
+    return any(part.get(name) is not None and part[name] != {} for name in VALUES)
+
+
+def _read_part(part: object, where: str, finding: Finding, ignored: Collection[str]) -> list[Part]:
+    if isinstance(part, str):
+        return [{"type": "text", "text": part}]
+    if not isinstance(part, dict):
+        raise DataError(f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}}')
+    kind, text = part.get("type"), part.get("text")
+    if kind == "text" and isinstance(text, str):
+        return [{"type": "text", "text": text}]
+    given = {key: it for key, it in part.items() if key in VALUES or key not in ignored}
+    if kind in PICTURES:
+        return [{"type": "image", "image": _read_object(given, where, finding)}]
+    if kind in VIDEOS:
+        return [it for frame in _frames(given, where, finding) for it in _frame_parts(frame)]
+    if kind in SOUNDS:
+        raise DataError(
+            f"{where} is of type {kind}; expected text or pictures: sound is not supported; remove the row"
+        )
+    raise DataError(
+        f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}} or {{"type": "image", "image": ...}}'
+    )
+
+
+def _read_object(given: Mapping[str, Any], where: str, finding: Finding) -> ImageRef:
+    """The picture in an object that has one of VALUES; of bytes and the path they are from, the bytes."""
+    unknown = [key for key, it in given.items() if it is not None and key not in (*VALUES, *NOTES)]
+    if unknown:
+        raise DataError(
+            f"{where} has {listed(unknown)} beside a picture; expected one of {', '.join(VALUES)}; what holds for all "
+            "pictures is set in data.images; remove it, or name it in data.ignore_keys"
+        )
+    found = [name for name in VALUES if has_value({name: given.get(name)})]
+    if set(found) == {"bytes", "path"}:
+        found = ["bytes"]
+    if len(found) != 1:
+        has = " and ".join(found) if found else "no picture"
+        raise DataError(
+            f"{where} has {has}; expected one of {', '.join(VALUES)}; a part without a picture takes the next one of "
+            "the row's column images"
+        )
+    value = given[found[0]]
+    if found[0] in ENCODED and isinstance(value, str):
+        return ImageRef("bytes", _decoded(value, where))
+    return _read_value(value, where, finding)
+
+
+def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
+    """The reference to a picture, or to the file of a video."""
+    if isinstance(value, ImageRef):
+        return value
+    if isinstance(value, dict):
+        return _read_object(value, where, finding)
+    if isinstance(value, Image.Image):
+        try:
+            return png_of(value)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(
+                f"{where} is a picture that cannot be read ({error}); expected a whole one; remove the row"
+            ) from None
+    if isinstance(value, bytes | bytearray) and value:
+        return ImageRef("bytes", bytes(value))
+    if isinstance(value, str | Path) and str(value):
+        return _read_address(str(value), where, finding)
+    raise DataError(
+        f"{where} is {shown(value)}; expected a picture: a path, an address, a data URL, bytes or a PIL picture"
+    )
+
+
+def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
+    if value.startswith(("http://", "https://")):
+        return ImageRef("url", value)
+    if value.startswith("data:"):
+        head, _, raw = value.partition(",")
+        if not head.endswith(";base64"):
+            raise DataError(f"{where} is the data URL {shown(value)}; expected one in base64")
+        return ImageRef("bytes", _decoded(raw, where))
+    if value.startswith("file:"):
+        value = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", value))
+    elif re.match(r"\w+://", value):
+        raise DataError(
+            f"{where} is at {shown(value)}; expected a path, or an address of http or https; fetch it first"
+        )
+    try:
+        path = Path(value).expanduser()
+        is_elsewhere = not (finding.folder / path).exists() and path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
+        raise DataError(
+            f"{where} is {shown(value)}, which can be no path; expected a path, an address or a data URL; base64 alone "
+            'goes under its own key: {"type": "image", "base64": ...}'
+        ) from None
+    return ImageRef("file", str(path if is_elsewhere else finding.folder / path))
+
+
+def _decoded(text: str, where: str) -> bytes:
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        raw = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{where} is no base64 ({error}); expected an encoded picture") from None
+    if not raw:
+        raise DataError(f"{where} is empty; expected an encoded picture; remove it or fill it in")
+    return raw
+
+
+def _frames(given: Mapping[str, Any], where: str, finding: Finding) -> Sequence[Frame]:
+    """The frames of a video: those of a file, or those that are listed."""
+    inner = given.get("video")
+    if isinstance(inner, dict):  # as a column may have it: the frames, and when they are
+        given = {**{key: it for key, it in given.items() if key != "video"}, **inner}
+    times = {key: given[key] for key in TIMES if given.get(key) is not None}
+    rest = {key: it for key, it in given.items() if key not in TIMES}
+    value = rest.get("video")
+    if isinstance(value, list | tuple):
+        _read_object({**rest, "video": b" "}, where, finding)  # there is nothing beside them
+        return _listed_frames(value, times, where, finding)
+    if "timestamps" in times:
+        raise DataError(
+            f"{where} has timestamps beside a file; expected them beside a list of frames; remove them"
+        )
+    fps = _number(times.get("fps", finding.fps), f"{where}.fps")
+    return frames_of(_read_object(rest, where, finding), fps, finding.max_frames, where)
+
+
+def _listed_frames(
+    values: Sequence[Any], times: Mapping[str, Any], where: str, finding: Finding
+) -> list[Frame]:
+    num = len(values)
+    if not 0 < num <= finding.max_frames:
+        raise DataError(
+            f"{where} has {num} frames; expected 1 to {finding.max_frames}; give fewer, or raise "
+            "data.images.max_frames"
+        )
+    if len(times) != 1:
+        raise DataError(
+            f"{where} has {' and '.join(times) or 'neither fps nor timestamps'}; expected one of them, which say when "
+            "each frame is shown"
+        )
+    if "fps" in times:
+        rate = _number(times["fps"], f"{where}.fps")
+        seconds = [index / rate for index in range(num)]
+    else:
+        marks = times["timestamps"]
+        if not isinstance(marks, list | tuple) or len(marks) != num:
+            raise DataError(
+                f"{where}.timestamps is {shown(marks)}; expected a list of the seconds of {num} frames"
+            )
+        seconds = [_number(it, f"{where}.timestamps[{i}]", least=0.0) for i, it in enumerate(marks)]
+    images = [_read_value(it, f"{where}.video[{i}]", finding) for i, it in enumerate(values)]
+    return [Frame(*pair) for pair in zip(seconds, images, strict=True)]
+
+
+def _number(value: object, where: str, least: float = 1e-3) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:  # type: ignore[operator]
+        raise DataError(f"{where} is {shown(value)}; expected a number of at least {least:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _frame_parts(frame: Frame) -> list[Part]:
+    return [
+        {"type": "text", "text": f"<{frame.seconds:.1f} seconds>"},
+        {"type": "image", "image": frame.image},
+    ]
