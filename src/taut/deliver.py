@@ -31,6 +31,7 @@ from taut.loop import Job
 from taut.methods.critic import save_critic
 from taut.models.critic import Critic
 from taut.models.lora import is_adapted, save_adapter
+from taut.models.processor_files import copy_processor
 from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.outdir import CRITIC
 from taut.reloaded import Comparison, Trained, load_adapted, room_for, samples_to_compare, score
@@ -148,6 +149,7 @@ def _write_adapter(built: Built, directory: Path, trained: Trained) -> None:
     try:
         shutil.rmtree(beside, ignore_errors=True)
         save_adapter(trained.model, beside, trained.state)
+        copy_processor(trained.model, beside, has_template=template is not None)
         make_readable(beside)
         has_scalar = built.run.objective.head is not None
         served = serving_tokenizer(

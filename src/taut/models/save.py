@@ -5,9 +5,10 @@ The stop set goes into generation_config exactly as it was derived (``data.stops
 turn end, becomes eos of tokenizer and config; the template in use is saved with the tokenizer. The
 pad token is never the turn end where another candidate exists: tools that mask pads by id would
 unteach it. An adapter is merged. A reward model's pad ends no answer at all, since the library reads its score
-before the pads. The directory is written beside its place and renamed, and the tokenizer is read back first.
+before the pads. What describes a model's pictures is copied from the model that was loaded. The directory is written
+beside its place and renamed, and the tokenizer is read back first.
 
-May import errors, models.anatomy and models.lora. Only the rank that writes calls it.
+May import errors and models.{anatomy,lora,processor_files}. Only the rank that writes calls it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from taut.errors import OutputError
 from taut.models.anatomy import has_head
 from taut.models.load import quiet_library
 from taut.models.lora import plain_model
+from taut.models.processor_files import copy_processor
 
 _PADS = (
     "<pad>",
@@ -77,6 +79,7 @@ def saving(
             partial.mkdir(parents=True)
             plain.save_pretrained(partial)
             served.save_pretrained(partial)
+            copy_processor(model, partial, has_template=template is not None)
             _require_same_ids(served, partial)
             make_readable(partial)
             del plain  # the block may load the model again
