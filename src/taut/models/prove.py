@@ -34,6 +34,7 @@ from taut.models.heads import prove_scalar_head, scalar, scalar_head
 from taut.models.in_force import set_attention
 from taut.models.score import Scorer
 from taut.types import Packed, Sample, Wants
+from taut.vision import towers
 
 LENGTHS = (24, 40)
 """Tokens of the two probe samples: the neighbour is the longer one. Fewer where all samples are shorter."""
@@ -187,8 +188,7 @@ def library_logps(model: nn.Module, sample: Sample, device: torch.device) -> Ten
     """logp_N of one sample alone, through the library's own attention and the model's own head; on the CPU."""
     with _library(model) as plain:
         logits = plain(
-            input_ids=torch.from_numpy(sample.ids_T).to(device)[None],
-            use_cache=False,
+            **_inputs(plain, sample, device),
             logits_to_keep=torch.from_numpy(sample.target_at_N - 1).to(device),
         ).logits[0]
     every = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
@@ -199,10 +199,17 @@ def library_logps(model: nn.Module, sample: Sample, device: torch.device) -> Ten
 def library_scalars(model: nn.Module, sample: Sample, device: torch.device) -> Tensor:
     """The scalar head where one sample alone is read, through the library's own attention; on the CPU."""
     with _library(model) as plain:
-        ids = torch.from_numpy(sample.ids_T).to(device)[None]
-        hidden_TD = anatomy.decoder(plain)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        inputs = _inputs(plain, sample, device)
+        hidden_TD = anatomy.decoder(plain)(**inputs).last_hidden_state[0]
     at = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R.tolist()
     return scalar(hidden_TD[at], scalar_head(model)).cpu()
+
+
+def _inputs(plain: PreTrainedModel, sample: Sample, device: torch.device) -> dict[str, Any]:
+    """What the library is given for one sample: its tower, positions and masks are its own too."""
+    ids_T = torch.from_numpy(sample.ids_T).to(device)
+    pictures = towers.library_arguments(anatomy.decoder(plain), sample.media, ids_T)
+    return {"input_ids": ids_T[None], "use_cache": False, **pictures}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from taut.errors import ModelError
 from taut.types import Media
 
 Tensors = Mapping[str, Tensor]
+Arguments = dict[str, Any]
 
 
 class Features(NamedTuple):
@@ -38,48 +39,60 @@ class Features(NamedTuple):
     """What is added to their hidden states after the first layers, each [N, D] (Qwen3-VL's deepstack)."""
 
 
-def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> dict[str, Any]:
+def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Arguments:
     """Keyword arguments for the forward of the library's multimodal model; ``ids_T`` are the ids it is given.
 
     Raises ModelError where the tower has another number of features than a picture has placeholders.
     """
     if not media:
         return {}
-    inner: Any = backbone
+    kind = family(backbone)
     features = features_of(backbone, media)
-    counts = _placeholders(ids_T, media, inner.config.image_token_id)
-    for one, of_one, count in zip(media, features, counts, strict=True):
+    for one, of_one, count in zip(
+        media, features, placeholders(backbone, media, ids_T), strict=True
+    ):
         if of_one.main_ND.shape[0] != count:
             raise ModelError(
-                f"{family(backbone)}: the vision tower gives {of_one.main_ND.shape[0]} features for a picture "
-                f"(digest {one.picture.digest[:12]}) that has {count} placeholders; expected as many; copy the "
-                "processor's files that belong to this model"
+                f"{kind}: the vision tower gives {of_one.main_ND.shape[0]} features for the picture "
+                f"{one.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
+                "that belong to this model"
             )
     main: Any = [of_one.main_ND for of_one in features]
     output = BaseModelOutputWithPooling()
-    output.pooler_output = torch.cat(main) if family(backbone) in _WANT_ONE_TENSOR else main
+    output.pooler_output = torch.cat(main) if FAMILIES[kind].is_one_tensor else main
     if features[0].deep:
-        output["deepstack_features"] = [
-            list(level) for level in zip(*(f.deep for f in features), strict=True)
-        ]
+        levels = zip(*(of_one.deep for of_one in features), strict=True)
+        output["deepstack_features"] = [list(level) for level in levels]
     return {"mm_encoder_outputs": {"image": output}}
 
 
 def features_of(backbone: nn.Module, media: Sequence[Media]) -> list[Features]:
     """The features of each, every distinct picture computed once."""
-    kind = family(backbone)
+    way = FAMILIES[family(backbone)]
     pictures = {one.picture.digest: one.picture for one in media}
-    on_device = {
-        digest: _on_device(backbone, picture.tensors()) for digest, picture in pictures.items()
-    }
+    read = {digest: picture.tensors() for digest, picture in pictures.items()}
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for digest, tensors in on_device.items():
-        groups.setdefault(FAMILIES[kind].group(tensors), []).append(digest)
+    for digest, tensors in read.items():
+        groups.setdefault(way.group(tensors), []).append(digest)
     found: dict[str, Features] = {}
     for digests in groups.values():
-        each = FAMILIES[kind].features(backbone, [on_device[digest] for digest in digests])
+        each = _compute(backbone, [read[digest] for digest in digests])
         found |= dict(zip(digests, each, strict=True))
     return [found[one.picture.digest] for one in media]
+
+
+def library_arguments(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Arguments:
+    """What the library's own forward is given for one sample alone, as its own processor would: it computes features,
+    positions and masks from it.
+    """
+    if not media:
+        return {}
+    inner: Any = backbone
+    way = FAMILIES[family(backbone)]
+    pictures = [_on_device(backbone, one.picture.tensors()) for one in media]
+    is_picture_T = (ids_T == inner.config.image_token_id).long()
+    types = {way.types: is_picture_T[None]} if way.types else {}
+    return {**way.arguments(pictures), **types}
 
 
 def keep_step(backbone: nn.Module, hidden: Tensor) -> Tensor:
@@ -88,9 +101,8 @@ def keep_step(backbone: nn.Module, hidden: Tensor) -> Tensor:
     """
     if not takes_pictures(backbone) or not needs_step(backbone):
         return hidden
-    kind = family(backbone)
-    noise = _on_device(backbone, FAMILIES[kind].noise(backbone))
-    ((main_ND, deep),) = FAMILIES[kind].features(backbone, [noise])
+    noise = FAMILIES[family(backbone)].noise(backbone)
+    ((main_ND, deep),) = _compute(backbone, [noise])
     kept: Tensor = _Unseen.apply(hidden, main_ND, *deep)  # type: ignore[no-untyped-call]
     return kept
 
@@ -128,6 +140,16 @@ def unknown(kind: str) -> str:
     return f"{kind} is no family of vision-language models that taut knows; expected one of {', '.join(FAMILIES)}"
 
 
+def placeholders(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> list[int]:
+    """How many of each picture's tokens are to be replaced."""
+    inner: Any = backbone
+    before_T = nn.functional.pad((ids_T == inner.config.image_token_id).cumsum(0), (1, 0))
+    bounds = torch.tensor([[one.start, one.stop] for one in media], device=ids_T.device)
+    start, stop = before_T[bounds].unbind(1)
+    counts: list[int] = (stop - start).tolist()
+    return counts
+
+
 class _Unseen(torch.autograd.Function):
     """The first argument; the gradients of the others are 0, even where they are not finite."""
 
@@ -142,13 +164,12 @@ class _Unseen(torch.autograd.Function):
         return gradient, *zeros
 
 
-def _placeholders(ids_T: Tensor, media: Sequence[Media], image_id: int) -> list[int]:
-    """How many of each picture's tokens are to be replaced."""
-    before_T = nn.functional.pad((ids_T == image_id).cumsum(0), (1, 0))
-    bounds = torch.tensor([[one.start, one.stop] for one in media], device=ids_T.device)
-    start, stop = before_T[bounds].unbind(1)
-    counts: list[int] = (stop - start).tolist()
-    return counts
+def _compute(backbone: nn.Module, pictures: Sequence[Tensors]) -> list[Features]:
+    """Of pictures of one group."""
+    inner: Any = backbone
+    way = FAMILIES[family(backbone)]
+    arguments = way.arguments([_on_device(backbone, tensors) for tensors in pictures])
+    return way.features(inner.get_image_features(**arguments, return_dict=True), pictures)
 
 
 def _on_device(backbone: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
@@ -164,15 +185,45 @@ def _join(pictures: Sequence[Tensors], name: str) -> Tensor:
     return torch.cat([tensors[name] for tensors in pictures])
 
 
-def _tiles(pictures: Sequence[Tensors]) -> list[int]:
+def _num_tiles(pictures: Sequence[Tensors]) -> list[int]:
     return [tensors["pixel_values"].shape[0] for tensors in pictures]
 
 
-def _qwen(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
-    """Any sizes in one call: the tower itself packs."""
-    output = backbone.get_image_features(
-        _join(pictures, "pixel_values"), _join(pictures, "image_grid_thw"), return_dict=True
-    )
+def _patches(pictures: Sequence[Tensors]) -> Arguments:
+    """Pictures of any sizes: the tower itself packs."""
+    names = ("pixel_values", "image_grid_thw")
+    return {name: _join(pictures, name) for name in names}
+
+
+def _tiles(pictures: Sequence[Tensors]) -> Arguments:
+    return {"pixel_values": _join(pictures, "pixel_values")}
+
+
+def _batch_of_tiles(pictures: Sequence[Tensors]) -> Arguments:
+    """The library leaves out tiles that are 0 throughout, as if they filled up a batch: one value of such a tile is
+    made the smallest there is.
+    """
+    pixels = _join(pictures, "pixel_values")
+    first = torch.zeros_like(pixels[0])
+    first[0, 0, 0] = torch.finfo(pixels.dtype).tiny
+    is_blank = ~pixels.flatten(1).any(1)
+    return {"pixel_values": torch.where(is_blank[:, None, None, None], first, pixels)[None]}
+
+
+def _sized_tiles(pictures: Sequence[Tensors]) -> Arguments:
+    """A picture that is alone in its sample has tiles, one of several has none: that is said by how many the library is
+    told were in the sample.
+    """
+    tiles = _num_tiles(pictures)
+    return {
+        "pixel_values": _join(pictures, "pixel_values"),
+        "image_sizes": _join(pictures, "image_sizes"),
+        "batch_num_images": [1] * len(tiles) if tiles[0] > 1 else [max(2, len(tiles))],
+    }
+
+
+def _each(output: Any, pictures: Sequence[Tensors]) -> list[Features]:
+    """The library lists them."""
     deep = getattr(output, "deepstack_features", None) or []
     return [
         Features(main_ND, tuple(level[index] for level in deep))
@@ -180,43 +231,13 @@ def _qwen(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
     ]
 
 
-def _tiled(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
-    """InternVL, Gemma 3: so many features for each tile."""
-    output = backbone.get_image_features(_join(pictures, "pixel_values"), return_dict=True)
-    each = output.pooler_output.split(_tiles(pictures))
-    return [Features(tiles.flatten(0, 1)) for tiles in each]
-
-
-def _idefics(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
-    """The library leaves out tiles that are 0 throughout, as if they filled up a batch: one value of such a tile is
-    made the smallest there is.
-    """
-    pixels = _join(pictures, "pixel_values")
-    is_blank = ~pixels.flatten(1).any(1)
-    first = torch.zeros_like(pixels[0])
-    first[0, 0, 0] = torch.finfo(pixels.dtype).tiny
-    pixels = torch.where(is_blank[:, None, None, None], first, pixels)
-    mask = (
-        _join(pictures, "pixel_attention_mask") if "pixel_attention_mask" in pictures[0] else None
-    )
-    output = backbone.get_image_features(
-        pixels[None], None if mask is None else mask[None], return_dict=True
-    )
-    (every_ND,) = output.pooler_output
-    per_tile = every_ND.shape[0] // pixels.shape[0]
-    return [Features(main) for main in every_ND.split([per_tile * n for n in _tiles(pictures)])]
-
-
-def _llava(backbone: Any, pictures: Sequence[Tensors]) -> list[Features]:
-    """A picture that is alone in its sample has tiles, one of several has none: that is said by how many the library is
-    told were in the sample.
-    """
-    pixels, tiles = _join(pictures, "pixel_values"), _tiles(pictures)
-    alone = [1] * len(tiles) if tiles[0] > 1 else [max(2, len(tiles))]
-    output = backbone.get_image_features(
-        pixels, _join(pictures, "image_sizes"), batch_num_images=alone, return_dict=True
-    )
-    return [Features(main_ND) for main_ND in output.pooler_output]
+def _by_tiles(output: Any, pictures: Sequence[Tensors]) -> list[Features]:
+    """As many features for each tile."""
+    tiles = _num_tiles(pictures)
+    found = output.pooler_output
+    every = found[0] if isinstance(found, list) else found.flatten(0, 1)
+    per_tile = every.shape[0] // sum(tiles)
+    return [Features(main_ND) for main_ND in every.split([per_tile * count for count in tiles])]
 
 
 def _patch_noise(backbone: Any) -> Tensors:
@@ -264,26 +285,31 @@ def _by_tile(tensors: Tensors) -> tuple[Any, ...]:
 class Family(NamedTuple):
     """How the library's model of a family is asked for features."""
 
+    arguments: Callable[[Sequence[Tensors]], Arguments]
+    """What ``get_image_features``, and the model's own forward, is given for pictures of one group."""
     features: Callable[[Any, Sequence[Tensors]], list[Features]]
-    """Of pictures of one group."""
+    """What it returns, by picture."""
     noise: Callable[[Any], Tensors]
-    """The smallest picture that reaches every weight, or nearly."""
+    """A small picture."""
     group: Callable[[Tensors], tuple[Any, ...]] = _by_tile
     """Pictures that can be computed together are equal in this."""
+    types: str | None = None
+    """What the library's forward is told beside, of its own positions or masks: 1 where a placeholder is, else 0."""
+    is_one_tensor: bool = False
+    """Whether the library wants the features of all pictures as one tensor; else listed."""
 
 
-_QWEN = Family(_qwen, _patch_noise, _any)
-_IDEFICS = Family(_idefics, _corner_noise)
+_QWEN = Family(_patches, _each, _patch_noise, _any, "mm_token_type_ids")
+_IDEFICS = Family(_batch_of_tiles, _by_tiles, _corner_noise)
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
-    "internvl": Family(_tiled, _tile_noise),
+    "internvl": Family(_tiles, _by_tiles, _tile_noise, is_one_tensor=True),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "llava_onevision": Family(_llava, _tile_noise),
-    "gemma3": Family(_tiled, _tile_noise),
+    "llava_onevision": Family(_sized_tiles, _each, _tile_noise),
+    "gemma3": Family(_tiles, _by_tiles, _tile_noise, types="token_type_ids", is_one_tensor=True),
 }
 """model_type -> its way. A model with a vision tower that is not here is refused by name."""
-_WANT_ONE_TENSOR = ("internvl", "gemma3")
