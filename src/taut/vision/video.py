@@ -51,23 +51,22 @@ class Frame(NamedTuple):
 
 def frames_of(film: ImageRef, fps: float, max_frames: int, place: str) -> list[Frame]:
     """The frames of a file, or of its bytes. Raises PictureError, which names ``place``."""
-    name = f"{len(film.value):,} bytes" if isinstance(film.value, bytes) else film.value
     if film.kind == "url":
         raise PictureError(
-            f"{place}: the video is at the address {name}; expected a file; fetch it first"
+            f"{place}: the video is at the address {film.name}; expected a file; fetch it first"
         )
     try:
         return list(_frames(film, fps, max_frames, _stamp(film)))
     except ImportError:
         raise PictureError(
-            f"{place}: reading the video {name} needs PyAV, which is not installed; pip install av, or give the video "
-            "as GIF, WebP or a list of frames"
+            f"{place}: reading the video {film.name} needs PyAV, which is not installed; pip install av, or give the "
+            "video as GIF, WebP or a list of frames"
         ) from None
     except FAILURES as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise PictureError(
-            f"{place}: the video {name} cannot be read ({reason.splitlines()[0]}); expected a whole file; mend it or "
-            "remove the row"
+            f"{place}: the video {film.name} cannot be read ({reason.splitlines()[0]}); expected a whole file; mend it "
+            "or remove the row"
         ) from None
 
 

@@ -1,0 +1,121 @@
+"""Frames of videos: which are taken, and when they are shown."""
+
+from __future__ import annotations
+
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from taut.errors import PictureError
+from taut.vision.picture import ImageRef
+from taut.vision.video import Frame, frames_of, png_of
+
+GREYS = [Image.new("RGB", (16, 16), (20 * number,) * 3) for number in range(10)]
+
+
+def opened(ref: ImageRef) -> Image.Image:
+    assert isinstance(ref.value, bytes)
+    return Image.open(BytesIO(ref.value)).convert("RGB")
+
+
+def seen(frames: list[Frame]) -> list[tuple[float, int]]:
+    """(time, which of GREYS)."""
+    values = [np.asarray(opened(frame.image))[8, 8, 0] for frame in frames]
+    return [
+        (round(it.seconds, 2), round(value / 20)) for it, value in zip(frames, values, strict=True)
+    ]
+
+
+def animation(kind: str, duration: int | list[int] = 100) -> ImageRef:
+    held = BytesIO()
+    GREYS[0].save(
+        held, kind, save_all=True, append_images=GREYS[1:], duration=duration, lossless=True
+    )
+    return ImageRef("bytes", held.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_animations(kind: str) -> None:
+    film = animation(kind)
+    assert seen(frames_of(film, 5, 64, "row")) == [(0, 0), (0.2, 2), (0.4, 4), (0.6, 6), (0.8, 8)]
+    assert seen(frames_of(film, 100, 3, "row")) == [(0, 0), (0.4, 4), (0.9, 9)]
+    assert len(frames_of(film, 100, 64, "row")) == 10, "each once"
+
+
+def test_a_frame_is_shown_until_the_next() -> None:
+    film = animation("GIF", [1000, *[100] * 9])
+    assert seen(frames_of(film, 1, 64, "row")) == [(0, 0), (1, 1)]
+    assert seen(frames_of(film, 1, 1, "row")) == [(0, 0)]
+
+
+def movie(path: Path) -> ImageRef:
+    av = pytest.importorskip("av")
+    with av.open(path, "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for grey in GREYS:
+            frame = av.VideoFrame.from_image(grey.resize((32, 16)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return ImageRef("file", str(path))
+
+
+def test_a_movie(tmp_path: Path) -> None:
+    film = movie(tmp_path / "a.mp4")
+    frames = frames_of(film, 5, 64, "row")
+    assert seen(frames) == [(0, 0), (0.2, 2), (0.4, 4), (0.6, 6), (0.8, 8)]
+    assert opened(frames[0].image).size == (32, 16)
+    held = ImageRef("bytes", (tmp_path / "a.mp4").read_bytes())
+    assert frames_of(held, 5, 64, "row") == frames
+    assert seen(frames_of(film, 50, 2, "row")) == [(0, 0), (0.9, 9)]
+
+
+def test_a_file_that_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.gif"
+    for film, count in ((animation("GIF"), 10), (animation("GIF", 10), 10)):
+        assert isinstance(film.value, bytes)
+        path.write_bytes(film.value)
+        frames = frames_of(ImageRef("file", str(path)), 100, 64, "row")
+        assert len(frames) == count
+    assert frames[1].seconds == pytest.approx(0.01)
+
+
+def test_no_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"film")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(PictureError, match=r"d:1: .*a.mp4 needs PyAV.*pip install av"):
+        frames_of(ImageRef("file", str(path)), 2, 64, "d:1")
+
+
+def test_broken(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    whole = animation("PNG").value
+    assert isinstance(whole, bytes)
+    for broken in (b"film", b"", whole[: len(whole) // 2]):
+        with pytest.raises(PictureError, match=r"^d:1: the video of .* bytes cannot be read \("):
+            frames_of(ImageRef("bytes", broken), 2, 64, "d:1")
+    with pytest.raises(PictureError, match=r"none.mp4 cannot be read \(No such file"):
+        frames_of(ImageRef("file", str(tmp_path / "none.mp4")), 2, 64, "d:1")
+    with pytest.raises(PictureError, match="is at the address"):
+        frames_of(ImageRef("url", "https://here.org/a.mp4"), 2, 64, "d:1")
+
+
+def test_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    film = movie(tmp_path / "a.mp4")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(PictureError, match="frames have 32 x 16 pixels; expected at most 100"):
+        frames_of(film, 3, 64, "d:1")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(PictureError, match="cannot be read"):
+        frames_of(animation("GIF", 70), 3, 64, "d:1")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+def test_a_picture_in_memory(mode: str) -> None:
+    image = Image.linear_gradient("L").resize((8, 8)).convert(mode)
+    assert np.array_equal(np.asarray(opened(png_of(image))), np.asarray(image.convert("RGB")))
