@@ -10,8 +10,8 @@ end of a step and the beginning of the next cannot be read for the one without t
 A row whose answers are compared needs two that differ, in preference and in ids. Where the length policy takes an
 answer away, or cuts two to the same, the row goes as a whole and is listed; a list of more goes on with those left.
 
-``fit_any`` and ``render_any`` take rows of SFT too, and leave them to ``render.py`` and ``length.py``. Imported by
-``dataset.py`` and ``attempts.py``.
+``fit_any`` and ``render_any`` take rows of SFT too, and leave them to ``render.py`` and ``length.py``; ``render_each``
+goes on past rows whose pictures cannot be had. Imported by ``dataset.py`` and ``attempts.py``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from itertools import combinations
 
 import numpy as np
 
-from taut.data.formats import Document, Row
+from taut.data.formats import Conversation, Document, Row
 from taut.data.length import Incident, Limits, fit
+from taut.data.pictures import is_same_input, within
 from taut.data.preferences import Answers, AnyRow, Stepwise
 from taut.data.render import Renderer
 from taut.data.template import common_length
-from taut.errors import DataError, RenderError
+from taut.errors import DataError, PictureError, RenderError
 from taut.types import Sample
 
 
@@ -40,6 +41,30 @@ def render_any(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample]]
         _finish(row, samples, renderer) if isinstance(row, Answers | Stepwise) else samples[0]
         for row, samples in zip(rows, found, strict=True)
     ]
+
+
+def render_each(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | PictureError]:
+    """The same, with the error in the place of a row that has a picture which cannot be had."""
+    faults = faults_of_pictures(rows, renderer)
+    good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+    rendered = iter(render_any(good, renderer))
+    return [next(rendered) if fault is None else fault for fault in faults]
+
+
+def faults_of_pictures(rows: Sequence[AnyRow], renderer: Renderer) -> list[PictureError | None]:
+    """What is wrong with the first such picture of each row."""
+    renderer.look(answer for row in rows for answer in _answers(row))
+    return [_fault_of_pictures(row, renderer) for row in rows]
+
+
+def _fault_of_pictures(row: AnyRow, renderer: Renderer) -> PictureError | None:
+    try:
+        for answer in _answers(row):
+            if isinstance(answer, Conversation):
+                renderer.template.pictures.place_each(answer.messages, answer.place)
+    except PictureError as error:
+        return error
+    return None
 
 
 def fit_any(
@@ -91,7 +116,8 @@ def _ended(sample: Sample) -> Sample:
     """Without what is after the last target."""
     if not sample.num_targets:
         return sample
-    return replace(sample, ids_T=sample.ids_T[: sample.target_at_N[-1] + 1])
+    stop = int(sample.target_at_N[-1]) + 1
+    return replace(sample, ids_T=sample.ids_T[:stop], media=within(sample.media, 0, stop))
 
 
 def _after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> list[Sample]:
@@ -184,7 +210,7 @@ def _fault(row: Answers, kept: Sequence[Sample]) -> str | None:
         return "no answer is better than another"
     for left, right in combinations(kept, 2):
         is_other = left.values[judgement] != right.values[judgement]
-        if is_other and np.array_equal(left.ids_T, right.ids_T):
+        if is_other and is_same_input(left, right):
             names = " and ".join(it.id.rpartition("#")[2] for it in (left, right))
             return f"answers {names} are the same, token for token"
     return None

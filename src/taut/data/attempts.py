@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from taut.data.answers import fit_any, render_any
+from taut.data.answers import faults_of_pictures, fit_any, render_any
 from taut.data.columns import Columns
 from taut.data.judged import read_any
 from taut.data.length import Limits
@@ -52,14 +52,22 @@ def _read(record: object, place: str, columns: Columns) -> AnyRow | TautError:
 
 
 def _render(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | TautError]:
-    """The samples of each row, or its error: all at once where none has one."""
+    """The samples of each row, or its error."""
+    faults = faults_of_pictures(rows, renderer)
+    good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+    rendered = iter(_render_good(good, renderer))
+    return [next(rendered) if fault is None else fault for fault in faults]
+
+
+def _render_good(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | TautError]:
+    """The same where every picture can be had: all at once where no row has an error."""
     try:
         return list(render_any(rows, renderer))
     except RenderError as error:
         if len(rows) == 1:
             return [error]
-    middle = len(rows) // 2
-    return _render(rows[:middle], renderer) + _render(rows[middle:], renderer)
+    half = len(rows) // 2
+    return _render_good(rows[:half], renderer) + _render_good(rows[half:], renderer)
 
 
 def _fit(row: AnyRow, samples: list[Sample] | TautError, limits: Limits) -> TautError | None:

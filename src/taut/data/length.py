@@ -2,8 +2,9 @@
 
     error      the first sample over max_length ends the run (the default)
     drop       it is left out
-    truncate   its first max_length tokens stay; no end token is made up, so nothing false is
-               learned; a sample left without targets is left out
+    truncate   its first max_length tokens stay, fewer where that would cut a picture: then what is
+               before the picture; no end token is made up, so nothing false is learned; a sample
+               left without targets is left out
     split      documents only: windows of max_length tokens, each beginning with the last token of
                the one before, so that every token but the document's first is a target exactly
                once; the end token is where the document really ends. Splitting a conversation is
@@ -20,6 +21,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from taut.data.pictures import uncut, within
 from taut.errors import DataError
 from taut.types import Sample
 
@@ -81,12 +83,10 @@ def _shorten(
     if limits.too_long == "drop":
         return [], Incident(sample.id, "dropped", found, sample.num_targets)
     if limits.too_long == "truncate":
-        short = _slice(sample, sample.id, 0, limits.max_length)
-        if not short.num_targets:
-            reason = f"{found}, no target left"
-            return [], Incident(sample.id, "dropped", reason, sample.num_targets)
-        lost = sample.num_targets - short.num_targets
-        return [short], Incident(sample.id, "cut", found, lost)
+        stop = uncut(sample.media, limits.max_length)
+        if stop < limits.max_length:
+            found = f"{found}, in a picture that begins at {stop}"
+        return _truncate(sample, stop, found)
     if not is_document:
         raise DataError(
             f"{sample.id}: {found}; data.too_long=split is for plain text, and this is a "
@@ -101,6 +101,15 @@ def _shorten(
     return windows, Incident(sample.id, "cut", f"{found}, split into {len(windows)}")
 
 
+def _truncate(sample: Sample, stop: int, found: str) -> tuple[list[Sample], Incident | None]:
+    num_left = int((sample.target_at_N < stop).sum())
+    if not num_left:
+        reason = f"{found}, no target left"
+        return [], Incident(sample.id, "dropped", reason, sample.num_targets)
+    short = _slice(sample, sample.id, 0, stop)
+    return [short], Incident(sample.id, "cut", found, sample.num_targets - num_left)
+
+
 def _slice(sample: Sample, name: str, start: int, stop: int) -> Sample:
     is_inside = (sample.target_at_N > start) & (sample.target_at_N < stop)
     short = replace(
@@ -109,6 +118,7 @@ def _slice(sample: Sample, name: str, start: int, stop: int) -> Sample:
         ids_T=np.ascontiguousarray(sample.ids_T[start:stop]),
         target_at_N=sample.target_at_N[is_inside] - start,
         weight_N=sample.weight_N[is_inside],
+        media=within(sample.media, start, stop),
     )
     if sample.read_at_R is None:
         return short

@@ -4,8 +4,9 @@ A row is one of ``prompts.py``: messages or text, with or without its right answ
 token but the first a target, so that all that looks at samples (checks, the planner of a rehearsal) has one; what is
 learned in the end are completions. ``asked`` has the rows themselves, index for index.
 
-Prompts longer than ``max_length`` are refused, or left out with ``data.too_long=drop``. Nothing is cached: prompts are
-few beside what is generated for them.
+Prompts longer than ``max_length`` are refused, or left out with ``data.too_long=drop``, and those with a picture that
+cannot be had likewise, with ``data.images.bad=drop``. Nothing is cached: prompts are few beside what is generated for
+them.
 
 Imported by run, methods, checks and evals.
 """
@@ -20,14 +21,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from taut.data.cache import Entry
-from taut.data.dataset import DataConfig, DataReport, Dataset, Part, Split, sources
+from taut.data.dataset import DataConfig, Dataset, Part, Split, sources
 from taut.data.formats import Completion, Conversation, Row
 from taut.data.length import Incident
+from taut.data.media_arrays import media_arrays
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
+from taut.data.report import DataReport
 from taut.data.sources import open_source
 from taut.errors import ConfigError, DataError
-from taut.types import Prompt
+from taut.types import IntArray, Prompt
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class PromptReport(DataReport):
 
     @property
     def sizes(self) -> str:
-        return f"{self.num_rows:,} rows, {self.num_samples:,} prompts, {self.num_tokens:,} tokens"
+        return f"{self.num_rows:,} rows, {self.num_samples:,} prompts, {self.num_tokens:,} tokens{self.pictures}"
 
 
 class PromptSet(Dataset):
@@ -58,7 +61,7 @@ class PromptSet(Dataset):
 
     def prompts(self) -> list[Prompt]:
         """What an engine takes."""
-        return [Prompt(row.place, row.ids_T) for row in self.asked]
+        return [Prompt(row.place, row.ids_T, media=row.media) for row in self.asked]
 
     def questions(self) -> Iterator[Row]:
         """The prompts as rows whose answer, not there yet, is to be learned."""
@@ -76,22 +79,35 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
     asked: list[PromptRow] = []
     for source, columns in sources(config, split, "prompt"):
         opened = open_source(source)
-        rows = load_prompts(source, renderer, columns, reference=how.reference)
+        unread: list[Incident] = []
+        album = renderer.album
+        left_out = unread if album is not None and album.images.bad == "drop" else None
+        rows = load_prompts(source, renderer, columns, reference=how.reference, left_out=left_out)
         kept, incidents = _fitted(rows, how.max_length, config.too_long)
         if not kept:
-            raise DataError(
-                f"{opened.path}: none of its {len(rows)} prompts has at most {how.max_length} tokens; expected some; "
-                "raise data.max_length"
-            )
-        entry = _entry(kept, len(rows), incidents)
+            raise DataError(_nothing_left(opened.path, len(rows), unread, how.max_length))
+        unread = [replace(one, place=one.place.rpartition(":")[2]) for one in unread]
+        entry = _entry(kept, len(rows) + len(unread), [*unread, *incidents])
         times = 1 + sum(part.source == opened.path for part in parts)
         label = source.path if times == 1 else f"{source.path}({times})"
-        parts.append(Part(label, source.weight, entry.digest, entry, opened.path, opened.stamps))
+        part = Part(label, source.weight, entry.digest, entry, opened.path, opened.stamps)
+        parts.append(replace(part, album=album))
         asked += kept
     made = PromptSet(parts, asked)
     if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
         made.asked = [replace(row, id=made.sample_id(index)) for index, row in enumerate(asked)]
     return made
+
+
+def _nothing_left(path: str, num_rows: int, unread: Sequence[Incident], max_length: int) -> str:
+    if not num_rows:
+        first = unread[0]
+        return (
+            f"{path}: none of its {len(unread)} rows has pictures that can be used ({first.place}: {first.reason}); "
+            "expected some; correct data.images.folder, or the files"
+        )
+    found = f"none of its {num_rows} prompts has at most {max_length} tokens"
+    return f"{path}: {found}; expected some; raise data.max_length"
 
 
 def _require_fitting(config: DataConfig) -> None:
@@ -133,15 +149,36 @@ def _fitted(
 
 def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Incident]) -> Entry:
     sizes = np.array([row.ids_T.size for row in rows])
+    targets = [_targets(row) for row in rows]
     arrays = {
         "ids": np.concatenate([row.ids_T for row in rows]).astype(np.int32),
         "offsets": np.cumsum([0, *sizes]),
-        "target_at": np.concatenate([np.arange(1, size) for size in sizes]).astype(np.int32),
-        "target_offsets": np.cumsum([0, *(sizes - 1)]),
+        "target_at": np.concatenate(targets).astype(np.int32),
+        "target_offsets": np.cumsum([0, *map(len, targets)]),
         "line": np.array([int(row.place.rpartition(":")[2]) for row in rows]),
         "part": np.zeros(len(rows), dtype=np.int32),
     }
+    arrays |= media_arrays(row.media for row in rows)
     # ids too: they key the random streams
-    told = json.dumps([[row.id, row.references, row.columns] for row in rows], default=str)
+    told = json.dumps([[row.id, row.references, row.columns] for row in rows], default=_written)
     digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["offsets"].tobytes() + told.encode())
-    return Entry(arrays, num_rows, tuple(incidents), digest.hexdigest())
+    for row in rows:
+        digest.update("".join(one.picture.digest for one in row.media).encode())
+    return Entry(arrays, num_rows, tuple(incidents), digest=digest.hexdigest())
+
+
+def _targets(row: PromptRow) -> IntArray:
+    """All but the first token and the pictures'."""
+    is_target = np.ones(row.ids_T.size, dtype=bool)
+    is_target[0] = False
+    for one in row.media:
+        is_target[one.start : one.stop] = False
+    return np.flatnonzero(is_target)
+
+
+def _written(value: object) -> str:
+    """What JSON has no form for, for a digest: a picture is its bytes."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    to_bytes = getattr(value, "tobytes", None)
+    return str(value) if to_bytes is None else hashlib.sha256(to_bytes()).hexdigest()

@@ -9,7 +9,7 @@ as it is, without a template. The answers of a row, any of which is right, are
     the assistant message that was taken off.
 
 Of a row whose answers are judged (``columns.kind``) the prompt is what is before the best of them, and none of them is
-held to be right: what is, is in the column named by ``reference``.
+held to be right: what is, is in the column named by ``reference``. Pictures of the answer are no part of the prompt.
 
 Does not cut prompts: an engine refuses those that are too long. May import what ``dataset.py`` may; commands and evals
 import it.
@@ -38,16 +38,20 @@ from taut.data.formats import (
     shown,
 )
 from taut.data.judged import read_any
+from taut.data.length import Incident
+from taut.data.media import text_of
 from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.sources import Source, open_source
-from taut.data.template import Ids, Text, checked
-from taut.errors import DataError, RenderError
-from taut.types import IntArray
+from taut.data.template import Ids, Text
+from taut.errors import DataError, PictureError, RenderError
+from taut.types import IntArray, Media
 
 REFERENCES = ("answers", "answer", "references", "reference", "completion", "output")
 """Columns recognised as holding the right answer, in this order."""
 LAST_MESSAGE = "the last message"
+BATCH_ROWS = 256
+"""Rows whose pictures are seen together."""
 PLAIN = ("sft", "prompt")
 """Kinds of data whose rows say nothing of their answers."""
 
@@ -71,14 +75,15 @@ class PromptRow:
     """The row as it is in the file."""
     tools: tuple[Tool, ...] = ()
     """Those that the template was given with ``prompt``."""
+    media: tuple[Media, ...] = ()
+    """The pictures among the ids, ascending."""
 
 
 class _Read(NamedTuple):
-    """A row that is not tokenised yet."""
+    """A row that is not rendered yet."""
 
     place: str
     prompt: tuple[Message, ...] | str
-    text: Text
     answer: str
     """The content of the assistant message that was taken off; empty where there is none."""
     columns: Mapping[str, Any]
@@ -93,54 +98,105 @@ def load_prompts(
     reference: str | None = None,
     needs_reference: bool = False,
     limit: int | None = None,
+    left_out: list[Incident] | None = None,
 ) -> list[PromptRow]:
     """The rows of a file, directory or hub data set, the first ``limit`` of them.
 
     ``reference`` names the column with the right answer. Raises DataError, with file and line, for a row that is no
-    prompt; where a named column is missing; and, if ``needs_reference``, where a row has no answer.
+    prompt; where a named column is missing; and, if ``needs_reference``, where a row has no answer. Rows with a picture
+    that cannot be had are told to ``left_out``, where that is given, and are not there.
     """
     opened = open_source(source if isinstance(source, Source) else Source(path=source))
+    reading = _Reading(columns or Columns(), renderer, left_out)
     rows = [
-        _read(record, f"{opened.path}:{number}", columns or Columns(), renderer)
+        row
         for number, record in islice(opened.records(), limit)
+        if (row := reading.read(record, f"{opened.path}:{number}")) is not None
     ]
-    if not rows:
+    if not rows and not left_out:
         raise DataError(
             f"{opened.path}: the file has no rows; expected at least one; check the path"
         )
     known = REFERENCES if columns is None or columns.kind in PLAIN else ()
+    rows, texts = reading.rendered(rows)
     answers = [_references(row, reference, needs_reference, known) for row in rows]
-    ids_of = renderer.template.encode(row.text for row in rows)
-    return [
-        PromptRow(
-            place=row.place,
-            id=name,
-            ids_T=_ids(row, ids_of[row.text], renderer),
-            prompt=row.prompt,
-            references=references,
-            reference_from=origin,
-            columns=row.columns,
-            tools=row.tools,
+    ids_of = renderer.template.encode(texts)
+    found = []
+    for row, name, text, answer in zip(rows, _names(rows), texts, answers, strict=True):
+        ids_T = _ids(row.place, text, ids_of[text], renderer)
+        found.append(
+            PromptRow(
+                place=row.place,
+                id=name,
+                ids_T=ids_T,
+                prompt=row.prompt,
+                references=answer[0],
+                reference_from=answer[1],
+                columns=row.columns,
+                tools=row.tools,
+                media=renderer.template.pictures.find(ids_T, text.pictures, row.place),
+            )
         )
-        for row, name, (references, origin) in zip(rows, _names(rows), answers, strict=True)
-    ]
+    return found
 
 
-def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> _Read:
-    row = _asked(record, place, columns)
-    if isinstance(row, Document):
-        text = checked(row.text, place, is_rendering=False)
-        return _Read(place, row.text, text, "", record)
-    messages, answer = _split(row)
-    text = renderer.template.apply(messages, row.tools, place, is_prompt=True)
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Records on their way to texts, past those with a picture that cannot be had if there is a list for these."""
+
+    columns: Columns
+    renderer: Renderer
+    left_out: list[Incident] | None
+
+    def read(self, record: Any, place: str) -> _Read | None:
+        try:
+            row = _asked(record, place, self.columns)
+        except PictureError as error:
+            self._leave_out(place, error)
+            return None
+        if isinstance(row, Document):
+            return _Read(place, row.text, "", record)
+        messages, answer = _split(row)
+        return _Read(place, messages, answer, record, row.tools)
+
+    def rendered(self, rows: Sequence[_Read]) -> tuple[list[_Read], list[Text]]:
+        """Those that are left, and their texts."""
+        kept, texts = [], []
+        for number, row in enumerate(rows):
+            if number % BATCH_ROWS == 0:
+                self._look(rows[number : number + BATCH_ROWS])
+            try:
+                texts.append(_text(row, self.renderer))
+            except PictureError as error:
+                self._leave_out(row.place, error)
+                continue
+            kept.append(row)
+        return kept, texts
+
+    def _look(self, rows: Sequence[_Read]) -> None:
+        chats = ((row.place, row.prompt) for row in rows if not isinstance(row.prompt, str))
+        self.renderer.template.pictures.look(chats)
+
+    def _leave_out(self, place: str, error: PictureError) -> None:
+        if self.left_out is None:
+            raise error
+        reason = str(error).removeprefix(f"{place}: ")
+        self.left_out.append(Incident(place, "dropped", reason))
+
+
+def _text(row: _Read, renderer: Renderer) -> Text:
+    template = renderer.template
+    if isinstance(row.prompt, str):
+        return template.plain(row.prompt, row.place)
+    text = template.apply(row.prompt, row.tools, row.place, is_prompt=True)
     for tool in row.tools:
         name = tool["function"]["name"]
         if name not in text.text:
             raise RenderError(
-                f"{place}: tools has {shown(name)}, which the chat template does not write; expected a template that "
-                f"does; remove it from the row or give another one with {renderer.template.key}=FILE"
+                f"{row.place}: tools has {shown(name)}, which the chat template does not write; expected a template "
+                f"that does; remove it from the row or give another one with {template.key}=FILE"
             )
-    return _Read(place, messages, text, answer, record, row.tools)
+    return text
 
 
 def _asked(record: Any, place: str, columns: Columns) -> Conversation | Document:
@@ -161,7 +217,7 @@ def _split(row: Conversation) -> tuple[tuple[Message, ...], str]:
     """The messages to be answered, and the answer where the conversation ends in one."""
     messages, answer = row.messages, ""
     if messages[-1]["role"] == "assistant":
-        messages, answer = messages[:-1], str(messages[-1]["content"])
+        messages, answer = messages[:-1], text_of(messages[-1]["content"])
     last = messages[-1]["role"] if messages else None
     if last not in ("user", "tool"):
         found = f"a {last} message" if last else "nothing"
@@ -236,20 +292,20 @@ def _names(rows: Sequence[_Read]) -> list[str]:
     return names if is_good else [row.place for row in rows]
 
 
-def _ids(row: _Read, ids: Ids, renderer: Renderer) -> IntArray:
+def _ids(place: str, text: Text, ids: Ids, renderer: Renderer) -> IntArray:
     """The ids as a prompt: without the end token that some tokenizers put after each text."""
     eos, bos = renderer.tokenizer.eos_token_id, renderer.tokenizer.bos_token_id
-    if not row.text.is_rendering and ids[-1:] == [eos]:
-        plain = Text(row.text.text, is_rendering=True)  # no token added
+    if not text.is_rendering and ids[-1:] == [eos]:
+        plain = Text(text.text, is_rendering=True)  # no token added
         own = renderer.template.encode([plain])[plain]
         ids = ids[:-1] if ids[:-1][-len(own) :] == own else ids
     if bos is not None and ids[:2] == [bos, bos]:
         raise RenderError(
-            f"{row.place}: the prompt begins with two BOS tokens; expected one; remove it from the "
+            f"{place}: the prompt begins with two BOS tokens; expected one; remove it from the "
             "text or the template"
         )
     if not ids:
         raise DataError(
-            f"{row.place}: the prompt has no token; expected at least one; remove it or fill it in"
+            f"{place}: the prompt has no token; expected at least one; remove it or fill it in"
         )
     return np.asarray(ids, dtype=np.int64)

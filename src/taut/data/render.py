@@ -15,6 +15,9 @@ A row that cannot be rendered exactly is a RenderError. Two tokenisations are ne
 and no end token is ever made up. A template that writes none is refused; so is one that passes over
 tools, tool calls or reasoning, and an answer with a token of the stop set before its end.
 
+Of a row with pictures every prefix counts those of the whole; each is seen once; and no token of a picture is a target,
+whoever's turn it is in (``pictures.py``).
+
 Does not read files (``sources.py``) and does not cut (``length.py``). Imported by ``dataset.py``
 and by whoever needs prompts or the stop set.
 """
@@ -29,12 +32,16 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from taut.data.formats import Completion, Conversation, Document, Message, Row, Tool, shown
-from taut.data.template import Ids, Template, Text, checked
+from taut.data.media import text_of
+from taut.data.pictures import Placed
+from taut.data.template import Ids, Template, Text
 from taut.errors import RenderError
-from taut.types import IntArray, Sample
+from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from taut.vision.album import Album
 
 Targets: TypeAlias = Literal["assistant", "last", "all"]
 IdsOf: TypeAlias = Mapping[Text, Ids]
@@ -66,9 +73,13 @@ class Renderer:
         template: str | None = None,
         targets: Targets = "assistant",
         key: str = "data.template",
+        album: Album | None = None,
     ) -> None:
-        """``key``: the setting that gives another template, for messages."""
-        self.template = Template(tokenizer, template, key)
+        """``key``: the setting that gives another template, for messages. ``album``: where pictures are had from; None:
+        the model takes none.
+        """
+        self.template = Template(tokenizer, template, key, album)
+        self.album = album
         self.tokenizer = tokenizer
         self.targets: Targets = targets
         self.stop_set: frozenset[int] = frozenset()
@@ -87,36 +98,53 @@ class Renderer:
 
     def identity(self) -> str:
         """Changes whenever the ids or targets of some row could."""
-        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}"
+        pictures = f" {self.album.identity()}" if self.album else ""
+        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{pictures}"
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> IntArray:
-        """History and generation prompt: what an engine feeds the model for its next turn."""
+        """The ids of ``prompt_media``."""
+        return self.prompt_media(messages, tools)[0]
+
+    def prompt_media(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> tuple[IntArray, tuple[Media, ...]]:
+        """History and generation prompt, what an engine feeds the model for its next turn, and the pictures in it."""
         text = self.template.apply(messages, tuple(tools or ()), "prompt", is_prompt=True)
-        return np.asarray(self.template.encode([text])[text], dtype=np.int64)
+        ids = self.template.encode([text])[text]
+        media = self.template.pictures.find(ids, text.pictures, "prompt")
+        return np.asarray(ids, dtype=np.int64), media
 
     def answer_text(self, row: Row) -> tuple[Text, int | None]:
         """The whole text of a row as it is tokenised, and where its last message, or its completion, begins in it;
         None: the template does not write the content as it is."""
         if isinstance(row, Conversation):
-            before, content = row.messages[:-1], row.messages[-1]["content"]
+            before, content = row.messages[:-1], text_of(row.messages[-1]["content"])
             text = self.template.apply(row.messages, row.tools, row.place)
-            prompt = self.template.apply(before, row.tools, row.place, is_prompt=True)
+            prompt = self.template.apply(
+                before, row.tools, row.place, is_prompt=True, placed=text.pictures
+            )
             lead = len(content) - len(content.lstrip())
             asked = prompt.text if text.text.startswith(prompt.text) else ""
             at = text.text.find(content.strip(), len(asked))
             return text, None if at < 0 else at - lead
         whole = row.prompt + row.completion if isinstance(row, Completion) else row.text
         start = len(row.prompt) if isinstance(row, Completion) else 0
-        return checked(whole, row.place, is_rendering=False), start
+        return self.template.plain(whole, row.place), start
 
     def render(self, row: Row) -> list[Sample]:
         """The samples of one row: one, or one per learned turn."""
         return self.render_all([row])[0]
 
+    def look(self, rows: Iterable[Row]) -> None:
+        """Have the pictures of these rows seen, several at a time."""
+        chats = (row for row in rows if isinstance(row, Conversation))
+        self.template.pictures.look((row.place, row.messages) for row in chats)
+
     def render_all(self, rows: Sequence[Row]) -> list[list[Sample]]:
         """The samples of each row; the tokenizer is called at most twice for all of them."""
+        self.look(rows)
         drafts = [self._draft(row) for row in rows]
         ids_of = self.template.encode(text for draft in drafts for text in draft.texts)
         return [draft.finish(ids_of) for draft in drafts]
@@ -125,22 +153,23 @@ class Renderer:
         if isinstance(row, Conversation):
             return self._draft_conversation(row)
         if isinstance(row, Completion):
-            prompt = checked(row.prompt, row.place, is_rendering=False)
-            whole = checked(row.prompt + row.completion, row.place, is_rendering=False)
+            prompt = self.template.plain(row.prompt, row.place)
+            whole = self.template.plain(row.prompt + row.completion, row.place)
             return _Draft(
                 (prompt, whole),
                 lambda ids_of: [self._finish_completion(row, ids_of[prompt], ids_of[whole])],
             )
-        text = checked(row.text, row.place, is_rendering=False)
+        text = self.template.plain(row.text, row.place)
         return _Draft((text,), lambda ids_of: [self._finish_document(row, ids_of[text])])
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
-        full = self.template.apply(row.messages, row.tools, row.place)
+        placed = self.template.pictures.place(row.messages, row.tools, row.place)
+        full = self.template.apply(row.messages, row.tools, row.place, placed=placed)
         turns = [self._draft_turn(row, index, full) for index in self._turns_to_render(row)]
         texts = [full, *(text for turn in turns for text in (turn.prompt, turn.row))]
         _check_nothing_ignored(row, full, turns)
         finish = self._finish_all if self.targets == "all" else self._finish_turns
-        return _Draft(tuple(texts), lambda ids_of: finish(row, ids_of[full], turns, ids_of))
+        return _Draft(tuple(texts), lambda ids_of: finish(row, full, turns, ids_of))
 
     def _turns_to_render(self, row: Conversation) -> tuple[int, ...]:
         if self.targets == "assistant":
@@ -161,12 +190,12 @@ class Renderer:
                 "add one, or write train: false on it"
             )
         place = f"{row.place}: messages[{index}]"
-        prompt = self.template.apply(row.messages[:index], row.tools, place, is_prompt=True)
+        before, placed = row.messages[:index], full.pictures
+        prompt = self.template.apply(before, row.tools, place, is_prompt=True, placed=placed)
         if index + 1 == len(row.messages):
             return _Turn(index, prompt, full)
-        return _Turn(
-            index, prompt, self.template.apply(row.messages[: index + 1], row.tools, place)
-        )
+        seen = row.messages[: index + 1]
+        return _Turn(index, prompt, self.template.apply(seen, row.tools, place, placed=placed))
 
     def _finish_document(self, row: Document, ids: Ids) -> Sample:
         ids = [*ids, *self._missing_eos(ids, row.place)]
@@ -192,24 +221,28 @@ class Renderer:
         return [] if ids[-1:] == [eos] else [int(eos)]
 
     def _finish_turns(
-        self, row: Conversation, full: Ids, turns: Sequence[_Turn], ids_of: IdsOf
+        self, row: Conversation, text: Text, turns: Sequence[_Turn], ids_of: IdsOf
     ) -> list[Sample]:
         spans = [self._span(row, turn, ids_of) for turn in turns]
-        rows = [ids_of[turn.row] for turn in turns]
+        full, rows = ids_of[text], [ids_of[turn.row] for turn in turns]
         if all(full[:stop] == ids[:stop] for ids, (_, stop) in zip(rows, spans, strict=True)):
             at = [position for start, stop in spans for position in range(start, stop)]
-            return [self._sample(row.place, full, at)]
+            return [self._sample(row.place, full, at, text.pictures)]
+        own = [turn.row.pictures for turn in turns]
         if len(turns) == 1:
-            return [self._sample(row.place, rows[0], range(*spans[0]))]
+            return [self._sample(row.place, rows[0], range(*spans[0]), own[0])]
         return [
-            self._sample(f"{row.place}#{number}", ids, range(*span))
-            for number, (ids, span) in enumerate(zip(rows, spans, strict=True), start=1)
+            self._sample(f"{row.place}#{number}", ids, range(*span), pictures)
+            for number, (ids, span, pictures) in enumerate(
+                zip(rows, spans, own, strict=True), start=1
+            )
         ]
 
     def _finish_all(
-        self, row: Conversation, full: Ids, turns: Sequence[_Turn], ids_of: IdsOf
+        self, row: Conversation, text: Text, turns: Sequence[_Turn], ids_of: IdsOf
     ) -> list[Sample]:
         """Every token but the first, and but the turns marked train: false."""
+        full = ids_of[text]
         kept = np.ones(len(full), dtype=bool)
         kept[:1] = False
         for turn in turns:
@@ -223,7 +256,7 @@ class Renderer:
                     "expected targets=assistant or last for such templates; set data.targets"
                 )
             kept[start:stop] = False
-        return [self._sample(row.place, full, np.flatnonzero(kept))]
+        return [self._sample(row.place, full, np.flatnonzero(kept), text.pictures)]
 
     def _span(self, row: Conversation, turn: _Turn, ids_of: IdsOf) -> tuple[int, int]:
         """Where the targets of a turn lie in R_i: [start, stop)."""
@@ -253,7 +286,9 @@ class Renderer:
     def _stops(self) -> str:
         return " or ".join(self.template.quoted([index]) for index in sorted(self.stop_set))
 
-    def _sample(self, name: str, ids: Ids, target_at: Iterable[int]) -> Sample:
+    def _sample(
+        self, name: str, ids: Ids, target_at: Iterable[int], placed: Sequence[Placed] = ()
+    ) -> Sample:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise RenderError(
@@ -264,8 +299,10 @@ class Renderer:
             raise RenderError(
                 f"{name}: the row renders to no token at all; expected text; correct the row"
             )
-        at = np.fromiter(target_at, dtype=np.int64)
-        return Sample(name, np.asarray(ids, dtype=np.int64), at, np.ones(at.size))
+        ids_T, pictures = np.asarray(ids, dtype=np.int64), self.template.pictures
+        media = pictures.find(ids_T, placed, name)
+        at = pictures.learnable(ids_T, np.fromiter(target_at, dtype=np.int64), media)
+        return Sample(name, ids_T, at, np.ones(at.size), media)
 
 
 def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]) -> None:

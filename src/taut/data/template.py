@@ -1,9 +1,11 @@
 """A tokenizer and its chat template: messages to text, text to ids, and the token that ends an
 assistant turn.
 
-Special tokens are never added to a rendering: the template writes them. Whatever a template raises
-on messages it does not take becomes a RenderError that names the row. Knows nothing of rows and
-targets. Imported by ``render.py`` and ``stops.py``.
+A template is given content as it takes it: text as a string, or as a list of parts where it writes
+no strings; pictures as parts with nothing in them (``pictures.py`` does the rest). Special tokens
+are never added to a rendering: the template writes them. Whatever a template raises on messages it
+does not take becomes a RenderError that names the row. Knows nothing of rows and targets. Imported
+by ``render.py`` and ``stops.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import takewhile
@@ -21,10 +23,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import jinja2
 
 from taut.data.formats import Message, Tool
+from taut.data.pictures import Pictures, Placed, num_pictures
 from taut.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from taut.vision.album import Album
 
 Ids: TypeAlias = list[int]
 FAILURES = (
@@ -49,6 +54,8 @@ PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello"},
 )
+ASKED, ANSWERED = "vicuna", "guanaco"
+"""Words that no template writes of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +64,23 @@ class Text:
 
     text: str
     is_rendering: bool
+    pictures: tuple[Placed, ...] = field(default=(), compare=False)
+    """What the words for pictures in it stand for, in order; equal texts have equal ids whatever they are."""
 
 
 class Template:
-    """One tokenizer with its own chat template or another."""
+    """One tokenizer with its own chat template or another; the processor's, if it has one, goes before the
+    tokenizer's.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         template: str | None,
         key: str = "data.template",
+        album: Album | None = None,
     ) -> None:
-        """``key``: the setting that gives another template, for messages."""
+        """``key``: the setting that gives another template, for messages. ``album``: where pictures are had from."""
         if not tokenizer.is_fast:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected "
@@ -77,7 +89,10 @@ class Template:
             )
         self.tokenizer = tokenizer
         self.key = key
-        self.template = template if template is not None else tokenizer.chat_template
+        self.pictures = Pictures(album, tokenizer)
+        beside = album.processor.template if album is not None else None
+        own = tokenizer.chat_template if beside is None else beside
+        self.template = own if template is None else template
         self.day: datetime.date | None = None
         """The day that a template which asks for it is told; None: today."""
 
@@ -100,21 +115,21 @@ class Template:
         place: str,
         *,
         is_prompt: bool = False,
+        placed: Sequence[Placed] | None = None,
     ) -> Text:
-        """The text of these messages, with the generation prompt if ``is_prompt``."""
+        """The text of these messages, with the generation prompt if ``is_prompt``. ``placed``: the pictures of the
+        row that they are the beginning of; None: they are the whole.
+        """
         if self.template is None:
             raise RenderError(
                 f"{place}: messages to render, and the tokenizer has no chat template; "
                 f"expected one; give it with {self.key}=FILE"
             )
+        if placed is None:
+            placed = self.pictures.place(messages, tools, place)
+        given = [self._given(message, self.takes_strings) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                chat_template=self._dated() if isinstance(self.template, str) else None,
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-            )
+            text = self._write(given, tools, is_prompt)
         except FAILURES as error:
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
             roles = " ".join(message["role"] for message in messages)
@@ -124,7 +139,48 @@ class Template:
                 "expected messages it accepts; change the row or give another template with "
                 f"{self.key}=FILE"
             ) from None
-        return checked(str(text), place, is_rendering=True)
+        own = tuple(placed[: num_pictures(messages)])
+        text = self.pictures.write(text, own, place)
+        return replace(checked(text, place, is_rendering=True), pictures=own)
+
+    def plain(self, text: str, place: str) -> Text:
+        """Text that no template has seen."""
+        self.pictures.require_plain(text, f"{place}: the text")
+        return checked(text, place, is_rendering=False)
+
+    @cached_property
+    def takes_strings(self) -> bool:
+        """Whether it writes content that is a string; else lists of parts."""
+        roles = zip(("user", "assistant"), (ASKED, ANSWERED), strict=True)
+        probe = [{"role": role, "content": word} for role, word in roles]
+        return self._says(probe) or not self._says([self._given(it, False) for it in probe])
+
+    def _says(self, probe: Sequence[Message]) -> bool:
+        try:
+            text = self._write(probe, (), is_prompt=False)
+        except FAILURES:
+            return False
+        return ASKED in text and ANSWERED in text
+
+    def _given(self, message: Message, takes_strings: bool) -> Message:
+        """A message as the template takes it."""
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
+            return {**message, "content": parts}
+        if takes_strings:
+            return message
+        return {**message, "content": [{"type": "text", "text": content or ""}]}
+
+    def _write(self, messages: Sequence[Message], tools: Sequence[Tool], is_prompt: bool) -> str:
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            chat_template=self._dated() if isinstance(self.template, str) else None,
+            tokenize=False,
+            add_generation_prompt=is_prompt,
+        )
+        return str(text)
 
     def encode(self, texts: Iterable[Text]) -> dict[Text, Ids]:
         """The ids of each text; one call of the tokenizer for each kind of text."""

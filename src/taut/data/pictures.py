@@ -1,0 +1,236 @@
+"""Pictures in messages: looked at, written in words, and found again among the ids.
+
+A chat template writes one placeholder for each picture. It is replaced, before anything is tokenised, by the words that
+stand for a picture of that size (``vision/processor.py``), and the tokens that features take the place of are dealt out
+to the pictures in their order:
+
+    placeholders written = pictures of the messages        tokens found = sum of what the pictures have
+
+Both are required exactly, so features and tokens cannot slip against each other. No text may contain a word that stands
+for pictures, and no such token is learned: a model does not write pictures.
+
+How a picture is turned into tokens may depend on how many its row has: a prefix of a row counts those of the whole.
+Reads no file: the album does. Imported by the rest of ``taut.data``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from taut.data.formats import Message, Tool
+from taut.data.media import images_of, text_of
+from taut.errors import DataError, PictureError, RenderError
+from taut.types import IntArray, Media, Picture, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from taut.vision.album import Album
+    from taut.vision.picture import ImageRef
+    from taut.vision.processor import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture of a text: where its features come from, and what stands for it."""
+
+    picture: Picture
+    shape: Shape
+
+
+class Pictures:
+    """Pictures on their way through a tokenizer; without an album there must be none."""
+
+    def __init__(self, album: Album | None, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.album = album
+        self.tokenizer = tokenizer
+
+    def look(self, rows: Iterable[tuple[str, Sequence[Message]]]) -> None:
+        """Have the album see the pictures of these messages, several at a time: then ``place`` waits for none."""
+        album = self.album
+        if album is None:
+            return
+        first: dict[ImageRef, str] = {}
+        for place, messages in rows:
+            for ref, where in located(messages, place):
+                first.setdefault(ref, where)
+
+        def see(ref: ImageRef) -> None:
+            with suppress(PictureError):  # told where the picture is placed
+                album.see(ref, first[ref])
+
+        if first:
+            with ThreadPoolExecutor(album.images.workers) as pool:
+                list(pool.map(see, first))
+
+    def place(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: str
+    ) -> tuple[Placed, ...]:
+        """The pictures of a whole row. Raises PictureError for one that cannot be had, and RenderError for text that
+        would be taken for one.
+        """
+        self._require_none_written(messages, tools, place)
+        return self.place_each(messages, place)
+
+    def place_each(self, messages: Sequence[Message], place: str) -> tuple[Placed, ...]:
+        """The same, whatever the text."""
+        found = list(located(messages, place))
+        if found and self.album is None:
+            raise RenderError(
+                f"{found[0][1]} is a picture, and the model takes no pictures; expected text; take it out, or name a "
+                "vision-language model"
+            )
+        return tuple(self._placed(ref, where, len(found)) for ref, where in found)
+
+    def _placed(self, ref: ImageRef, where: str, num_pictures: int) -> Placed:
+        assert self.album is not None
+        seen = self.album.see(ref, where)
+        try:
+            shape = self.album.shape(seen, num_pictures)
+        except DataError as error:
+            raise PictureError(f"{where}: {error}") from None
+        return Placed(self.album.picture(seen.source, seen.digest, num_pictures, where), shape)
+
+    def write(self, text: str, placed: Sequence[Placed], place: str) -> str:
+        """A template's text with what stands for each picture in the place of its placeholder."""
+        if self.album is None:
+            return text
+        placeholder = self.album.processor.placeholder
+        before, *rest = text.split(placeholder)
+        if len(rest) != len(placed):
+            raise RenderError(
+                f"{place}: the chat template writes {len(rest)} placeholders ({placeholder}) for {len(placed)} "
+                "pictures; expected one for each; give a template that writes it where a part is of type image, and "
+                "nowhere else"
+            )
+        pairs = zip(placed, rest, strict=True)
+        return before + "".join(one.shape.text + after for one, after in pairs)
+
+    def find(
+        self, ids: IntArray | Sequence[int], placed: Sequence[Placed], place: str
+    ) -> tuple[Media, ...]:
+        """Where the pictures of a text lie among its ids."""
+        if self.album is None:
+            return ()
+        processor = self.album.processor
+        at = np.flatnonzero(np.asarray(ids) == processor.image_id)
+        stops = np.cumsum([one.shape.num_tokens for one in placed], dtype=np.int64)
+        expected = int(stops[-1]) if placed else 0
+        if at.size != expected:
+            raise RenderError(
+                f"{place}: {at.size} placeholders and features for {expected} are in the row's {len(placed)} pictures; "
+                "expected equal numbers; use the tokenizer and the preprocessor_config.json that the model came with"
+            )
+        return tuple(
+            Media(
+                one.picture,
+                int(at[stop - one.shape.num_tokens]),
+                int(at[stop - 1]) + 1,
+                one.shape.grid,
+                processor.is_two_way,
+            )
+            for one, stop in zip(placed, stops.tolist(), strict=True)
+        )
+
+    def learnable(self, ids_T: IntArray, at: IntArray, media: Sequence[Media]) -> IntArray:
+        """The positions among ``at`` that are no part of a picture."""
+        if self.album is None:
+            return at
+        is_outside = ~np.isin(ids_T, self._ids)
+        for one in media:
+            is_outside[one.start : one.stop] = False
+        return at[is_outside[at]]
+
+    def require_plain(self, text: str, where: str) -> None:
+        """That no word in a text stands for a picture."""
+        found = self._reserved.search(text) if self._reserved else None
+        if found is not None:
+            raise RenderError(
+                f"{where} has {found[0]!r}, which stands for pictures or sound in this model's prompts; expected text "
+                'without it; write a picture as {"type": "image", "image": PATH}, or take the word out'
+            )
+
+    def _require_none_written(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: str
+    ) -> None:
+        if self._reserved is None:
+            return
+        for index, message in enumerate(messages):
+            for key, value in message.items():
+                where = f"{place}: messages[{index}].{key}"
+                texts = [text_of(value or "")] if key == "content" else _strings(value)
+                for text in texts:
+                    self.require_plain(text, where)
+        for text in _strings(tools):
+            self.require_plain(text, f"{place}: tools")
+
+    @cached_property
+    def _reserved(self) -> re.Pattern[str] | None:
+        if self.album is None:
+            return None
+        words = {*self.album.processor.reserved, self.album.processor.placeholder}
+        return re.compile("|".join(re.escape(word) for word in sorted(words, key=len)[::-1]))
+
+    @cached_property
+    def _ids(self) -> IntArray:
+        """The tokens that are such a word."""
+        assert self.album is not None
+        known = self.tokenizer.get_added_vocab()
+        processor = self.album.processor
+        own = [known[word] for word in processor.reserved if word in known]
+        return np.array([processor.image_id, *own])
+
+
+def located(messages: Sequence[Message], place: str) -> Iterator[tuple[ImageRef, str]]:
+    """The pictures of messages, each with the place that errors call it by."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if part["type"] == "image":
+                yield part["image"], f"{place}: messages[{index}].content[{number}]"
+
+
+def num_pictures(messages: Sequence[Message]) -> int:
+    """How many pictures are in them."""
+    return len(images_of(messages))
+
+
+def within(media: Sequence[Media], start: int, stop: int) -> tuple[Media, ...]:
+    """The pictures that lie wholly in [start, stop), as they lie in it."""
+    return tuple(
+        replace(one, start=one.start - start, stop=one.stop - start)
+        for one in media
+        if start <= one.start and one.stop <= stop
+    )
+
+
+def uncut(media: Sequence[Media], stop: int) -> int:
+    """``stop``, or where the picture begins that it would cut."""
+    return next((one.start for one in media if one.start < stop < one.stop), stop)
+
+
+def is_same_input(left: Sample, right: Sample) -> bool:
+    """Whether a model is given the same: ids and pictures."""
+    pictures = [[(it.start, it.picture.digest) for it in one.media] for one in (left, right)]
+    return pictures[0] == pictures[1] and np.array_equal(left.ids_T, right.ids_T)
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every text in a value of JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
