@@ -149,6 +149,17 @@ def test_a_grid_is_of_tokens_and_of_a_bounded_shape(directory: Path) -> None:
         ours.shape(1, 201, 1)
 
 
+def test_a_model_of_experts_sees_as_its_family(directory: Path) -> None:
+    path, config = str(directory / "qwen3_vl"), config_of("qwen3_vl")
+    moe = transformers.AutoConfig.for_model(
+        "qwen3_vl_moe",
+        vision_config={"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        image_token_id=config.image_token_id,
+    )
+    ours: Any = open_processor(path, moe, tokenizer_of("qwen3_vl"))
+    assert ours.identity() == open_at(directory / "qwen3_vl", "qwen3_vl").identity()
+
+
 def test_words_for_pictures_are_reserved(directory: Path) -> None:
     for kind in FAMILIES:
         ours = open_at(directory / kind, kind)

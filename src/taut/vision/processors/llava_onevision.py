@@ -33,8 +33,8 @@ class LlavaOnevision(Family):
         image = given.named_token("image_token", own.get("image_token", "<image>"))
         video = given.named_token("video_token", own.get("video_token", "<video>"))
         super().__init__(given, image, image, (video,))
-        for name in ("do_pad", "do_center_crop"):
-            given.require_setting(name, name == "do_pad")
+        given.require_setting("do_pad", True)
+        given.require_setting("do_center_crop", False)
         self._tile, _ = tile = sides(config.vision_config.image_size)
         given.require_same("size", (images.size.height, images.size.width), tile)
         self._pinpoints = [list(point) for point in images.image_grid_pinpoints]
