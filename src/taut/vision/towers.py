@@ -109,16 +109,16 @@ def keep_step(backbone: nn.Module, hidden: Tensor) -> Tensor:
 
 def needs_step(backbone: nn.Module) -> bool:
     """Whether tower or projector take part in this forward though there is no picture: they learn, or are sharded."""
-    parameters = [p for part in vision_parts(backbone) for p in part.parameters()]
+    parameters = vision_parameters(backbone)
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     return learns or any(hasattr(p, "device_mesh") for p in parameters)
 
 
-def vision_parts(backbone: nn.Module) -> list[nn.Module]:
-    """Tower and projector: all of the backbone that is not its language model."""
+def vision_parameters(backbone: nn.Module) -> list[nn.Parameter]:
+    """Those of tower and projector: all of the backbone that are not its language model's."""
     inner: Any = backbone
-    text = inner.get_decoder()
-    return [child for child in backbone.children() if child is not text]
+    text = {id(parameter) for parameter in inner.get_decoder().parameters()}
+    return [parameter for parameter in backbone.parameters() if id(parameter) not in text]
 
 
 def takes_pictures(backbone: nn.Module) -> bool:
