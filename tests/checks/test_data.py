@@ -139,7 +139,7 @@ class TestColumns:
 
 
 class TestImages:
-    @pytest.mark.parametrize("kind", ["path", "bytes", "url", "http", "part"])
+    @pytest.mark.parametrize("kind", ["path", "bytes", "url", "part"])
     def test_pictures_that_can_be_opened_are_no_fault_of_theirs(
         self, kind: str, place: Place
     ) -> None:
@@ -149,7 +149,6 @@ class TestImages:
             "path": {"path": "cat.png"},
             "bytes": "cat.png",
             "url": str(place.directory / "cat.png"),
-            "http": "https://example.org/cat.png",
         }
         for row in rows:
             if kind == "part":
@@ -161,6 +160,19 @@ class TestImages:
         found = findings(place.session(data=place.data(rows)))
         assert found["data.images"].outcome == "passed"
         assert found["data.rows"].outcome == "failed"
+
+    def test_pictures_at_addresses_are_refused_as_in_training(self, place: Place) -> None:
+        rows = talks(*plain(), image="https://example.org/cat.png?key=secret")
+        found = findings(place.session(data=place.data(rows)))["data.images"]
+        assert found.outcome == "failed" and "data.images.allow_urls" in found.evidence[0]
+        assert "secret" not in found.evidence[0]
+
+    def test_rows_that_will_be_left_out_are_no_failure(self, place: Place) -> None:
+        rows = talks(*plain(), image="cat.png")
+        session = place.session(data=place.data(rows), data__images__bad="drop")
+        found = findings(session)["data.images"]
+        assert (found.outcome, found.number) == ("passed", len(rows))
+        assert "rows are left out" in found.says and "there is no file" in found.notes[0]
 
     def test_a_picture_cut_short(self, place: Place) -> None:
         whole = place.directory / "cat.png"

@@ -50,7 +50,7 @@ def plain() -> tuple[list[str], list[str]]:
 # -- pictures
 
 
-@fault("data.images", says="there is no file pictures/cat.png")
+@fault("data.images", says="pictures/cat.png; expected a picture")
 def a_picture_that_is_not_there(place: Place, is_faulty: bool) -> Session:
     """The rows came without the folder of pictures they name; or nobody wants them."""
     rows = talks(*plain(), images=["pictures/cat.png"])
@@ -165,7 +165,7 @@ def a_role_of_another_program(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(rows))
 
 
-@fault("data.rows", says="the row has images")
+@fault("template.takes", says="the model takes no pictures")
 def pictures_for_a_model_of_text(place: Place, is_faulty: bool) -> Session:
     """Pictures that can be read, and that a text model would pass over."""
     Image.new("RGB", (4, 4)).save(place.directory / "cat.png")
