@@ -1,7 +1,8 @@
 """``contract.json`` in a saved model directory: what its files say and what the model answers, so that anyone can check
 that a server does the same (``taut verify``).
 
-    facts      dtype, digests of template and tokenizer, eos and pad wherever they are written, generation_config
+    facts      dtype, digests of template, tokenizer and what describes pictures, eos and pad wherever they are written,
+               generation_config
     stops      the stop set: id, token, why
     goldens    prompts (messages or text, and their ids), the greedy continuation of each, the log-probability of each
                of its ids at temperature 1, and its margin: by how much it beats the runner-up, in nats
@@ -29,12 +30,14 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import durable
+from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
 from taut.errors import CheckFailed, ModelError
 from taut.golden import ContractConfig, Golden, Question, answer, rendered
 from taut.models import anatomy
 from taut.models.load import is_reward_config, load_config, load_tokenizer
+from taut.models.processor_files import FILES as PROCESSOR_FILES
 from taut.models.score import Scorer
 from taut.reloaded import (
     Comparison,
@@ -46,6 +49,8 @@ from taut.reloaded import (
     room_for,
     score,
 )
+from taut.vision.opening import open_album
+from taut.vision.picture import ImagesConfig
 
 FILE = "contract.json"
 FORMAT = 1
@@ -81,6 +86,8 @@ class Facts:
     """File -> ids."""
     pad: dict[str, int | None]
     generation_config: dict[str, Any]
+    processor: str | None = None
+    """SHA-256 of the files that say what becomes of a picture; None: the model takes none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +128,11 @@ def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) 
     """
     trained = origin.trained
     tokenizer = load_tokenizer(str(directory), origin.trust_remote_code)
-    _require_same_prompts(origin.questions, Renderer(tokenizer))
+    renderer = _renderer(directory, tokenizer, origin.trust_remote_code)
+    _require_same_prompts(origin.questions, renderer)
     device = room_for(trained.model, origin.device)
     reloaded = load_anew(str(directory), device, origin.trust_remote_code)
-    goldens, note = _goldens(origin.questions, origin.stops, origin.config, reloaded, tokenizer)
+    goldens, note = _goldens(origin.questions, origin.stops, origin.config, reloaded, renderer)
     checks = compare_saved(trained, reloaded)
     del reloaded  # before another model is loaded
     if origin.adapted is not None:
@@ -162,9 +170,10 @@ def answer_best(
 ) -> None:
     """Complete that contract when the run has ended. ``use``: the device, and whether the model's own code may run."""
     tokenizer = load_tokenizer(str(directory), use[1])
-    _require_same_prompts(questions, Renderer(tokenizer))
+    renderer = _renderer(directory, tokenizer, use[1])
+    _require_same_prompts(questions, renderer)
     reloaded = load_anew(str(directory), *use)
-    goldens, note = _goldens(questions, stops, config, reloaded, tokenizer)
+    goldens, note = _goldens(questions, stops, config, reloaded, renderer)
     facts = facts_of(directory, tokenizer, use[1])
     write_contract(directory, describe(facts, tokenizer, stops, config, goldens, note=note))
 
@@ -174,7 +183,7 @@ def _goldens(
     stops: StopSet,
     config: ContractConfig,
     reloaded: Scorer,
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
 ) -> tuple[list[Golden], str | None]:
     """The golden prompts with their answers, or why there are none."""
     if not config.prompts:
@@ -184,8 +193,18 @@ def _goldens(
     stateful = anatomy.stateful_layers(reloaded.model)
     if stateful:
         return [], f"the local engine does not keep the state of {stateful[0]}"
-    goldens = answer(questions, reloaded, tokenizer, stops.ids, config.tokens)
+    goldens = answer(questions, reloaded, renderer, stops.ids, config.tokens)
     return goldens, None if goldens else "no row has a prompt that can be asked"
+
+
+def _renderer(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
+) -> Renderer:
+    """As whoever verifies will have it."""
+    path, images, cache = str(directory), ImagesConfig(), default_directory()
+    config = load_config(path, trust_remote_code)
+    album = open_album(path, config, tokenizer, images, cache, trust_remote_code=trust_remote_code)
+    return Renderer(tokenizer, album=album)
 
 
 def _require_same_prompts(questions: Sequence[Question], renderer: Renderer) -> None:
@@ -299,6 +318,7 @@ def facts_of(
             "generation_config": generation.get("pad_token_id"),
         },
         generation_config=generation,
+        processor=processor_digest(directory),
     )
 
 
@@ -314,6 +334,15 @@ def tokenizer_digest(directory: Path) -> str:
     """SHA-256 of what tokenizer.json says."""
     tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     said = {key: value for key, value in tree.items() if key not in ("padding", "truncation")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def processor_digest(directory: Path) -> str | None:
+    """SHA-256 of the files that describe a model's pictures, if it has any."""
+    files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
+    if not files:
+        return None
+    said = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

@@ -40,7 +40,7 @@ from taut.models.precision import compute_context
 from taut.models.reward import NewHead, load_reward_model
 from taut.models.score import Scorer
 from taut.models.tokens import add_tokens
-from taut.types import Sample, Scores, Wants
+from taut.types import Media, Sample, Scores, Wants
 
 SAMPLES = 4
 """Samples compared, beside the run of new and stop tokens."""
@@ -89,17 +89,22 @@ class Trained:
 
 
 def samples_to_compare(data: Sequence[Sample], extra_ids: Sequence[int]) -> list[Sample]:
-    """The first samples, cut, and one that has ``extra_ids`` (new tokens, stop tokens); every token is a target."""
+    """The first samples, cut but not within a picture, and one that has ``extra_ids`` (new tokens, stop tokens); every token is a target."""
     first = [data[index] for index in range(min(SAMPLES, len(data)))]
-    samples = [every_token(sample.id, sample.ids_T[:SAMPLE_TOKENS].tolist()) for sample in first]
-    extra = [*first[0].ids_T[:8].tolist(), *list(dict.fromkeys(extra_ids))[:EXTRA_TOKENS]]
+    samples = []
+    for sample in first:
+        stop = max(SAMPLE_TOKENS, *(m.stop for m in sample.media if m.start < SAMPLE_TOKENS), 0)
+        media = tuple(one for one in sample.media if one.stop <= stop)
+        samples.append(every_token(sample.id, sample.ids_T[:stop].tolist(), media))
+    stop = min(8, *(one.start for one in first[0].media), 8)
+    extra = [*first[0].ids_T[:stop].tolist(), *list(dict.fromkeys(extra_ids))[:EXTRA_TOKENS]]
     return [*samples, every_token("new and stop tokens", extra)]
 
 
-def every_token(name: str, ids: Sequence[int]) -> Sample:
+def every_token(name: str, ids: Sequence[int], media: tuple[Media, ...] = ()) -> Sample:
     """A sample in which each token but the first is a target, and where a scalar head is read at the same."""
-    at = np.arange(1, len(ids))
-    return Sample(name, np.asarray(ids, dtype=np.int64), at, np.ones(at.size), read_at_R=at)
+    at, ids_T = np.arange(1, len(ids)), np.asarray(ids, dtype=np.int64)
+    return Sample(name, ids_T, at, np.ones(at.size), media, read_at_R=at)
 
 
 @torch.no_grad()

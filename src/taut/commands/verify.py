@@ -1,6 +1,7 @@
 """``taut verify MODEL``: does the model, or the server that serves it, still do what its contract says?
 
-    files          dtype, template, tokenizer, stop set, pad and generation_config as they were written
+    files          dtype, template, tokenizer, what describes pictures, stop set, pad and generation_config as they were
+                   written
     prompts        the golden prompts rendered anew give the same ids
     server prompts the server renders the same messages to the same ids (engine=server)
     continuations  the greedy continuation of each golden prompt has the same ids
@@ -129,6 +130,8 @@ def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator
     yield _same("dtype", {"weights": was.dtype}, {"weights": now.dtype})
     yield _same("template", {"sha256": was.template}, {"sha256": template})
     yield _same("tokenizer", {"sha256": was.tokenizer}, {"sha256": now.tokenizer})
+    if was.processor or now.processor:
+        yield _same("processor", {"sha256": was.processor}, {"sha256": now.processor})
     yield _same(
         "stop set",
         {"stop set": quoted(stops), **{f"eos of {file}": ids for file, ids in was.eos.items()}},
@@ -186,15 +189,19 @@ def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Re
 
 def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[Finding]:
     """Continuations, log-probs and stops. A server is told no stop token: it must stop by itself."""
-    engine = opened.engine
+    engine, goldens = opened.engine, contract.goldens
     if isinstance(engine, ServerEngine):
-        yield _server_prompts(contract.goldens, engine, opened.renderer)
+        goldens = [golden for golden in goldens if not golden.prompt.has_pictures]
+        if len(goldens) < len(contract.goldens):
+            why = "a server makes of a picture what its own processor makes; not asked: "
+            yield Finding("pictures", "skipped", why + str(len(contract.goldens) - len(goldens)))
+        yield _server_prompts(goldens, engine, opened.renderer)
         engine = engine.unaided()
-    prompts = prompts_of([golden.prompt for golden in contract.goldens])
+    prompts = prompts_of([golden.prompt for golden in goldens], opened.renderer)
     completions = engine.generate(prompts, greedy(contract.tokens))
     replays = [
         Replay(golden, completion, tolerance)
-        for golden, completion in zip(contract.goldens, completions, strict=True)
+        for golden, completion in zip(goldens, completions, strict=True)
     ]
     yield _continuations(replays, opened.renderer)
     yield _logps(replays, tolerance)
