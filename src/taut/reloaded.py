@@ -89,7 +89,9 @@ class Trained:
 
 
 def samples_to_compare(data: Sequence[Sample], extra_ids: Sequence[int]) -> list[Sample]:
-    """The first samples, cut but not within a picture, and one that has ``extra_ids`` (new tokens, stop tokens); every token is a target."""
+    """The first samples, cut but not within a picture, and one that has ``extra_ids`` (new tokens, stop tokens); every
+    token is a target.
+    """
     first = [data[index] for index in range(min(SAMPLES, len(data)))]
     samples = []
     for sample in first:
