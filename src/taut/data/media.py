@@ -9,9 +9,10 @@ address, a data URL, bytes, a PIL picture, or an object of these; text under ``b
 A video (``{"type": "video", "video": FILE or list of VALUES}``) becomes its frames, each a picture with its time in a
 text before it, as Qwen3-VL writes it: ``<1.5 seconds>``. A list of frames has ``fps`` or ``timestamps`` beside it.
 
-Pictures are for the model to read: an assistant's turn has none. Sound is refused. Nothing is opened but videos, and a
-file that is not there keeps its name for whoever opens it. Does not know columns (``placing.py``). Imported by the rest
-of ``taut.data``.
+Pictures are for the model to read: an assistant's turn has none. Sound is refused. A value that can be no picture is a
+PictureError, which may be left out; a shape that is none of these is a DataError. Nothing is opened but videos: a file
+that is not there keeps its name for whoever opens it. Does not know columns (``placing.py``). Imported by the rest of
+``taut.data``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from urllib.parse import unquote
 from PIL import Image
 
 from taut.data.wording import listed, shown
-from taut.errors import DataError
+from taut.errors import DataError, PictureError
 from taut.vision.picture import ImageRef
 from taut.vision.video import Frame, frames_of, png_of
 
@@ -159,11 +160,11 @@ def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
         try:
             return png_of(value)
         except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(
+            raise PictureError(
                 f"{where} is a picture that cannot be read ({error}); expected a whole one; remove the row"
             ) from None
-    if isinstance(value, bytes | bytearray) and value:
-        return ImageRef("bytes", bytes(value))
+    if isinstance(value, bytes | bytearray):
+        return ImageRef("bytes", _filled(bytes(value), where))
     if isinstance(value, str | Path) and str(value):
         return _read_address(str(value), where, finding)
     raise DataError(
@@ -177,19 +178,19 @@ def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
     if value.startswith("data:"):
         head, _, raw = value.partition(",")
         if not head.endswith(";base64"):
-            raise DataError(f"{where} is the data URL {shown(value)}; expected one in base64")
+            raise PictureError(f"{where} is the data URL {shown(value)}; expected one in base64")
         return ImageRef("bytes", _decoded(raw, where))
     if value.startswith("file:"):
         value = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", value))
     elif re.match(r"\w+://", value):
-        raise DataError(
+        raise PictureError(
             f"{where} is at {shown(value)}; expected a path, or an address of http or https; fetch it first"
         )
     try:
         path = Path(value).expanduser()
         is_elsewhere = not (finding.folder / path).exists() and path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
-        raise DataError(
+        raise PictureError(
             f"{where} is {shown(value)}, which can be no path; expected a path, an address or a data URL; base64 alone "
             'goes under its own key: {"type": "image", "base64": ...}'
         ) from None
@@ -202,9 +203,15 @@ def _decoded(text: str, where: str) -> bytes:
     try:
         raw = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"{where} is no base64 ({error}); expected an encoded picture") from None
+        raise PictureError(f"{where} is no base64 ({error}); expected an encoded picture") from None
+    return _filled(raw, where)
+
+
+def _filled(raw: bytes, where: str) -> bytes:
     if not raw:
-        raise DataError(f"{where} is empty; expected an encoded picture; remove it or fill it in")
+        raise PictureError(
+            f"{where} is empty; expected an encoded picture; remove it or fill it in"
+        )
     return raw
 
 

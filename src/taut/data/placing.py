@@ -19,7 +19,7 @@ from typing import Any
 
 from taut.data.media import MEDIA, PICTURES, SOUNDS, VIDEOS, Part, has_value, text_of
 from taut.data.strict_json import read_json
-from taut.errors import DataError
+from taut.errors import DataError, PictureError
 
 MARKS = {"<image>": "image", "<video>": "video"}
 _MARK = "|".join(MARKS)
@@ -172,6 +172,11 @@ def _in_order(
             f"{place}: {name} has {len(values)} and the messages have {num} places for them; expected as many: a "
             f'<{kind}>, or a part {{"type": "{kind}"}} without a value, for each; correct the row'
         )
+    for index, value in enumerate(values):
+        if value is None or value == {}:
+            raise PictureError(
+                f"{place}: {name}[{index}] is null; expected what is in its place; remove the row or fill it in"
+            )
     return [values[index] for index in wanted]
 
 

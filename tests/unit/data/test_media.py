@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from taut.data.columns import Columns, read_prompt, read_row
 from taut.data.formats import Conversation, Document, images_of, text_of
 from taut.data.judged import read_any
 from taut.data.preferences import Answers, Stepwise
+from taut.data.sources import Source, open_source
 from taut.errors import DataError, PictureError
 from taut.vision.picture import ImageRef
 from taut.vision.video import png_of
@@ -194,10 +196,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ask({"type": "image", "image": 3})]}, r"content\[0\] is 3; expected a picture"),
     ({"messages": [ask({"type": "image", "path": "a", "url": "b"})]}, "has path and url; expected one"),
     ({"messages": [ask({"type": "image", "image": "a", "max_pixels": 9})]}, "has max_pixels beside"),
-    ({"messages": [ask({"type": "image", "image": "s3://a/b"})]}, "is at 's3://a/b'; expected a path"),
-    ({"messages": [ask({"type": "image", "image": TEXT * 99})]}, "can be no path; .* own key"),
-    ({"messages": [ask({"type": "image", "base64": "?"})]}, "is no base64"),
-    ({"messages": [ask({"type": "image", "url": "data:image/svg,<a>"})]}, "expected one in base64"),
     ({"messages": [ask({"type": "audio", "audio": "a"})]}, "of type audio; .* sound is not supported"),
     ({"messages": [ask("x"), ANSWER], "audios": ["a"]}, "the row has audios; .* sound is not supported"),
     ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "has images; expected text only"),
@@ -310,6 +308,50 @@ def test_videos_refused(part: dict[str, Any], message: str) -> None:
         read({"messages": [ask({"type": "video", **part})]})
 
 
+BAD: list[tuple[Any, str]] = [
+    ({"base64": "?"}, "is no base64"),
+    ({"bytes": b""}, "is empty"),
+    ({"url": "data:image/png;base64,"}, "is empty"),
+    ({"url": "data:image/svg,<a>"}, "expected one in base64"),
+    ({"image": "s3://a/b"}, "is at 's3://a/b'; expected a path"),
+    ({"image": "~no-one/a"}, "can be no path"),
+    ({"image": TEXT * 99}, "can be no path; .* own key"),
+]
+
+
+@pytest.mark.parametrize(("part", "message"), BAD, ids=[it[1] for it in BAD])
+def test_a_picture_that_is_none_can_be_left_out(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(PictureError, match=rf"^d.jsonl:7: messages\[0\].content\[0\].*{message}"):
+        read({"messages": [ask({"type": "image", **part})]})
+
+
+def test_a_broken_picture_in_memory() -> None:
+    broken = Image.open(BytesIO(PNG[:45]))
+    with pytest.raises(PictureError, match=r"content\[0\] is a picture that cannot be read"):
+        read({"messages": [ask({"type": "image", "image": broken})]})
+
+
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_null_in_the_column(value: object) -> None:
+    with pytest.raises(PictureError, match=r"d.jsonl:7: images\[1\] is null"):
+        read({"messages": [ask(PLACE, PLACE)], "images": ["a", value]})
+
+
 def test_a_video_that_is_not_there_names_the_row() -> None:
     with pytest.raises(PictureError, match=r"d.jsonl:7: .*the video none.gif cannot be read \(No"):
         read({"messages": [ask({"type": "video", "video": "none.gif"})]})
+
+
+def test_arrow_has_nulls_where_another_part_has_a_value(tmp_path: Path) -> None:
+    """As datasets writes pictures to parquet files."""
+    import pyarrow
+    import pyarrow.parquet
+
+    parts = [
+        {"type": "image", "text": None, "index": 0},
+        {"type": "text", "text": "x", "index": None},
+    ]
+    table = {"messages": [[ask(*parts)]], "images": [[{"bytes": PNG, "path": "a.png"}]]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
+    ((_, record),) = open_source(Source(path=str(tmp_path / "d.parquet"))).records()
+    assert asked(record) == [{"type": "image", "image": ImageRef("bytes", PNG)}, said("x")]
