@@ -5,7 +5,8 @@ in are taken as messages, one each. Ctrl-C stops the answer, not the program; wh
 conversation. An answer that was cut is said to be.
 
 For the next turn the whole conversation is rendered anew through the chat template, from text, as servers do: so
-reasoning that a template strips from history is stripped. Nothing is saved. The command line imports it.
+reasoning that a template strips from history is stripped, and pictures stay where they were shown. Nothing is saved.
+The command line imports it.
 """
 
 from __future__ import annotations
@@ -14,20 +15,28 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import Annotated, NamedTuple, TextIO
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TextIO
 
 from pydantic import Field
 
 from taut.config import configclass
 from taut.data.formats import Message
-from taut.errors import ConfigError, TautError
+from taut.errors import ConfigError, EngineError, TautError
 from taut.rollout.engine import Sampling, room
 from taut.rollout.local import LocalEngine
 from taut.rollout.open import ModelUse, Opened, open_engine
 from taut.rollout.text import Texts
 from taut.types import Prompt
+from taut.vision.opening import require_unset
+from taut.vision.picture import ImageRef
 
-HELP = "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /exit leaves"
+HELP = (
+    "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "
+    "the next message (without PATH: none); /help says this; /exit leaves"
+)
+UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+"""Settings of pictures that are for files of rows."""
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a character decodes to while some of its tokens are missing."""
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], HALF)
@@ -58,6 +67,10 @@ class Chat(ModelUse):
     system: str | None = None
     """The system message."""
     sampling: ChatSampling = ChatSampling()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unset(self.images, UNREAD, "a chat")
 
 
 class Answer(NamedTuple):
@@ -103,32 +116,63 @@ class Session:
         self.opened, self.sampling, self.write = opened, config.sampling, write
         self.system = config.system
         self.messages: list[Message] = []
+        self.pictures: list[ImageRef] = []
+        """Those of the next message."""
         self.num_turns = 0
         self.texts = Texts(opened.tokenizer, opened.stops.ids)
 
     def command(self, line: str) -> None:
-        """/reset, /system TEXT, or the help."""
+        """/reset, /system TEXT, /image PATH, or the help."""
         word, _, text = line.partition(" ")
         if word == "/reset":
-            self.messages = []
+            self.messages, self.pictures = [], []
             self.write("[a new conversation]\n")
         elif word == "/system":
             self.system = text.strip() or None
             self.write(f"[system: {self.system or 'none'}]\n")
+        elif word == "/image":
+            self.attach(text.strip())
+        elif word == "/help":
+            self.write(f"[{HELP}]\n")
         else:
             self.write(f"[{word} is no command; {HELP}]\n")
 
+    def attach(self, path: str) -> None:
+        """Show the picture in this file with the next message; with no path, show none."""
+        if not path:
+            self.pictures = []
+            self.write("[no picture]\n")
+            return
+        album = self.opened.renderer.album
+        if album is None or not isinstance(self.opened.engine, LocalEngine):
+            who = "this model" if album is None else "a chat with a server"
+            raise EngineError(
+                f"/image: {who} takes no pictures; expected text; write it as a message"
+            )
+        picture = ImageRef("file", str(Path(path).expanduser()))
+        seen = album.see(picture, "/image")
+        self.pictures.append(picture)
+        count = f"{len(self.pictures)} with" if len(self.pictures) > 1 else "with"
+        self.write(f"[{seen.width}x{seen.height} pixels, {count} the next message]\n")
+
     def say(self, text: str) -> None:
         """Answer a message; it and the answer join the conversation, unless there is no answer."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": self._content(text)}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        ids_T = self.opened.renderer.prompt_ids([*system, *messages])
+        ids_T, media = self.opened.renderer.prompt_media([*system, *messages])
         self.num_turns += 1
-        prompt = Prompt(f"message {self.num_turns}", ids_T)
+        prompt = Prompt(f"message {self.num_turns}", ids_T, media=media)
         answer = self._answer(prompt)
         self.write(f"\n[{answer.note}]\n" if answer.note else "\n")
         if answer.text is not None:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+            self.pictures = []
+
+    def _content(self, text: str) -> str | list[dict[str, Any]]:
+        if not self.pictures:
+            return text
+        shown = [{"type": "image", "image": picture} for picture in self.pictures]
+        return [*shown, {"type": "text", "text": text}]
 
     def _answer(self, prompt: Prompt) -> Answer:
         engine = self.opened.engine

@@ -28,8 +28,9 @@ from rich.console import Console
 
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
+from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass, fields_of, from_mapping, to_dict
-from taut.data.columns import Columns, Format
+from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.sources import Source
 from taut.errors import CheckFailed, ConfigError, OutputError
@@ -126,14 +127,18 @@ def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
 
 
 def _load_rows(config: Evaluate, panel: Panel) -> list[PromptRow]:
-    return load_prompts(
-        config.data,
+    source, unread = source_of(config.data), left_out(config.images)
+    rows = load_prompts(
+        source,
         open_renderer(config).renderer,
-        Columns(config.format, config.columns, config.ignore_keys, prefix=""),
+        columns_of(config, source),
         reference=config.reference,
         needs_reference=any(part.verifier.needs_reference for part in panel.parts),
         limit=config.limit,
+        left_out=unread,
     )
+    tell_left_out(unread, rows, None)  # taut generate lists them
+    return rows
 
 
 @contextmanager

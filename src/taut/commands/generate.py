@@ -1,12 +1,13 @@
 """``taut generate MODEL prompts=FILE out=FILE``: completions of a file of prompts, one JSON object a line.
 
     {"id", "index", "ids", "logp", "logp_one", "finish_reason", "text"}    and, where there are any, "error",
-                                                                           "references", "prompt_ids"
+                                                                           "references", "prompt_ids", "images"
 
 A line is written as soon as its completion is finished, so lines are in the order they finished in; ``id`` and
-``index`` say which is which. What is written is kept: after a crash, an interrupt or errors, the same command with
-``resume=true`` finishes what is missing and tries errors again. ``FILE.meta.json`` beside the output holds what the
-completions were drawn with; a run with other settings does not add to them.
+``index`` say which is which; ``images`` are path and SHA-256 of the prompt's pictures. What is written is kept: after a
+crash, an interrupt or errors, the same command with ``resume=true`` finishes what is missing and tries errors again.
+``FILE.meta.json`` beside the output holds what the completions were drawn with; a run with other settings does not add
+to them.
 
 Does not judge completions (``evaluate.py``). The command line imports it.
 """
@@ -27,14 +28,17 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass, to_dict
-from taut.data.columns import Columns, Format
+from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
+from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import EngineError, OutputError
-from taut.rollout.engine import Engine, Sampling, require_usable
+from taut.evals.answers import prompts_of
+from taut.rollout.engine import Engine, Sampling, require_text, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
-from taut.types import Completion, FloatArray, Prompt
+from taut.types import Completion, FloatArray, Picture, Prompt
 
 ERRORS_SHOWN = 3
 FINISH = "are written; the same command with resume=true finishes the rest"
@@ -108,20 +112,15 @@ def generate(
     out = Path(config.out).expanduser()
     _require_free(out, config)
     rendering = open_renderer(config)
-    columns = Columns(config.format, config.columns, config.ignore_keys, prefix="")
-    rows = load_prompts(
-        config.prompts,
-        rendering.renderer,
-        columns,
-        reference=config.reference,
-        limit=config.limit,
-    )
+    rows = _rows(config, rendering.renderer, console)
     identity = _identity(config, rows, rendering.stops.ids)
     kept = _kept(out, identity) if config.resume else []
     done = {_key(line) for line in kept}
     samples = range(config.sampling.n)
     missing = [row for row in rows if any((row.id, index) not in done for index in samples)]
-    prompts = [Prompt(row.id, row.ids_T) for row in missing]
+    prompts = prompts_of(missing)
+    if config.engine == "server":
+        require_text(prompts)
     with open_engine(config, rendering) as opened:
         require_usable(prompts, opened.context)
         if console is not None:
@@ -135,6 +134,20 @@ def generate(
             if prompts:
                 _run(opened.engine, prompts, config.sampling, tally, afterwards)
     return _result(out, rows, kept, tally, opened)
+
+
+def _rows(config: Generate, renderer: Renderer, console: Console | None) -> list[PromptRow]:
+    source, unread = source_of(config.prompts), left_out(config.images)
+    rows = load_prompts(
+        source,
+        renderer,
+        columns_of(config, source),
+        reference=config.reference,
+        limit=config.limit,
+        left_out=unread,
+    )
+    tell_left_out(unread, rows, console)
+    return rows
 
 
 def _run(
@@ -239,9 +252,16 @@ class _Tally:
             line["error"] = completion.error
         if row.references:
             line["references"] = list(row.references)
+        if row.media:
+            line["images"] = [_reference(one.picture) for one in row.media]
         if self.has_prompt_ids:
             line["prompt_ids"] = row.ids_T.tolist()
         return line
+
+
+def _reference(picture: Picture) -> dict[str, str]:
+    """Which picture it was: never its pixels."""
+    return {"path": picture.source, "sha256": picture.content}
 
 
 def _rounded(values: FloatArray | None) -> list[float] | None:
@@ -275,7 +295,7 @@ def _meta(out: Path) -> Path:
 def _require_free(out: Path, config: Generate) -> None:
     if out.is_dir():
         raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
-    source = config.prompts if isinstance(config.prompts, str) else config.prompts.path
+    source = source_of(config.prompts).path
     if out.exists() and out.resolve() == Path(source).expanduser().resolve():
         raise OutputError(f"out={out} is the file of prompts; expected another; rename out")
     if out.exists() and not config.resume:
@@ -290,7 +310,8 @@ def _identity(
     """What completions in one file must have in common."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps([row.id, row.ids_T.tolist(), row.references]).encode())
+        told = [row.id, row.ids_T.tolist(), row.references]
+        digest.update(json.dumps(told + [one.picture.digest for one in row.media]).encode())
     settings = to_dict(config)
     names = ("model", "adapter", "engine", "dtype", "sampling", "prompt_ids")
     return {

@@ -21,19 +21,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, permutations
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 from pydantic import Field
 from rich.console import Console
 
 from taut import durable
+from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass
+from taut.data.answers import faults_of_pictures
 from taut.data.columns import ANSWER_LISTS, GRADES, REQUIRED, Columns, Format
 from taut.data.judged import read_any
+from taut.data.length import Incident
 from taut.data.preferences import Answers, AnyRow, Kind, Stepwise
 from taut.data.sources import Source, open_source
-from taut.errors import DataError, ModelError, OutputError
+from taut.errors import DataError, ModelError, OutputError, PictureError
 from taut.evals.calibration import Calibration, calibrate, calibrate_pairs, sigmoid, wins
 from taut.evals.statistics import wilson_interval
 from taut.rollout.judge import Judge, JudgeUse, open_judge
@@ -156,7 +159,7 @@ def run(config: Score) -> int:
 def score(config: Score, console: Console | None = None) -> Scored:
     """Score every row, and write ``config.out``. ``console``: where it is shown what was decided, and progress."""
     out = None if config.out is None else Path(config.out).expanduser()
-    source = config.data if isinstance(config.data, Source) else Source(path=config.data)
+    source = source_of(config.data)
     if out is not None:
         _require_free(out, source, config.overwrite)
     opened = open_source(source)
@@ -175,9 +178,17 @@ def score(config: Score, console: Console | None = None) -> Scored:
             rows += found
             if console is not None and len(chunk) == CHUNK_ROWS:
                 console.print(f"scored: {len(rows):,} rows", markup=False)
+        tell_left_out(reader.left_out, rows, console)
         if not rows:
             raise DataError(f"{opened.path}: no rows; expected at least one; check the path")
     return _result(rows, out, time.perf_counter() - began, judge)
+
+
+class _Read(NamedTuple):
+    name: str
+    names: set[str]
+    """taut's names of the columns that are filled."""
+    row: AnyRow
 
 
 class _Reader:
@@ -188,31 +199,48 @@ class _Reader:
         self.kind: Kind | None = None
         """As ``data/preferences.py`` calls it; asked of the first row."""
         self.columns = Columns(prefix="")
+        self.left_out = left_out(config.images)
+        """Rows whose pictures cannot be read."""
 
     def scores(self, records: Iterator[tuple[Any, str]]) -> list[RowScores]:
         """The numbers of some rows, laid out together."""
-        given = [(record, place, self._names(record)) for record, place in records]
-        rows = [self._read(record, place, names) for record, place, names in given]
-        samples = self.judge.render(rows)
+        read = [it for record, place in records if (it := self._seen(record, place)) is not None]
+        if self.left_out is not None:
+            faults = faults_of_pictures([it.row for it in read], self.judge.renderer)
+            for it, fault in zip(read, faults, strict=True):
+                if fault is not None:
+                    self._leave_out(it.row.place, fault)
+            read = [it for it, fault in zip(read, faults, strict=True) if fault is None]
+        samples = self.judge.render([it.row for it in read])
         flat = iter(self.judge.scores([sample for group in samples for sample in group]))
         found = []
-        for (record, place, names), row, group in zip(given, rows, samples, strict=True):
-            own = record.get("id")
-            name = str(own) if isinstance(own, str | int) else place
-            found.append(_row_scores(name, names, row, group, [next(flat) for _ in group]))
+        for it, group in zip(read, samples, strict=True):
+            scores = [next(flat) for _ in group]
+            found.append(_row_scores(it.name, it.names, it.row, group, scores))
         return found
+
+    def _seen(self, record: Any, place: str) -> _Read | None:
+        """A row; None: it is left out for a picture that cannot be read."""
+        names = self._names(record)
+        try:
+            row = self._read(record, place, names)
+        except PictureError as error:
+            self._leave_out(place, error)
+            return None
+        own = record.get("id")
+        return _Read(str(own) if isinstance(own, str | int) else place, names, row)
+
+    def _leave_out(self, place: str, error: PictureError) -> None:
+        if self.left_out is None:
+            raise error
+        self.left_out.append(Incident(place, "dropped", str(error).removeprefix(f"{place}: ")))
 
     def _read(self, record: Any, place: str, names: set[str]) -> AnyRow:
         if self.kind is None:
             self.kind = self._kind_of(names, place)
-            self.columns = Columns(
-                self.config.format,
-                self.config.columns,
-                self.config.ignore_keys,
-                prefix="",
-                kind=self.kind,
-                step_separator=self.config.step_separator,
-            )
+            source = source_of(self.config.data)
+            separator = self.config.step_separator
+            self.columns = columns_of(self.config, source, kind=self.kind, step_separator=separator)
         return read_any(self._with_judgement(record, names), place, self.columns)
 
     def _names(self, record: Any) -> set[str]:

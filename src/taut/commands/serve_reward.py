@@ -1,7 +1,8 @@
 """``taut serve-reward MODEL [port=5000]``: a reward model over HTTP, for whoever trains or chooses with it.
 
     POST /score        {"prompts": [...], "completions": [...]}                  -> {"scores": [...]}
-                       a prompt is a text or messages, a completion the text or messages that answer it
+                       a prompt is a text or messages, a completion the text or messages that answer it; a picture
+                       is in a message, as a data URL or in base64
     POST /get_reward   {"query": [...], "prompts": [...], "labels": [...]}       -> {"rewards", "scores", "extra_logs"}
                        OpenRLHF's remote reward: a query is prompt and answer with all special tokens, as generated
     GET  /schema       the JSON schema of what each of the two takes
@@ -9,7 +10,7 @@
 
 A number is the scalar head's at the last token. Requests that wait are scored together (rollout/batcher.py). One that
 cannot be served is answered with {"error": {"message", "field"}}: 400 what is wrong with it, 401 the token, 413 its
-size, 503 that nothing can be scored now and why.
+size, 503 that nothing can be scored now and why. What a client names is never opened: neither files nor addresses.
 
 It listens on the loopback. With ``key`` or ``key_file`` every POST has to bring that token (Authorization: Bearer);
 a host that others can reach needs one, unless ``without_key`` says otherwise. SIGTERM and SIGINT end it after the
@@ -27,6 +28,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -34,17 +36,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from taut.config import configclass
-from taut.data.formats import Completion, read_conversation, read_text, shown
+from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
+from taut.data.media import PICTURES, images_of
 from taut.data.preferences import AnyRow
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
 from taut.rollout.batcher import Batcher
 from taut.rollout.judge import JudgeUse, Rendered, open_judge
+from taut.vision.opening import require_unset
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
+UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+"""Settings of pictures that are for files of rows."""
 SHUTDOWN_SECONDS = 30
 """How long requests may take that are being served when the server is told to end."""
 
@@ -67,10 +73,13 @@ class ServeReward(JudgeUse):
     """A larger request is refused."""
     max_answers: Annotated[int, Field(ge=1)] = 1024
     """Answers in one request."""
+    max_pictures: Annotated[int, Field(ge=0)] = 64
+    """Pictures in one request."""
     max_waiting: Annotated[int, Field(ge=1)] = 256
     """Requests that may wait; another is told to come back."""
 
     def __post_init__(self) -> None:
+        require_unset(self.images, UNREAD, "a server, which is sent its pictures")
         if self.key is not None and self.key_file is not None:
             raise ConfigError("key and key_file are both set; expected one of them; remove one")
         has_key = self.key is not None or self.key_file is not None
@@ -81,6 +90,9 @@ class ServeReward(JudgeUse):
                 f"host={self.host} can be reached from elsewhere, and there is no key; expected one; set key=NAME of "
                 "an environment variable that holds it, or without_key=true"
             )
+
+
+INLINE = "expected text, or pictures as data URLs or base64; send them so"
 
 
 class PlainRequest(BaseModel):
@@ -132,11 +144,12 @@ def run(config: ServeReward) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     key = _read_key(config)
-    with closing(_listen(config)) as listener:
-        judge = open_judge(config)
+    with closing(_listen(config)) as listener, TemporaryDirectory(prefix="taut-serve-") as folder:
+        judge = open_judge(config, Path(folder))
+        album = judge.renderer.album
         for name, value, reason in judge.decisions:
             console.print(f"{name}: {value} ({reason})", markup=False)
-        batcher = Batcher(judge, config.max_waiting)
+        batcher = Batcher(judge, config.max_waiting, None if album is None else album.forget)
         server = Server(
             uvicorn.Config(
                 build_app(batcher, config, key),
@@ -170,7 +183,7 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
     async def scores_of(request: Request, form: type[Asked]) -> list[float]:
         _require_key(request, key)
         asked = _parsed(form, await _body(request, config.max_request_bytes))
-        rows = _rows(asked, config.max_answers)
+        rows = _rows(asked, config)
         return await asyncio.wrap_future(batcher.submit(rows))
 
     async def score(request: Request) -> Response:
@@ -258,11 +271,14 @@ def _parsed(form: type[Asked], body: bytes) -> Asked:
         raise Refused(400, message, place) from error
 
 
-def _rows(asked: PlainRequest | RemoteRequest, most: int) -> Sequence[AnyRow | Rendered]:
-    rows = asked.rows()
+def _rows(asked: PlainRequest | RemoteRequest, config: ServeReward) -> Sequence[AnyRow | Rendered]:
+    rows, most = asked.rows(), config.max_answers
     if len(rows) > most:
         name = "query" if isinstance(asked, RemoteRequest) else "completions"
         raise Refused(413, f"{name}: found {len(rows)} answers; expected at most {most}", name)
+    count = sum(len(images_of(row.messages)) for row in rows if isinstance(row, Conversation))
+    if count > config.max_pictures:
+        raise Refused(413, f"found {count} pictures; expected at most {config.max_pictures}")
     return rows
 
 
@@ -279,9 +295,23 @@ def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
     if isinstance(completion, str):
         completion = {"role": "assistant", "content": completion}
     answer = completion if isinstance(completion, list) else [completion]
-    return read_conversation(
+    for message in (*prompt, *answer):
+        _require_inline(message, where)
+    row = read_conversation(
         [*prompt, *answer], where, first_learned=len(prompt), column="prompt+completion"
     )
+    if any(picture.kind != "bytes" for picture in images_of(row.messages)):
+        raise DataError(f"{where}: found a picture that is not in the request; {INLINE}")
+    return row
+
+
+def _require_inline(message: Any, where: str) -> None:
+    """Refuse what reading would open a file for: a video's."""
+    content = message.get("content") if isinstance(message, dict) else None
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if kind not in ("text", *PICTURES):
+            raise DataError(f"{where}: found a part of type {shown(kind)}; {INLINE}")
 
 
 def _require_key(request: Request, key: bytes | None) -> None:

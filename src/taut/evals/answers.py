@@ -41,7 +41,7 @@ def answer(
 
 def prompts_of(rows: Sequence[PromptRow]) -> list[Prompt]:
     """What an engine takes."""
-    return [Prompt(row.id, row.ids_T) for row in rows]
+    return [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
 
 
 def judge(

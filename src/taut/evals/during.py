@@ -171,11 +171,16 @@ class Answering:
     @property
     def measured(self) -> str:
         """A fingerprint of the questions, how they are asked and what judges."""
-        asked = [[row.ids_T.tolist(), row.references] for row in self.rows]
+        asked = [_told(row) for row in self.rows]
         config = to_dict(self.config)
         code = [path.read_text(encoding="utf-8") for path in files_of(self.config.rewards)]
         text = json.dumps([asked, config["rewards"], code, config["sampling"]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _told(row: PromptRow) -> list[Any]:
+    """What of a row its answers depend on."""
+    return [row.ids_T.tolist(), row.references, *(one.picture.digest for one in row.media)]
 
 
 def build_answering(

@@ -138,11 +138,11 @@ def choose(
 ) -> list[Asked]:
     """Prompts with different beginnings whose answers end with one of ``stop_ids``; a function of ``seed``."""
     order = np.random.default_rng([seed, len(data)]).permutation(len(data))
-    found: dict[bytes, Asked] = {}
+    found: dict[tuple[bytes, ...], Asked] = {}
     for index in order[: config.prompts * LOOKED_AT]:
         asked = _ask(data[int(index)], stop_ids, config.tokens)
         if asked is not None and (context is None or asked.prompt.ids_T.size < context):
-            found.setdefault(asked.prompt.ids_T.tobytes(), asked)
+            found.setdefault(_beginning(asked.prompt), asked)
         if len(found) == config.prompts:
             break
     return list(found.values())
@@ -161,8 +161,15 @@ def _ask(sample: Sample | Prompt, stop_ids: Sequence[int], tokens: int) -> Asked
     breaks = np.flatnonzero(np.diff(at_N) > 1)
     start = int(at_N[breaks[-1] + 1]) if breaks.size else int(at_N[0])
     first = max(start, end + 1 - tokens // 2)
-    reference = Sample(sample.id, sample.ids_T[: end + 1], np.array([end]), np.ones(1))
-    return Asked(Prompt(sample.id, sample.ids_T[:first]), reference, first > start)
+    media = tuple(one for one in sample.media if one.stop <= first)  # an answer has none
+    reference = Sample(sample.id, sample.ids_T[: end + 1], np.array([end]), np.ones(1), media)
+    prompt = Prompt(sample.id, sample.ids_T[:first], media=media)
+    return Asked(prompt, reference, first > start)
+
+
+def _beginning(prompt: Prompt) -> tuple[bytes, ...]:
+    """Equal for equal ids and pictures."""
+    return prompt.ids_T.tobytes(), *(one.picture.digest.encode() for one in prompt.media)
 
 
 @dataclass(frozen=True)

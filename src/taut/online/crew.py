@@ -15,19 +15,19 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
 from taut.errors import DataError, EngineError
+from taut.evals.answers import prompts_of
 from taut.models.score import Scorer
 from taut.online.recipe import Recipe, require_judgeable
 from taut.online.rollouts import RESERVED, Roller
 from taut.parallel import Ranks
 from taut.rewards.panel import Panel, open_panel
-from taut.rollout.engine import require_usable
+from taut.rollout.engine import require_text, require_usable
 from taut.rollout.environment import World, open_world
 from taut.rollout.local import LocalEngine
 from taut.rollout.rated import open_rater
 from taut.rollout.server import ServerEngine
 from taut.rollout.sync import Trained
 from taut.sandbox import shared
-from taut.types import Prompt
 
 
 class Setting(NamedTuple):
@@ -51,6 +51,9 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
     config, credit = recipe.rollout, recipe.make_credit()
     require_judgeable(recipe.rewards, setting.ranks.size, ahead=config.ahead)
+    prompts = prompts_of(setting.prompts)
+    if config.engine == "server":
+        require_text(prompts)
     ranks = setting.ranks.apart() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and recipe.rewards:
@@ -59,7 +62,7 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     try:
         without = [] if panel is None else _require_answers(panel, recipe, setting.prompts)
         engine = _engine(recipe, setting, ranks)
-        require_usable([Prompt(row.id, row.ids_T) for row in setting.prompts], engine.context)
+        require_usable(prompts, engine.context)
         tokens = setting.stops.ids, engine.context
         world = open_world(
             config.environment,

@@ -23,14 +23,16 @@ from taut.online.scoring import POLICY, Asked, scored
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rollout.episode import Episode
-from taut.types import FloatArray, IntArray, Sample, Tree
+from taut.types import FloatArray, IntArray, Prompt, Sample, Tree
 
 
 def rehearsed(
     job: Job, credit: Credit, roles: Sequence[Role], samples: Sequence[Sample]
 ) -> list[Tree]:
     """The trees of these prompts. ``roles``: models whose word is taken with the roll-out."""
-    groups = [_group(sample, credit.good) for sample in samples if sample.num_tokens > 1]
+    groups = [
+        _group(sample, credit.good) for sample in samples if _half(sample) < sample.num_tokens
+    ]
     paths = paths_of(groups, 0)
     trees = credit.bare(paths)
     asked = Asked(policy=True, values=False, temperature=credit.asked.temperature)
@@ -41,16 +43,22 @@ def rehearsed(
 
 
 def _group(sample: Sample, good: float) -> Group:
-    """Two answers to the first half of a prompt."""
-    half = (sample.num_tokens + 1) // 2
+    """Two answers to the beginning of a prompt."""
+    half = _half(sample)
     ends = (sample.ids_T[half:], sample.ids_T[half:][::-1])
-    prompt = sample.ids_T[:half]
-    episodes = tuple(_episode(sample.id, prompt, end, number) for number, end in enumerate(ends))
+    prompt = Prompt(sample.id, sample.ids_T[:half], media=sample.media)
+    episodes = tuple(_episode(prompt, end, number) for number, end in enumerate(ends))
     verdicts = tuple(Verdict({"rehearsal": Score(worth)}, worth) for worth in (good, good - 1))
     return Group(episodes, verdicts)
 
 
-def _episode(name: str, prompt_T: IntArray, end_N: IntArray, index: int) -> Episode:
+def _half(sample: Sample) -> int:
+    """How many of its tokens are asked: half of them, and all of its pictures."""
+    return max((sample.num_tokens + 1) // 2, *(one.stop for one in sample.media), 1)
+
+
+def _episode(prompt: Prompt, end_N: IntArray, index: int) -> Episode:
+    name, prompt_T = prompt.id, prompt.ids_T
     nothing_N = np.zeros(end_N.size)
     return Episode(
         row=PromptRow(name, name, prompt_T, "", (), None, {}),
@@ -61,6 +69,7 @@ def _episode(name: str, prompt_T: IntArray, end_N: IntArray, index: int) -> Epis
         version_N=nothing_N.astype(np.int64),
         finish_reason="stop",
         text="",
+        media=prompt.media,
     )
 
 

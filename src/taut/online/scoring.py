@@ -47,7 +47,7 @@ def sample_of(episode: Episode, name: str, *, has_reads: bool) -> Sample:
     the path was cut also after the last, for what would have come.
     """
     at_N = episode.sampled_at_N
-    sample = Sample(name, episode.ids_T, at_N, np.ones(at_N.size))
+    sample = Sample(name, episode.ids_T, at_N, np.ones(at_N.size), episode.media)
     if not has_reads:
         return sample
     cut = [episode.ids_T.size - 1] if episode.finish_reason == "length" else []

@@ -22,6 +22,7 @@ from taut.config import configclass
 from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
+from taut.rewards.pictures import pictures_of
 from taut.rewards.verifier import Place, Question, Verifier
 
 TEMPLATE = """\
@@ -115,7 +116,7 @@ class Judge(Verifier):
         asked = re.sub(r"\{(question|answer|reference)\}", lambda it: values[it[1]], self.template)
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [{"role": "user", "content": _with_pictures(asked, answered.prompt)}],
             "temperature": temperature,
             "max_tokens": self.max_tokens,
             **self.extra,
@@ -129,6 +130,14 @@ class Judge(Verifier):
         if not isinstance(content, str):
             raise DataError(f"{url} answered {said!r:.120}; expected a chat completion with a text")
         return content
+
+
+def _with_pictures(
+    asked: str, prompt: Sequence[Mapping[str, Any]] | str
+) -> str | list[dict[str, Any]]:
+    """The question, and before it the pictures that it is about."""
+    pictures = [] if isinstance(prompt, str) else pictures_of(prompt)
+    return [*pictures, {"type": "text", "text": asked}] if pictures else asked
 
 
 def _number(found: str | tuple[str, ...]) -> float | None:

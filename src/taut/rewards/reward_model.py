@@ -4,7 +4,7 @@ In this process it is loaded beside the model that trains and scores a batch of 
 (``rollout/rated.py``, which may load models; here are its settings only). At a server each answer is a request, and
 the server scores those that wait together.
 
-May import config, errors, ``http.py`` and the verifiers' base.
+May import config, errors, vision, ``http.py``, ``pictures.py`` and the verifiers' base.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from taut.config import configclass
 from taut.errors import EngineError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
+from taut.rewards.pictures import sent
 from taut.rewards.verifier import Place, Question, Verifier
+from taut.vision.picture import ImagesConfig
 
 
 @configclass
@@ -39,6 +41,8 @@ class RewardModel(Verifier):
     """auto, reference, varlen or flex."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    images: ImagesConfig = ImagesConfig()
+    """Pictures in what is scored."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
     """Tokens computed at a time; a longer answer is computed alone."""
 
@@ -69,8 +73,7 @@ class RewardServer(Verifier):
         prompt: Any = answered.prompt
         completion: Any = answered.text
         if not isinstance(prompt, str):
-            prompt = [dict(message) for message in prompt]
-            completion = [dict(message) for message in answered.messages] or answered.text
+            prompt, completion = sent(prompt), sent(answered.messages) or answered.text
         said = await client.post(url, {"prompts": [prompt], "completions": [completion]}, self.key)
         scores = said.get("scores") if isinstance(said, dict) else None
         if not isinstance(scores, list) or len(scores) != 1:

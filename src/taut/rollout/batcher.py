@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from taut.data.formats import Conversation
+from taut.data.media import images_of, text_of
 from taut.data.preferences import AnyRow
 from taut.errors import EngineError, TautError
 from taut.rollout.judge import Judge, Rendered
 from taut.types import Sample
+
+PICTURE = 256
+"""About how many tokens one has."""
 
 
 class Busy(EngineError):
@@ -34,8 +39,14 @@ class _Job:
 class Batcher:
     """Scores rows for many askers. ``close`` ends it, once what waits is scored."""
 
-    def __init__(self, judge: Judge, most_waiting: int = 256) -> None:
-        self.judge, self.most_waiting = judge, most_waiting
+    def __init__(
+        self,
+        judge: Judge,
+        most_waiting: int = 256,
+        afterwards: Callable[[], None] | None = None,
+    ) -> None:
+        """``afterwards``: called after all that was scored together."""
+        self.judge, self.most_waiting, self.afterwards = judge, most_waiting, afterwards
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._current: list[_Job] = []
@@ -80,6 +91,8 @@ class Batcher:
     def _run(self) -> None:
         while self._take():
             self._score(self._current)
+            if self.afterwards is not None:
+                self.afterwards()
 
     def _take(self) -> bool:
         """Wait for work, and take as many requests as are there, the budget allowing; False: it is closed."""
@@ -134,7 +147,10 @@ class Batcher:
 
 
 def _guess(row: AnyRow | Rendered) -> int:
-    """About how many tokens a row has, before it is tokenised: a third of its characters."""
+    """About how many tokens a row has, before it is tokenised: a third of its characters, and what pictures have."""
+    if isinstance(row, Conversation):
+        size = sum(len(text_of(message["content"])) for message in row.messages)
+        return size // 3 + PICTURE * len(images_of(row.messages))
     return len(row.text if isinstance(row, Rendered) else repr(row)) // 3
 
 

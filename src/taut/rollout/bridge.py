@@ -16,20 +16,28 @@ May import data and errors. Rollout imports it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import takewhile
+from typing import TypeAlias
 
 from taut.data.call_format import THOUGHT
 from taut.data.formats import Message, Tool
+from taut.data.media import images_of
+from taut.data.pictures import Placed
 from taut.data.render import Renderer
 from taut.data.template import PROBE, Ids, Text, common_length
 from taut.data.tool_calls import own_id
 from taut.errors import RenderError
+from taut.types import Media
 
 WORD = "Understood"
 """What stands in place of a turn."""
 REPLY = "Replied"
 """What stands in place of what others say."""
 PLACE = "the conversation"
+
+Rendered: TypeAlias = tuple[Ids, tuple[Media, ...]]
+"""Token ids, and the pictures as they lie among them."""
 
 
 class Bridge:
@@ -43,23 +51,47 @@ class Bridge:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """History and generation prompt, where no turn has been sampled yet."""
-        ids: Ids = self.renderer.prompt_ids(messages, tools).tolist()
-        return ids
+        return self.prompt_media(messages, tools)[0]
+
+    def prompt_media(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
+        """The same with its pictures."""
+        ids_T, media = self.renderer.prompt_media(messages, tools)
+        return ids_T.tolist(), media
 
     def between(
         self, history: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], last: int
     ) -> Ids:
-        """What follows the last turn of ``history``, whose last sampled token is ``last``, when ``said`` was answered.
+        """The ids of ``follows``."""
+        return self.follows(history, said, tools, last)[0]
 
-        Raises RenderError where the template does not take these messages, or leaves out what one says.
+    def follows(
+        self, history: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], last: int
+    ) -> Rendered:
+        """What follows the last turn of ``history``, whose last sampled token is ``last``, when ``said`` was answered,
+        and the pictures as they lie in it.
+
+        Raises RenderError where the template does not take these messages, or leaves out what one says; and for a
+        picture that would change what the pictures before it are to the model.
         """
         assert history[-1]["role"] == "assistant" and said
         word = _unused(WORD, said, tools)
         turns = _canonical(history, said, word)
         if not self.heard >= {message["role"] for message in said}:
             self._require_heard(turns, said, tools, word)
-        ids = self._from_end(turns, said, tools, word)
-        return ids[1:] if last in self.stop_ids else ids
+        ids, placed = self._from_end(turns, said, tools, word)
+        ids = ids[1:] if last in self.stop_ids else ids
+        self._require_apart(turns, placed)
+        return ids, self.template.pictures.find(ids, placed, PLACE)
+
+    def _require_apart(self, turns: Sequence[Message], placed: Sequence[Placed]) -> None:
+        """New pictures leave those before them what they are."""
+        album = self.template.pictures.album
+        if album is None or not placed or not album.processor.minds_company or not images_of(turns):
+            return
+        raise RenderError(
+            "the conversation gets another picture, and this model's processor makes other tokens of the pictures "
+            "before it then; expected all pictures in the first messages; show one only"
+        )
 
     def rewrites(self, turn: Message, said: Message, tools: Sequence[Tool]) -> str | None:
         """None where prompt, turn and what is between are, token for token, the template's own rendering of the whole;
@@ -95,10 +127,13 @@ class Bridge:
 
     def _from_end(
         self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
-    ) -> Ids:
-        """What the template writes after the word in the last turn, from the token that ends the turn on."""
-        whole = self.template.apply((*turns, *said), tools, PLACE, is_prompt=True).text
-        _, is_there, after = whole.rpartition(word)
+    ) -> tuple[Ids, tuple[Placed, ...]]:
+        """What the template writes after the word in the last turn, from the token that ends the turn on, and the
+        pictures in it.
+        """
+        whole = self.template.apply((*turns, *said), tools, PLACE, is_prompt=True)
+        _, is_there, after = whole.text.rpartition(word)
+        placed = whole.pictures[len(images_of(turns)) :]
         if not is_there:
             raise RenderError(
                 "the chat template does not write what an assistant says; expected its content, or its calls; give "
@@ -110,7 +145,7 @@ class Bridge:
         ids, ends = self.template.encode([tail])[tail], self.template.end_ids
         for index, span in enumerate(self.template.spans(tail)):
             if span[0] >= first and ids[index] in ends:
-                return ids[index:]
+                return ids[index:], placed
         raise RenderError(
             f"the chat template writes {after!r:.80} after a turn, and no token that ends it; expected one, as after "
             f"the last turn; give another template with {self.template.key}=FILE"
@@ -121,7 +156,7 @@ class Bridge:
     ) -> None:
         """The template writes, after a turn, what these roles say. Asked once of each."""
         replies = [{**message, "content": f"{REPLY}{k}."} for k, message in enumerate(said)]
-        text = self.template.decode(self._from_end(turns, replies, tools, word))
+        text = self.template.decode(self._from_end(turns, replies, tools, word)[0])
         for message in replies:
             if message["content"] not in text:
                 raise RenderError(
@@ -144,6 +179,11 @@ class Bridge:
                 f"{tail[:stop]!r:.80}; expected the same; give another template with {self.template.key}=FILE"
             )
         return first
+
+
+def moved(media: Sequence[Media], by: int) -> tuple[Media, ...]:
+    """The same pictures so many tokens later."""
+    return tuple(replace(one, start=one.start + by, stop=one.stop + by) for one in media)
 
 
 def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:

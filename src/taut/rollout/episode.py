@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from taut.data.formats import Message
 from taut.data.prompts import PromptRow
-from taut.types import FinishReason, FloatArray, IntArray
+from taut.types import FinishReason, FloatArray, IntArray, Media
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,3 +50,5 @@ class Episode:
     """Those of them that could not be read; the environment was told."""
     asked: tuple[Message, ...] | None = None
     """The messages that an environment's path began with; None: the row's prompt."""
+    media: tuple[Media, ...] = ()
+    """The pictures among the ids, ascending."""

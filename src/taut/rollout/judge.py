@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from transformers import PreTrainedConfig
 from taut.attention.select import select
 from taut.config import configclass
 from taut.data.answers import render_any
+from taut.data.cache import default_directory
 from taut.data.formats import Conversation
 from taut.data.pack import ALONE, PackPolicy, common_prefix, pack, prefix_order
 from taut.data.preferences import Answers, AnyRow, Stepwise
@@ -48,6 +50,8 @@ from taut.rollout.open import (
     read_template,
 )
 from taut.types import FloatArray, Sample, Wants
+from taut.vision.opening import open_album
+from taut.vision.picture import ImagesConfig
 
 SCALAR = Wants(logp=False, scalar=True)
 NONE_T, NONE_N = np.empty(0, dtype=np.int64), np.empty(0)
@@ -69,6 +73,8 @@ class JudgeUse:
     """auto, reference, varlen or flex."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    images: ImagesConfig = ImagesConfig()
+    """Pictures in what is scored."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
     """Tokens computed at a time; a longer sample is computed alone."""
 
@@ -174,20 +180,27 @@ class Judge:
         return [by_number[number] for number in range(len(samples))]
 
 
-def open_judge(use: JudgeUse) -> Judge:
-    """The reward model that ``use`` names, loaded and proved. Raises TautError where it cannot be had as asked."""
+def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
+    """The reward model that ``use`` names, loaded and proved. ``directory``: for copies of pictures; by default the
+    cache's. Raises TautError where it cannot be had as asked.
+    """
     config = load_config(use.model, use.trust_remote_code)
     skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
-    renderer = Renderer(
-        load_tokenizer(use.model, use.trust_remote_code),
-        read_template(use.template),
-        "last",
-        key="template",
+    tokenizer = load_tokenizer(use.model, use.trust_remote_code)
+    album = open_album(
+        use.model,
+        config,
+        tokenizer,
+        use.images,
+        directory or default_directory(),
+        use.trust_remote_code,
+        key="images",
     )
+    renderer = Renderer(tokenizer, read_template(use.template), "last", key="template", album=album)
     context, decisions = _exact_context(config, skeleton)
     device = one_device(use.device)
     dtype = _dtype(use.dtype, device)
-    chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
+    chosen = select(use.attention, device, dtype.dtype, config)
     decisions += [
         ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
         ("attention", chosen.name, chosen.reason),

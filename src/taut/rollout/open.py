@@ -25,6 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut import parallel
 from taut.attention.select import select
 from taut.config import configclass
+from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, ModelError
@@ -46,6 +47,8 @@ from taut.rollout.engine import Engine
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.rollout.server import ServerConfig, ServerEngine
 from taut.rollout.sync import SyncConfig
+from taut.vision.opening import open_album
+from taut.vision.picture import ImagesConfig
 
 PROVED = 64
 """Tokens of the proofs' longest sample where a model names no context."""
@@ -73,6 +76,8 @@ class ModelUse:
     """The local engine's attention: auto, reference, varlen or flex."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    images: ImagesConfig = ImagesConfig()
+    """Pictures in prompts."""
     local: LocalConfig = LocalConfig()
     server: ServerConfig = ServerConfig()
 
@@ -156,7 +161,16 @@ def open_renderer(use: ModelUse) -> Rendering:
         tokenizer_path = use.adapter
         decisions.append(("tokenizer", use.adapter, "the adapter brings its own"))
     tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
-    renderer = Renderer(tokenizer, read_template(use.template), key="template")
+    album = open_album(
+        use.model,
+        config,
+        tokenizer,
+        use.images,
+        default_directory(),
+        use.trust_remote_code,
+        key="images",
+    )
+    renderer = Renderer(tokenizer, read_template(use.template), key="template", album=album)
     stops = derive_stop_set(renderer, inherited_ends(use.model, config))
     decisions.append(("stop", *described(stops, renderer.template)))
     return Rendering(config, renderer, stops, decisions)
@@ -198,7 +212,7 @@ def _local(use: ModelUse, rendering: Rendering) -> Opened:
     context, reasons = _exact_context(use, config)
     device = one_device(use.device)
     dtype = _dtype(use.dtype, device)
-    chosen = select(use.attention, device, dtype.dtype, config.get_text_config())
+    chosen = select(use.attention, device, dtype.dtype, config)
     decisions = [
         *rendering.decisions,
         *reasons,

@@ -27,10 +27,12 @@ from taut.data.formats import Message, Tool
 from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, RenderError
+from taut.rollout.bridge import Rendered, moved
 from taut.rollout.engine import Engine, Sampling
 from taut.rollout.environment import Step, World, read_reset, read_reward, read_step
 from taut.rollout.episode import Episode
-from taut.types import Completion, FinishReason, FloatArray, IntArray, Prompt
+from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
+from taut.vision.picture import ImageRef
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +44,8 @@ class Underway:
     number: int
     """Its place among all that are played."""
     ids: list[int]
+    media: tuple[Media, ...] = ()
+    """The pictures among them, ascending."""
     environment: Any = None
     asked: tuple[Message, ...] = ()
     """The messages it began with."""
@@ -72,6 +76,11 @@ class Underway:
     def last(self) -> int:
         """The last token of its last turn; -1: that has none."""
         return int(self.sampled[-1][-1]) if self.sampled[-1].size else -1
+
+    def prompt(self, turn: int) -> Prompt:
+        """What its next turn continues."""
+        name = f"{self.row.id}#{self.index}@{turn}"
+        return Prompt(name, _integers(self.ids), self.room, self.media)
 
     def take(self, completion: Completion) -> None:
         """Append what was sampled. A path goes on only after a completion that ended by itself."""
@@ -121,6 +130,7 @@ class Underway:
             num_calls=self.num_calls,
             num_malformed_calls=self.num_malformed,
             asked=self.asked or None,
+            media=self.media,
         )
 
 
@@ -133,11 +143,11 @@ def play(
     """
     samples = [(row, index) for row in rows for index in range(sampling.n)]
     paths = [
-        Underway(row, index, number, row.ids_T.tolist())
+        Underway(row, index, number, row.ids_T.tolist(), row.media)
         for number, (row, index) in enumerate(samples)
     ]
     if world is None:
-        prompts = [Prompt(row.id, row.ids_T) for row in rows]
+        prompts = [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
         for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
             path.take(completion)
             path.finish = path.finish or "stop"
@@ -151,7 +161,7 @@ def _play(engine: Engine, paths: Sequence[Underway], sampling: Sampling, world: 
     _reset(paths, world)
     turn = 0
     while live := [path for path in paths if path.finish is None]:
-        prompts = [Prompt(f"{p.row.id}#{p.index}@{turn}", _integers(p.ids), p.room) for p in live]
+        prompts = [path.prompt(turn) for path in live]
         drawn = engine.generate(prompts, replace(sampling, n=1))
         for path, completion in zip(live, drawn, strict=True):
             path.take(completion)
@@ -168,7 +178,7 @@ def _play(engine: Engine, paths: Sequence[Underway], sampling: Sampling, world: 
 def _reset(paths: Sequence[Underway], world: World) -> None:
     """Give each path its environment, its first messages and their ids."""
     found = world.each({path.number: partial(_begin, path, world) for path in paths})
-    known: dict[str, list[int]] = {}
+    known: dict[str, Rendered] = {}
     for path in paths:
         outcome = found[path.number]
         if outcome.error is not None:
@@ -181,7 +191,7 @@ def _reset(paths: Sequence[Underway], world: World) -> None:
 
 
 def _place(
-    path: Underway, messages: tuple[Message, ...] | None, world: World, known: dict[str, list[int]]
+    path: Underway, messages: tuple[Message, ...] | None, world: World, known: dict[str, Rendered]
 ) -> None:
     """Begin a path with these messages; None: with the row's. ``known``: ids of messages that were seen."""
     asked = path.row.prompt if messages is None else messages
@@ -193,10 +203,11 @@ def _place(
     path.asked = asked
     path.tools = world.tools or path.row.tools
     if messages is not None or world.tools:
-        key = json.dumps([asked, path.tools])
+        key = json.dumps([asked, path.tools], default=_named)
         if key not in known:
-            known[key] = world.bridge.prompt(asked, path.tools)
-        path.ids = list(known[key])
+            known[key] = world.bridge.prompt_media(asked, path.tools)
+        ids, path.media = known[key]
+        path.ids = list(ids)
     most = len(path.ids) + world.config.max_tokens
     path.limit = most if world.context is None else min(most, world.context)
     if len(path.ids) >= path.limit:
@@ -260,14 +271,19 @@ def _go_on(path: Underway, step: Step, world: World) -> None:
         path.finish = "length"
         return
     try:
-        between = world.bridge.between(history, step.messages, path.tools, path.last)
+        between, media = world.bridge.follows(history, step.messages, path.tools, path.last)
     except RenderError as error:
         path.fail(str(error))
         return
     if path.limit is not None and len(path.ids) + len(between) >= path.limit:
         path.finish = "length"
     else:
+        path.media += moved(media, len(path.ids))
         path.ids += between
+
+
+def _named(picture: ImageRef) -> list[str]:
+    return [picture.kind, repr(picture.value)]
 
 
 def _integers(values: Sequence[int]) -> IntArray:

@@ -17,9 +17,9 @@ import os
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from taut import durable
 from taut.errors import DataError, OutputError, PictureError
 from taut.types import Picture
+from taut.vision.ahead import Ahead
 from taut.vision.kept import Kept
 from taut.vision.picture import READER, ImageRef, ImagesConfig, decode, encoded, read_file
 from taut.vision.processor import Processor, Shape
@@ -85,7 +86,12 @@ class Album:
         """With nothing kept. A process that was forked has none of the threads that others waited for."""
         self._seen: Kept[Seen | str] = Kept(MOST_SEEN, lambda _: 1)
         self._ready: Kept[Tensors] = Kept(self.images.memory_bytes, _num_bytes)
-        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: Ahead | None = None
+
+    def _begin_forked(self) -> None:
+        if self._ahead is not None:
+            self._ahead.abandon()
+        self._begin()
 
     # -- while data are read
 
@@ -121,17 +127,24 @@ class Album:
 
     def expect(self, pictures: Iterable[Picture]) -> None:
         """Begin to make what will be asked for, in threads. What is wrong with one is told when it is asked for."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.images.workers, "pictures")
+        if self._ahead is None:
+            self._ahead = Ahead(self.images.workers)
         for picture in {picture.digest: picture for picture in pictures}.values():
             assert isinstance(picture, Handle), "an album's pictures are its own"
-            self._pool.submit(self._make_ahead, picture)
+            self._ahead.add(partial(self._make_ahead, picture))
 
     def close(self) -> None:
         """End the threads; what they have not begun is left. Pictures can be asked for all the same."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def forget(self) -> None:
+        """Begin again with nothing, not even copies of what has no file: the directory is to be nobody else's."""
+        self.close()
+        self._begin()
+        for path in self._directory.glob("*"):
+            path.unlink()
 
     def _make_ahead(self, picture: Handle) -> None:
         with suppress(DataError):
@@ -211,7 +224,7 @@ class Album:
 def _begin_again_when_forked(album: weakref.ref[Album]) -> None:
     def begin() -> None:
         if (found := album()) is not None:
-            found._begin()
+            found._begin_forked()
 
     os.register_at_fork(after_in_child=begin)
 
