@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from taut.errors import DataError, OutputError, PictureError
 from taut.vision import album as album_file
+from taut.vision.ahead import Ahead
 from taut.vision.album import Album, Handle
 from taut.vision.kept import Kept
 from taut.vision.picture import ImageRef, ImagesConfig
@@ -65,6 +68,14 @@ def paint(path: Path, colour: str = "red", size: tuple[int, int] = (6, 4)) -> Im
 def handle(album: Album, ref: ImageRef, place: str = "a.jsonl:3") -> Handle:
     seen = album.see(ref, place)
     return album.picture(seen.source, seen.digest, 1, place)
+
+
+def done_within(album: Album, times: int) -> None:
+    """Wait until nothing is left to be made ahead, and so many pictures were made."""
+    assert album._ahead is not None
+    end = time.monotonic() + 5
+    while (len(made(album)) < times or not album._ahead._jobs.empty()) and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 class TestSeeing:
@@ -238,6 +249,7 @@ class TestKeeping:
         with_memory, without = album_of(tmp_path), album_of(tmp_path, memory_bytes=0)
         ahead = handle(with_memory, ref)
         with_memory.expect([ahead])
+        done_within(with_memory, 1)
         with_memory.close()
         assert torch.equal(
             ahead.tensors()["pixel_values"], handle(without, ref).tensors()["pixel_values"]
@@ -249,6 +261,7 @@ class TestKeeping:
         picture = handle(album, paint(tmp_path / "cat.png"))
         (tmp_path / "cat.png").unlink()
         album.expect([picture, picture])
+        done_within(album, 0)
         album.close()
         with pytest.raises(PictureError, match=r"^a.jsonl:3: there is no file"):
             picture.tensors()
@@ -312,6 +325,33 @@ class TestKeeping:
         assert again == ["c", "d"]
         kept.make_ahead("e", lambda: "x")
         assert kept.get("e", lambda: "y") == "x"
+
+    def test_what_was_not_begun_is_left_at_the_end(self) -> None:
+        ahead, begun, go, done = Ahead(1), threading.Event(), threading.Event(), []
+
+        def job() -> None:
+            begun.set()
+            assert go.wait(5)
+            done.append(1)
+
+        for _ in range(3):
+            ahead.add(job)
+        assert begun.wait(5)
+        closing = threading.Thread(target=ahead.close)
+        closing.start()
+        while ahead._jobs.qsize() > 1:  # all that waits is the word to end
+            time.sleep(0.001)
+        go.set()
+        closing.join(5)
+        assert done == [1] and not ahead._threads[0].is_alive()
+
+    def test_a_process_that_ends_waits_for_no_queue(self) -> None:
+        program = (
+            "import time; from taut.vision.ahead import Ahead; ahead = Ahead(1)\n"
+            "for _ in range(1000): ahead.add(lambda: time.sleep(0.05))\n"
+            "time.sleep(0.02)"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
 
     def test_a_forked_process_waits_for_no_thread_of_its_parent(self, tmp_path: Path) -> None:
         album = album_of(tmp_path)
