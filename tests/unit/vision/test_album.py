@@ -356,13 +356,13 @@ class TestKeeping:
     def test_a_forked_process_waits_for_no_thread_of_its_parent(self, tmp_path: Path) -> None:
         album = album_of(tmp_path)
         picture = handle(album, paint(tmp_path / "cat.png"))
-        with (
-            album._ready._lock,
-            warnings.catch_warnings(),
-        ):  # as a thread would that the child has not
+        album.expect([picture])
+        done_within(album, 1)
+        with album._ready._lock, warnings.catch_warnings():  # held by a thread the child has not
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
             if child == 0:
                 signal.alarm(5)
                 os._exit(0 if picture.tensors() else 1)
         assert os.waitpid(child, 0)[1] == 0
+        album.close()
