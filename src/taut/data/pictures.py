@@ -126,7 +126,7 @@ class Pictures:
         expected = int(stops[-1]) if placed else 0
         if at.size != expected:
             raise RenderError(
-                f"{place}: {at.size} placeholders and features for {expected} are in the row's {len(placed)} pictures; "
+                f"{place}: the row has {at.size} placeholders and features for {expected}, of {len(placed)} pictures; "
                 "expected equal numbers; use the tokenizer and the preprocessor_config.json that the model came with"
             )
         return tuple(

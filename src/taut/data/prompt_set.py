@@ -86,8 +86,9 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
         kept, incidents = _fitted(rows, how.max_length, config.too_long)
         if not kept:
             raise DataError(_nothing_left(opened.path, len(rows), unread, how.max_length))
-        unread = [replace(one, place=one.place.rpartition(":")[2]) for one in unread]
-        entry = _entry(kept, len(rows) + len(unread), [*unread, *incidents])
+        incidents += [replace(one, place=one.place.rpartition(":")[2]) for one in unread]
+        incidents.sort(key=lambda incident: int(incident.place))
+        entry = _entry(kept, len(rows) + len(unread), incidents)
         times = 1 + sum(part.source == opened.path for part in parts)
         label = source.path if times == 1 else f"{source.path}({times})"
         part = Part(label, source.weight, entry.digest, entry, opened.path, opened.stamps)

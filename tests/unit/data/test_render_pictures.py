@@ -23,7 +23,7 @@ from taut.data.columns import Columns
 from taut.data.dataset import DataConfig
 from taut.data.formats import Completion, Conversation, Document, Message
 from taut.data.length import Limits
-from taut.data.preferences import Answers
+from taut.data.preferences import Answers, Stepwise
 from taut.data.prompt_set import Asking, load_prompt_set
 from taut.data.prompts import load_prompts
 from taut.data.render import Renderer, Targets
@@ -235,7 +235,9 @@ def test_no_text_may_stand_for_a_picture(
 def test_a_text_that_becomes_a_picture_when_it_is_normalised_is_found(tmp_path: Path) -> None:
     using = renderer(tmp_path)
     using.template.pictures.album.processor.image_id = using.tokenizer.encode("cat")[0]  # type: ignore[union-attr]
-    with pytest.raises(RenderError, match=r"f\.jsonl:1: 1 placeholders and features for 0"):
+    with pytest.raises(
+        RenderError, match=r"f\.jsonl:1: the row has 1 placeholders and features for 0"
+    ):
         using.render(chat(said("user", "cat"), said("assistant", "dog")))
 
 
@@ -375,21 +377,34 @@ def test_answers_end_at_their_end_and_differ_by_their_pictures(tmp_path: Path) -
         fit_any(same, samples, Limits(100))
 
 
+def test_steps_are_read_after_a_picture(tmp_path: Path) -> None:
+    using = renderer(tmp_path)
+    answer = chat(
+        said("user", picture(tmp_path, "one"), "cat"), said("assistant", "the cat\nthe dog")
+    )
+    ((sample,),) = render_any([Stepwise("f.jsonl:1", answer, ((0, 7), (8, 15)), (1.0, 0.0))], using)
+    assert sample.read_at_R is not None
+    ends = [using.template.decode(sample.ids_T[: at + 1].tolist()) for at in sample.read_at_R]
+    assert [end.rpartition("assistant\n")[2] for end in ends] == ["the cat", "the cat\nthe dog"]
+    assert len(sample.media) == 1
+
+
 def test_what_is_asked_has_its_pictures(tmp_path: Path) -> None:
     using = renderer(tmp_path, bad="drop")
     for name, colour in (("one", 0), ("two", 7)):
         picture(tmp_path, name, colour=colour)
     names = [str(tmp_path / name) for name in ("one.png", "gone.png", "two.png")]
+    names.append("data:image/png;base64,no")
     asked = [
         {"messages": [said("user", {"type": "image", "image": name}, "cat")], "answer": "dog"}
         for name in names
     ]
     path = write_rows(tmp_path / "rows.jsonl", asked)
     with pytest.raises(PictureError, match=r"rows\.jsonl:2: messages\[0\]\.content\[0\]: .*gone"):
-        load_prompts(str(path), using)
+        load_prompts(str(path), using, limit=3)
     config = from_mapping(DataConfig, {"train": str(path)})
     found = load_prompt_set(config, "train", using, Asking(40))
-    assert [incident.place for incident in found.report.dropped] == [f"{path}:2"]
+    assert [incident.place for incident in found.report.dropped] == [f"{path}:2", f"{path}:4"]
     assert "content[0]: " in found.report.dropped[0].reason
     prompts = found.prompts()
     assert np.array_equal(prompts[0].ids_T, prompts[1].ids_T)
