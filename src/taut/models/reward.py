@@ -12,8 +12,10 @@ Which of the library's classes holds it, so that the library reads it back:
                                          with a bias, which the sequence class has no place for. Its number for a
                                          sequence is its logit at the last token.
 
-Refused: architectures for which the library has no such class, several labels, dropout before the head. May import
-errors and models.{anatomy,heads,in_force,load}.
+Families that take pictures have these classes from ``models/pictured_heads.py`` where the library has none.
+
+Refused: architectures for which there is no such class, several labels, dropout before the head. May import
+errors and models.{anatomy,heads,in_force,load,pictured_heads}.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from taut.models.load import (
     one_line,
     read_weights,
     require_complete,
+    require_family,
 )
+from taut.models.pictured_heads import list_with_library
 
 HEAD = "score"
 
@@ -144,6 +148,8 @@ def _class_of(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:
 
 def _require_class(path: str, config: PreTrainedConfig, auto: Any) -> None:
     """The library has to have this class for the architecture, or the model to bring it."""
+    require_family(path, config)
+    list_with_library(config)
     brought = getattr(config, "auto_map", None) or {}
     if type(config) not in auto._model_mapping and auto.__name__ not in brought:
         raise ModelError(
