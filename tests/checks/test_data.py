@@ -167,6 +167,11 @@ class TestImages:
         assert found.outcome == "failed" and "data.images.allow_urls" in found.evidence[0]
         assert "secret" not in found.evidence[0]
 
+    def test_bytes_that_are_no_picture(self, place: Place) -> None:
+        rows = talks(*plain(), image={"bytes": "not base64!"})
+        found = findings(place.session(data=place.data(rows)))["data.images"]
+        assert found.outcome == "failed" and "no base64" in found.evidence[0]
+
     def test_rows_that_will_be_left_out_are_no_failure(self, place: Place) -> None:
         rows = talks(*plain(), image="cat.png")
         session = place.session(data=place.data(rows), data__images__bad="drop")

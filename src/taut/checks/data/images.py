@@ -53,9 +53,13 @@ def ask(session: Session) -> Finding:
     )
 
 
-def _named(record: Record) -> Iterator[tuple[str, ImageRef]]:
+def _named(record: Record) -> Iterator[tuple[str, ImageRef | PictureError]]:
+    """The pictures of a record, or what is wrong with one before it is looked for."""
     try:
         row = best_row(read_any(record.value, record.place, record.columns))
+    except PictureError as error:
+        yield record.place, error
+        return
     except DataError:
         return
     for ref in images_of(row.messages) if isinstance(row, Conversation) else ():
@@ -69,8 +73,12 @@ def _album(session: Session) -> Album | None:
         return None
 
 
-def _trouble(place: str, ref: ImageRef, images: ImagesConfig, album: Album | None) -> str:
+def _trouble(
+    place: str, ref: ImageRef | PictureError, images: ImagesConfig, album: Album | None
+) -> str:
     """Why a picture cannot be read; nothing where it can."""
+    if isinstance(ref, PictureError):
+        return str(ref)
     try:
         if album is not None:
             album.see(ref, place)
