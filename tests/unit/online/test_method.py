@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -64,9 +65,8 @@ def online(worth: Any = half, guard: GuardConfig | None = None, **keys: Any) -> 
     order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
     ways = Ways(ESTIMATORS["mean"], ShapingConfig(scale="running"), 4, 1.0, has_old=False)
     credit = PolicyCredit(PolicyGradient(), ways)
-    method = Online(
-        config, cast(PromptSet, None), order, credit, Guard(guard or GuardConfig()), seed=3
-    )
+    prompts = cast(PromptSet, SimpleNamespace(album=None))
+    method = Online(config, prompts, order, credit, Guard(guard or GuardConfig()), seed=3)
     engine = FakeEngine(lambda name, index: str(index))
     roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
     method.join(Crew(cast(Job, Trainer()), (), lambda: roller))
