@@ -169,7 +169,7 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
         return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED))
     device = parallel.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
-    chosen = select(config.attention, device, compute, model.get_text_config())
+    chosen = select(config.attention, device, compute, model)
     size = given or device_memory(device)
     if device.type == "cuda":
         return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
@@ -207,8 +207,7 @@ def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Worklo
 def _attention(config: Plan, machine: Machine, model: PreTrainedConfig) -> str:
     """The attention that runs here."""
     assert machine.device is not None
-    text = model.get_text_config()
-    return select(config.attention, machine.device, machine.kernels.dtype, text).implementation
+    return select(config.attention, machine.device, machine.kernels.dtype, model).implementation
 
 
 @dataclass

@@ -152,7 +152,7 @@ def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
     longest = int(data.lengths.max())
     require_context(f"model={config.model}", context_length(settings), longest)
     dtype = resolve_dtype(config.dtype, device)
-    attention = select(config.attention, device, dtype.dtype, settings.get_text_config())
+    attention = select(config.attention, device, dtype.dtype, settings)
     model = load_model(
         config.model,
         dtype=dtype.dtype,
