@@ -20,6 +20,7 @@ from taut.data.columns import Columns
 from taut.data.dataset import Dataset, sources
 from taut.data.formats import Completion, Conversation, Row
 from taut.data.judged import read_any
+from taut.data.media import text_of
 from taut.data.preferences import best_row
 from taut.data.prompt_set import PromptSet
 from taut.data.sources import open_source
@@ -110,7 +111,9 @@ def exchanges(session: Session) -> list[Exchange]:
     if isinstance(session.train, PromptSet):
         for asked in session.train.asked:
             messages = [] if isinstance(asked.prompt, str) else asked.prompt
-            said = "\n".join(message["content"] for message in messages) or str(asked.prompt)
+            said = "\n".join(text_of(message["content"]) for message in messages) or str(
+                asked.prompt
+            )
             found += [Exchange(asked.place, said, answer) for answer in asked.references[:1]]
         return found
     for row in session.once(rows):
@@ -118,8 +121,8 @@ def exchanges(session: Session) -> list[Exchange]:
             found.append(Exchange(row.place, row.prompt, row.completion))
         elif isinstance(row, Conversation) and row.learned:
             last = row.learned[-1]
-            said = "\n".join(message["content"] for message in row.messages[:last])
-            found.append(Exchange(row.place, said, row.messages[last]["content"]))
+            said = "\n".join(text_of(message["content"]) for message in row.messages[:last])
+            found.append(Exchange(row.place, said, text_of(row.messages[last]["content"])))
     return found
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from taut.checks.data.records import Flat, flat_train, rows
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
+from taut.data import media
 from taut.data.formats import Completion, Document, Row
 from taut.run import num_rows
 
@@ -79,7 +80,7 @@ def text_of(row: Row) -> list[str]:
         return [row.text]
     if isinstance(row, Completion):
         return [row.prompt, row.completion]
-    return [message["content"] for message in row.messages]
+    return [media.text_of(message["content"]) for message in row.messages]
 
 
 def _broken(session: Session) -> Finding | None:

@@ -7,8 +7,18 @@ from collections.abc import Iterator
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.checks.template.rendered import NO_CHATS, SHOWN, Chat, answer_of, cut, rendered, short
+from taut.checks.template.rendered import (
+    NO_CHATS,
+    SHOWN,
+    Chat,
+    answer_of,
+    cut,
+    rendered,
+    short,
+    texts_of,
+)
 from taut.data.formats import Message
+from taut.data.media import text_of
 
 
 def ask(session: Session) -> Finding:
@@ -25,13 +35,13 @@ def ask(session: Session) -> Finding:
             number=len(lost),
             unit=f"of {number} messages",
             evidence=[
-                f"{short(chat.place)}: messages[{index}]: {cut(str(chat.row.messages[index]['content']))}"
+                f"{short(chat.place)}: messages[{index}]: {cut(text_of(chat.row.messages[index]['content']))}"
                 for chat, index in lost[:SHOWN]
             ],
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
     trimmed = sum(
-        str(m["content"]) not in chat.whole.text and m["role"] == "user"
+        m["role"] == "user" and any(words not in chat.whole.text for words in texts_of(m))
         for chat in chats
         for m in chat.row.messages
     )
@@ -45,17 +55,17 @@ def _lost(chat: Chat) -> Iterator[int]:
     for index, message in enumerate(chat.row.messages):
         if message["role"] == "system":  # may stand elsewhere: template.system
             continue
-        places = [(text.find(words, at), len(words)) for words in _spellings(message)]
-        found = min((place for place in places if place[0] >= 0), default=None)
-        if found is None:
-            yield index
-        else:
-            at = sum(found)
+        for words in texts_of(message):
+            found = [(text.find(it, at), len(it)) for it in _spellings(message, words.strip())]
+            first = min((place for place in found if place[0] >= 0), default=None)
+            if first is None:
+                yield index
+                break
+            at = sum(first)
 
 
-def _spellings(message: Message) -> list[str]:
-    """How a message may be written: a tool's answer as JSON too."""
-    words = str(message["content"]).strip()
+def _spellings(message: Message, words: str) -> list[str]:
+    """How a message's words may be written: a tool's answer as JSON too."""
     if message["role"] == "assistant":
         return [answer_of(message)]
     if message["role"] == "tool":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.template.rendered import NO_CHATS, SHOWN, cut, is_most, rendered
+from taut.data.media import text_of
 
 
 def ask(session: Session) -> Finding:
@@ -22,7 +23,7 @@ def ask(session: Session) -> Finding:
     hits = []
     for chat in chats:
         for index, message in enumerate(chat.row.messages):
-            words = str(message["content"])
+            words = text_of(message["content"])
             token = next((token for token in tokens if token in words), None)
             if token is not None:
                 at = words.index(token)

@@ -84,6 +84,7 @@ def _taught_header(session: Session, chat: Chat, turn: Turn) -> str:
         return ""
     template = session.language.renderer.template
     row = chat.row
-    plain = template.apply(row.messages[: turn.index], row.tools, turn.place)
+    before, placed = row.messages[: turn.index], chat.whole.pictures
+    plain = template.apply(before, row.tools, turn.place, placed=placed)
     first = header.split(maxsplit=1)[0]
     return header if plain.text == turn.prompt.text and first.split(">")[0] in plain.text else ""

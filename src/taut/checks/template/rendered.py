@@ -18,6 +18,7 @@ from pathlib import PurePath
 
 from taut.checks.session import Session
 from taut.data.formats import Completion, Conversation, Document, Message
+from taut.data.media import text_of
 from taut.data.template import Ids, Template, Text, checked
 from taut.errors import RenderError
 
@@ -126,11 +127,10 @@ def _chat(row: Conversation, template: Template) -> Chat:
     turns = []
     for index in [index for index in row.learned if index][-TURNS:]:
         place = f"{short(row.place)}: messages[{index}]"
-        prompt = template.apply(row.messages[:index], row.tools, place, is_prompt=True)
+        before, seen, placed = row.messages[:index], row.messages[: index + 1], whole.pictures
+        prompt = template.apply(before, row.tools, place, is_prompt=True, placed=placed)
         is_last = index + 1 == len(row.messages)
-        until = (
-            whole if is_last else template.apply(row.messages[: index + 1], row.tools, row.place)
-        )
+        until = whole if is_last else template.apply(seen, row.tools, row.place, placed=placed)
         turns.append(Turn(place, index, row.messages[index], prompt, until))
     return Chat(row, whole, tuple(turns))
 
@@ -188,10 +188,18 @@ def reasoning_of(message: Message) -> str:
     for key in REASONING:
         if message.get(key, "").strip():
             return str(message[key]).strip()
-    before, close, _ = str(message["content"]).partition(CLOSE)
+    before, close, _ = text_of(message["content"]).partition(CLOSE)
     return before.rpartition(OPEN)[2].strip() if close else ""
+
+
+def texts_of(message: Message) -> list[str]:
+    """A message's words: of one with pictures, those between them."""
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def answer_of(message: Message) -> str:
     """An assistant's words without its reasoning."""
-    return str(message["content"]).rpartition(CLOSE)[2].strip()
+    return text_of(message["content"]).rpartition(CLOSE)[2].strip()

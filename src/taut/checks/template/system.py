@@ -6,7 +6,7 @@ import re
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.checks.template.rendered import NO_CHATS, SHOWN, cut, rendered, shared, short
+from taut.checks.template.rendered import NO_CHATS, SHOWN, cut, rendered, shared, short, texts_of
 from taut.data.formats import Message
 from taut.errors import RenderError
 
@@ -25,8 +25,9 @@ def ask(session: Session) -> Finding:
         return skipped(NO_CHATS)
     with_system, dropped = 0, []
     for chat in chats:
-        words = [str(m["content"]).strip() for m in chat.row.messages if m["role"] == "system"]
-        with_system += bool(words)
+        systems = [m for m in chat.row.messages if m["role"] == "system"]
+        words = [text.strip() for message in systems for text in texts_of(message)]
+        with_system += bool(systems)
         lost = next((text for text in words if text not in chat.whole.text), None)
         if lost is not None:
             dropped.append(f"{short(chat.place)}: {cut(lost)} is not in {cut(chat.whole.text)}")

@@ -9,7 +9,15 @@ import numpy as np
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.samples import GENERATED
 from taut.checks.session import Session
-from taut.checks.template.rendered import SHOWN, answer_of, cut, normal, reasoning_of, short
+from taut.checks.template.rendered import (
+    SHOWN,
+    answer_of,
+    cut,
+    normal,
+    reasoning_of,
+    short,
+    texts_of,
+)
 from taut.data.formats import Completion, Conversation, Message, Row
 from taut.errors import RenderError
 from taut.types import Sample
@@ -83,7 +91,7 @@ def _words(session: Session, row: Row) -> tuple[list[str], list[str]]:
     targets = session.run.data.targets
     learned = row.learned[-1:] if targets == "last" else row.learned
     answers = [words for index in learned for words in _parts(row.messages[index])]
-    others = [str(m["content"]) for m in row.messages if m["role"] != "assistant"]
+    others = [w for m in row.messages if m["role"] != "assistant" for w in texts_of(m)]
     return [normal(words) for words in answers if words], [normal(w.strip()) for w in others]
 
 
