@@ -70,12 +70,21 @@ def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> AnyR
         return read_any(record, place, columns)
     except PictureError as error:
         if not _drops_pictures(renderer):
-            raise
+            raise _with_way_out(error) from None
         return error
 
 
 def _rendered(rows: Sequence[AnyRow], renderer: Renderer) -> Sequence[list[Sample] | PictureError]:
-    return render_each(rows, renderer) if _drops_pictures(renderer) else render_any(rows, renderer)
+    if _drops_pictures(renderer):
+        return render_each(rows, renderer)
+    try:
+        return render_any(rows, renderer)
+    except PictureError as error:
+        raise _with_way_out(error) from None
+
+
+def _with_way_out(error: PictureError) -> PictureError:
+    return PictureError(f"{error}; or leave such rows out with data.images.bad=drop")
 
 
 def _drops_pictures(renderer: Renderer) -> bool:
