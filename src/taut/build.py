@@ -224,7 +224,7 @@ def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
 def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
     """The model with its added tokens and adapters, without what is frozen."""
     add_tokens(model, inputs.new_ids)
-    if not run.lora.is_on and not run.freeze:
+    if not run.lora.is_on and not run.freeze and not parts.has_parts(model):
         return Adapted(model, [])
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
@@ -247,6 +247,10 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""
         value = f"{len(names_frozen)} tensors"
         decisions.append(Decision("freeze", value, f"{names_frozen[0]}{rest}"))
+    idle = parts.freeze_unread(adapted)
+    if idle:
+        reason = f"{idle[0]}{' and others' if len(idle) > 1 else ''}: no feature of a picture depends on it"
+        decisions.append(Decision("frozen", f"{len(idle)} tensors", reason))
     return Adapted(adapted, decisions)
 
 

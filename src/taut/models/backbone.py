@@ -43,4 +43,4 @@ def hidden_states(
         taut_layout=layout,
         **towers.encode(backbone, media, ids_T),
     ).last_hidden_state
-    return states.squeeze(0) if media else towers.keep_step(backbone, states.squeeze(0))
+    return towers.keep_step(backbone, states.squeeze(0), media)

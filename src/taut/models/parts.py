@@ -8,7 +8,7 @@
 Found by the words of a name, which wrapping by peft or sharding does not change. A pattern is one of these words, a
 glob over whole names, or a regular expression between slashes.
 
-May import errors and models.anatomy.
+May import errors, vision.towers and models.anatomy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 
 from taut.errors import ModelError
 from taut.models import anatomy
+from taut.vision import towers
 
 Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
 WORDS: tuple[Part, ...] = get_args(Part)
@@ -66,6 +67,17 @@ def matching(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> 
             "none; expected names of its parameters; leave it out"
         )
     return [name for name in names if part_of(name) == pattern]
+
+
+def freeze_unread(model: nn.Module) -> list[str]:
+    """Stop training what no feature of a picture depends on, and would have no gradient; returns the names."""
+    if not has_parts(model):
+        return []
+    unread = {id(parameter) for parameter in towers.unread(anatomy.decoder(model))}
+    found = {name: p for name, p in model.named_parameters() if id(p) in unread}
+    for parameter in found.values():
+        parameter.requires_grad_(False)
+    return list(found)
 
 
 def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:

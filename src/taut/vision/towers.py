@@ -95,12 +95,18 @@ def library_arguments(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor
     return {**way.arguments(pictures), **types}
 
 
-def keep_step(backbone: nn.Module, hidden: Tensor) -> Tensor:
+def keep_step(backbone: nn.Module, hidden: Tensor, media: Sequence[Media] = ()) -> Tensor:
     """``hidden`` as it is; the gradients of tower and projector are zeros where they train, for a micro-batch without a
-    picture.
+    picture, or whose pictures pass a part over.
     """
     if not takes_pictures(backbone) or not needs_step(backbone):
         return hidden
+    if media:
+        passed_over: Tensor | None = getattr(backbone, "image_newline", None)
+        if passed_over is None or not passed_over.requires_grad:
+            return hidden
+        counted: Tensor = _Unseen.apply(hidden, passed_over)  # type: ignore[no-untyped-call]
+        return counted
     noise = FAMILIES[family(backbone)].noise(backbone)
     ((main_ND, deep),) = _compute(backbone, [noise])
     kept: Tensor = _Unseen.apply(hidden, main_ND, *deep)  # type: ignore[no-untyped-call]
@@ -112,6 +118,21 @@ def needs_step(backbone: nn.Module) -> bool:
     parameters = vision_parameters(backbone)
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     return learns or any(hasattr(p, "device_mesh") for p in parameters)
+
+
+def unread(backbone: nn.Module) -> list[nn.Parameter]:
+    """What of tower and projector would train, and no feature depends on it: layers after the one that is read, a head
+    that pools.
+    """
+    trained = [p for p in vision_parameters(backbone) if p.requires_grad]
+    if not trained:
+        return []
+    with torch.enable_grad():
+        noise = FAMILIES[family(backbone)].noise(backbone)
+        ((main_ND, deep),) = _compute(backbone, [noise])
+        total = torch.stack([feature.sum() for feature in (main_ND, *deep)]).sum()
+        slopes = torch.autograd.grad(total, trained, allow_unused=True)
+    return [p for p, slope in zip(trained, slopes, strict=True) if slope is None]
 
 
 def vision_parameters(backbone: nn.Module) -> list[nn.Parameter]:
@@ -255,8 +276,19 @@ def _tile_noise(backbone: Any) -> Tensors:
     """One tile, of the size that the tower's positions are learned for."""
     size = backbone.config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
+    channels = backbone.config.vision_config.num_channels
+    return {"pixel_values": _noise(1, channels, height, width)}
+
+
+def _rows_noise(backbone: Any) -> Tensors:
+    """Tiles of a picture that is alone in its sample, so that its rows have ends."""
+    height, width = min(backbone.config.image_grid_pinpoints, key=math.prod)
+    side, channels = (
+        backbone.config.vision_config.image_size,
+        backbone.config.vision_config.num_channels,
+    )
     return {
-        "pixel_values": _noise(1, backbone.config.vision_config.num_channels, height, width),
+        "pixel_values": _noise(1 + (height // side) * (width // side), channels, side, side),
         "image_sizes": torch.tensor([[height, width]]),
     }
 
@@ -309,7 +341,7 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(_tiles, _by_tiles, _tile_noise, is_one_tensor=True),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "llava_onevision": Family(_sized_tiles, _each, _tile_noise),
+    "llava_onevision": Family(_sized_tiles, _each, _rows_noise),
     "gemma3": Family(_tiles, _by_tiles, _tile_noise, types="token_type_ids", is_one_tensor=True),
 }
 """model_type -> its way. A model with a vision tower that is not here is refused by name."""
