@@ -5,7 +5,7 @@ so that every framework sees the same ids whichever way it tokenises; the target
 and ``<eos>``. Word ids are drawn with Zipf-like frequencies; what they say does not matter, the
 models are random.
 
-Run by ``benchmarks/sft.py`` and imported by nothing else.
+Imported by the benchmarks that train.
 """
 
 from __future__ import annotations
@@ -154,8 +154,16 @@ def write_model(model: Model, folder: Path) -> None:
         pad_token_id=PAD,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder, model.vocab)
+
+
+def write_tokenizer(
+    folder: Path, num_words: int, more: Sequence[str] = (), template: str = TEMPLATE
+) -> None:
+    """Words up to an id of ``num_words``, and after them ``more`` specials."""
     ids = {name: index for index, name in enumerate(SPECIALS)}
-    ids |= {word(index): index for index in range(len(SPECIALS), model.vocab)}
+    ids |= {word(index): index for index in range(len(SPECIALS), num_words)}
+    ids |= {name: num_words + index for index, name in enumerate(more)}
     backend = Tokenizer(WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -164,7 +172,7 @@ def write_model(model: Model, folder: Path) -> None:
         eos_token="<eos>",
         pad_token="<pad>",
         unk_token="<unk>",
-        additional_special_tokens=["<sep>"],
-        chat_template=TEMPLATE,
+        additional_special_tokens=["<sep>", *more],
+        chat_template=template,
     )
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,81 @@
+"""One run of ``taut sft`` on pictures: ``python train_taut_vision.py JOB.json``.
+
+Modes: ``shared`` (the default) and ``unshared`` (each question has the picture to itself). The checks before a run, and
+the evaluation and the checkpoints after it, are off: what is timed is the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from recorder import Job, peak_mb
+
+import taut
+from taut import loop
+
+OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
+
+
+def main() -> None:
+    job: Job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(job["threads"])
+    out = Path(job["scratch"], "run")
+    cpu_seconds = watch_steps()
+    import_mb = peak_mb()
+    taut.sft(
+        model=job["model"],
+        data={"train": str(Path(job["data"], "messages.jsonl"))},
+        out=str(out),
+        steps=job["num_steps"],
+        dtype=job["dtype"],
+        device="cpu",
+        freeze=["vision_tower"] if job["is_tower_frozen"] else [],
+        batch={
+            "samples_per_step": job["samples_per_step"],
+            "share_prefixes": job["mode"] == "shared",
+            "shuffle": False,
+        },
+        optim={
+            "learning_rate": job["learning_rate"],
+            "schedule": "constant",
+            "warmup_steps": 0,
+        },
+        **OFF,
+    )
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    done = [event for event in events if event["kind"] == "step"]
+    steps = [
+        {
+            "seconds": event["seconds"],
+            "cpu_seconds": cpu,
+            "loss": event["loss"],
+            "rows": [int(sample.rsplit(":", 1)[1]) - 1 for sample in event["sample_ids"]],
+            "num_tokens": event["num_tokens_unshared"],
+        }
+        for event, cpu in zip(done, cpu_seconds, strict=True)
+    ]
+    result = {"steps": steps, "peak_mb": peak_mb(), "import_mb": import_mb}
+    Path(job["result"]).write_text(json.dumps(result))
+
+
+def watch_steps() -> list[float]:
+    """Filled with the processor seconds of each step."""
+    seconds: list[float] = []
+    train_step = loop.train_step
+
+    def timed(*args: Any) -> loop.StepReport:
+        start = time.process_time()
+        report = train_step(*args)
+        seconds.append(time.process_time() - start)
+        return report
+
+    loop.train_step = timed
+    return seconds
+
+
+main()
