@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from taut.data.formats import Message, Tool
-from taut.data.media import images_of, text_of
+from taut.data.media import text_of
 from taut.errors import DataError, PictureError, RenderError
 from taut.types import IntArray, Media, Picture, Sample
 
@@ -196,11 +196,6 @@ def located(messages: Sequence[Message], place: str) -> Iterator[tuple[ImageRef,
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if part["type"] == "image":
                 yield part["image"], f"{place}: messages[{index}].content[{number}]"
-
-
-def num_pictures(messages: Sequence[Message]) -> int:
-    """How many pictures are in them."""
-    return len(images_of(messages))
 
 
 def within(media: Sequence[Media], start: int, stop: int) -> tuple[Media, ...]:

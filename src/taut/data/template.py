@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import jinja2
 
 from taut.data.formats import Message, Tool
-from taut.data.pictures import Pictures, Placed, num_pictures
+from taut.data.media import images_of
+from taut.data.pictures import Pictures, Placed
 from taut.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Template:
                 "expected messages it accepts; change the row or give another template with "
                 f"{self.key}=FILE"
             ) from None
-        own = tuple(placed[: num_pictures(messages)])
+        own = tuple(placed[: len(images_of(messages))])
         text = self.pictures.write(text, own, place)
         return replace(checked(text, place, is_rendering=True), pictures=own)
 
