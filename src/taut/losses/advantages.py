@@ -33,7 +33,7 @@ May import errors and torch only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -47,6 +47,11 @@ Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 ALIKE = 1e-12
 """Rewards that differ by no more are alike: sums of parts come in any order, and rounding is no signal."""
 EPSILON = 1e-4
+
+
+def are_alike(rewards: Sequence[float]) -> bool:
+    """Whether there is nothing to be told apart; so it is of one, and of none."""
+    return len(rewards) < 2 or max(rewards) - min(rewards) <= ALIKE
 
 
 def group(reward_S: Tensor, group_S: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
     num_groups, index_S = _numbered(group_S)
     for number in range(num_groups):
         at = (index_S == number).nonzero().squeeze(1)
-        if at.numel() > 1 and float(reward_S[at].max() - reward_S[at].min()) > ALIKE:
+        if not are_alike(reward_S[at].tolist()):
             advantage_S[at] = _raised(reward_S[at], min(k, at.numel()))
     return advantage_S
 
@@ -141,7 +146,7 @@ def whiten(value: Tensor) -> Tensor:
 
 def _deviation(value: Tensor) -> float:
     """The standard deviation with n - 1, exactly 0 of one and of what is all alike."""
-    if value.numel() < 2 or float(value.max() - value.min()) <= ALIKE:
+    if are_alike(value.tolist()):
         return 0.0
     return float(value.std())
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from taut.config import configclass
 from taut.errors import CheckFailed, ConfigError
 from taut.losses import Loss, kl, shaping
-from taut.losses.advantages import Estimator, gae, whiten
+from taut.losses.advantages import Estimator, are_alike, gae, whiten
 from taut.losses.shaping import Scale
 from taut.online.credit import Credit, Credited, Rewarded, credited
 from taut.online.scoring import POLICY, REFERENCE, VALUE, Asked, Said, sample_of
@@ -146,7 +146,7 @@ class PolicyCredit(Credit):
         groups = [path.group for path in paths]
         if isinstance(self.ways.estimate, Gae):
             is_one = len(paths) == 1  # compared with what the critic expects alone
-            return set(groups) if is_one or bool((reward_S != reward_S[0]).any()) else set()
+            return set(groups) if is_one or not are_alike(reward_S.tolist()) else set()
         advantages = self.ways.estimate(reward_S, torch.tensor(groups)).tolist()
         return {group for group, one in zip(groups, advantages, strict=True) if one}
 

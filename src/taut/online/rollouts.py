@@ -25,6 +25,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, DataError
+from taut.losses.advantages import are_alike
 from taut.parallel import Ranks
 from taut.rewards.answered import Answered
 from taut.rewards.panel import Panel, Verdict
@@ -35,9 +36,6 @@ from taut.rollout.episode import Episode
 from taut.rollout.local import LocalConfig
 from taut.rollout.play import play
 from taut.rollout.server import ServerConfig, ServerEngine
-
-ENOUGH = 1e-12
-"""Rewards of a group that differ by less are equal."""
 
 RESERVED = ("shaped", "kept")
 """Names of other numbers of a roll-out: no reward's."""
@@ -164,8 +162,7 @@ class Group:
     @property
     def has_signal(self) -> bool:
         """Whether its rewards differ."""
-        rewards = [said.total for _, said in self.judged if said.total is not None]
-        return len(rewards) > 1 and max(rewards) - min(rewards) > ENOUGH
+        return not are_alike([said.total for _, said in self.judged if said.total is not None])
 
 
 @dataclass
