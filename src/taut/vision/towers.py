@@ -57,6 +57,7 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
                 f"{one.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
                 "that belong to this model"
             )
+    features = _with_strays(backbone, features, media, ids_T)
     main: Any = [of_one.main_ND for of_one in features]
     output = BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(main) if FAMILIES[kind].is_one_tensor else main
@@ -64,6 +65,27 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
         levels = zip(*(of_one.deep for of_one in features), strict=True)
         output["deepstack_features"] = [list(level) for level in levels]
     return {"mm_encoder_outputs": {"image": output}}
+
+
+def _with_strays(
+    backbone: nn.Module, features: list[Features], media: Sequence[Media], ids_T: Tensor
+) -> list[Features]:
+    """The features in the order of the placeholders, and for a placeholder that the model itself wrote its embedding:
+    no picture stands behind it, and in the engine that sampled it none did.
+    """
+    inner: Any = backbone
+    outside_T = ids_T == inner.config.image_token_id
+    for one in media:
+        outside_T[one.start : one.stop] = False
+    strays = outside_T.nonzero().flatten().tolist()
+    placed = list(zip((one.start for one in media), features, strict=True))
+    for at in strays:
+        main_ND = inner.get_input_embeddings()(ids_T[at : at + 1])
+        deep = tuple(torch.zeros_like(main_ND) for _ in features[0].deep)
+        placed.append((at, Features(main_ND, deep)))
+    return (
+        [of_one for _, of_one in sorted(placed, key=lambda pair: pair[0])] if strays else features
+    )
 
 
 def features_of(backbone: nn.Module, media: Sequence[Media]) -> list[Features]:

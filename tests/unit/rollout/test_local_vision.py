@@ -21,6 +21,7 @@ from torch import Tensor
 from taut.attention.select import PREFIX
 from taut.data.pack import ALONE, pack
 from taut.models.score import Scorer
+from taut.rollout import local
 from taut.rollout.engine import Sampling
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.types import Completion, Media, Prompt, Sample
@@ -204,3 +205,22 @@ def test_a_picture_is_shared_and_another_of_its_size_is_not(kind: str) -> None:
     assert one.media[0].stop < shared
     assert one.media[0].picture.digest != other.media[0].picture.digest
     assert sizes_of(it, [one, same, other])[0] == sum(sizes) - shared
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_placeholder_that_the_model_writes_itself_is_no_picture(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = vision(kind)
+    prompt = it.prompt("one", "Look: ", picture(0), " what is it?")
+    said = [it.processor.image_id, 7, 9]
+
+    def forced(logits_BV: Tensor, *_: Any, given: list[int] = [*said]) -> tuple[Tensor, ...]:  # noqa: B006
+        index = given.pop(0)
+        logp = torch.log_softmax(logits_BV, -1)[:, index]
+        return torch.tensor([index]), logp, logp
+
+    monkeypatch.setattr(local, "draw", forced)
+    (done,) = it.engine().generate([prompt], Sampling(max_new_tokens=3))
+    assert done.ids_N.tolist() == said
+    assert np.abs(done.logp_one_N - scored(it, prompt, done)).max() < 1e-9
