@@ -54,6 +54,8 @@ ARRAYS = {
     "line": np.int64,
     "part": np.int32,
 }
+PLACES = ("picture.source", "picture.offsets")
+"""Where pictures are says nothing of what they are."""
 ABANDONED = 24 * 3600
 """Seconds after which a half-written entry has nobody who writes it."""
 
@@ -69,7 +71,7 @@ class Entry:
     is_fleeting: bool = False
     """Whether rows were left out for a reason that may be gone the next time: a picture that could not be read."""
     digest: str = ""
-    """Of the arrays as they are on the disk: equal where the samples are."""
+    """Of the arrays as they are on the disk: equal where the samples are, wherever their pictures lie."""
 
 
 def default_directory() -> Path:
@@ -99,7 +101,8 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
                 return None, f"the cached {name} is damaged"
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
         incidents = tuple(Incident(**incident) for incident in meta["incidents"])
-        digest = hashlib.sha256(json.dumps([meta["sha256"][name] for name in names]).encode())
+        what = [meta["sha256"][name] for name in names if name not in PLACES]
+        digest = hashlib.sha256(json.dumps(what).encode())
         num_rows, is_fleeting = int(meta["num_rows"]), bool(meta["is_fleeting"])
         return Entry(arrays, num_rows, incidents, is_fleeting, digest.hexdigest()), ""
     except (OSError, ValueError, KeyError, TypeError) as error:

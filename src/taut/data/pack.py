@@ -104,16 +104,16 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
 
 def prefix_order(samples: Sequence[Sample]) -> list[int]:
     """Indices of the samples, sorted by ids and pictures: equal prefixes become neighbours. Ties keep their order."""
-    keys = [_key(sample) for sample in samples]
+    keys = [ids_with_pictures(s).astype(">u4").tobytes() for s in samples]  # bytes sort as numbers
     return sorted(range(len(samples)), key=keys.__getitem__)
 
 
-def _key(sample: Sample) -> bytes:
-    """The ids, big-endian so that bytes sort as numbers do; a picture's first says which picture it is."""
-    ids_T = sample.ids_T.astype(">u4")
+def ids_with_pictures(sample: Sample) -> IntArray:
+    """int64 [T]: the ids, but that each picture's first says which picture it is."""
+    ids_T = sample.ids_T.copy()
     for one in sample.media:
         ids_T[one.start] = PICTURE | int(one.picture.digest[:7], 16)
-    return ids_T.tobytes()
+    return ids_T
 
 
 def common_prefix(left: Sample, right: Sample) -> int:

@@ -56,10 +56,11 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
         )
     if not flat.lines:
         first = flat.incidents[0]
+        files = ", or data.images.folder" if flat.is_fleeting else ""
         raise DataError(
             f"{found.path}: none of its {flat.num_rows} rows is left (row {first.place}: "
             f"{first.reason}); "
-            "expected some; change data.max_length, data.min_length or data.too_long"
+            f"expected some; change data.max_length, data.min_length or data.too_long{files}"
         )
     return flat.entry()
 

@@ -6,7 +6,8 @@ A line is a sample, in the order of the data set, and says by itself what it is 
      "ids": [151, 20, 7, 9],                        all tokens of the sample
      "targets": [2, 3],                             positions in ids of what is predicted: 7 and 9
      "top_ids": [[7, 12], [9, 4]],                  k tokens for each target, those that may stand in its place
-     "top_logprobs": [[-0.1, -3.2], [-0.7, -0.9]]}  what the teacher gives each, T = 1, among all its tokens
+     "top_logprobs": [[-0.1, -3.2], [-0.7, -0.9]],  what the teacher gives each, T = 1, among all its tokens
+     "pictures": ["9f86d0..."]}                     SHA-256 of its pictures' files, where it has some
 
 Read, it is the streams ``top_ids`` and ``top_logp`` [N, k] of each sample. Nothing is matched by text: ids and targets
 have to be the data set's own, or the file is refused at the first line where they are not. It is kept in memory, 8
@@ -95,6 +96,7 @@ def line_of(sample: Sample, top: Top) -> str:
         "targets": sample.target_at_N.tolist(),
         "top_ids": top.ids_Nk.tolist(),
         "top_logprobs": np.round(top.logp_Nk.astype(float), DECIMALS).tolist(),
+        **_pictures(sample),
     }
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
 
@@ -142,10 +144,14 @@ def _top_of(text: str, sample: Sample, place: str) -> Top:
         raise DataError(
             f"{place}: is no JSON ({error}); expected a line of taut teach; {REMEDY}"
         ) from error
-    if not isinstance(record, dict) or set(record) - {"id"} != set(KEYS):
+    if not isinstance(record, dict) or set(record) - {"id", "pictures"} != set(KEYS):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(
             f"{place}: has {has[:80]}; expected {', '.join(KEYS)} and, for people, id; {REMEDY}"
+        )
+    if record.get("pictures") != _pictures(sample).get("pictures"):
+        raise DataError(
+            f"{place}: pictures are not those of {sample.id}; expected the data set's own; {REMEDY}"
         )
     own: Sequence[tuple[str, IntArray]] = (("ids", sample.ids_T), ("targets", sample.target_at_N))
     for key, wanted in own:
@@ -159,6 +165,11 @@ def _top_of(text: str, sample: Sample, place: str) -> Top:
     ids = _array(record["top_ids"], "i", (sample.num_targets, None), f"{place}: top_ids")
     logp = _array(record["top_logprobs"], "fi", ids.shape, f"{place}: top_logprobs")
     return Top(ids, logp)
+
+
+def _pictures(sample: Sample) -> dict[str, list[str]]:
+    contents = [one.picture.content for one in sample.media]
+    return {"pictures": contents} if contents else {}
 
 
 def _array(value: Any, kinds: str, shape: tuple[int | None, ...], place: str) -> NDArray[Any]:

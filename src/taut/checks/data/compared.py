@@ -10,6 +10,7 @@ import numpy as np
 from taut.checks.session import Session
 from taut.data.flips import PairIds
 from taut.data.labels import PairReport, examine_pairs
+from taut.data.pack import ids_with_pictures
 from taut.data.tokenise import VALUE
 from taut.types import FloatArray, Sample
 
@@ -33,7 +34,8 @@ def pair_report(session: Session) -> PairReport:
 def _pair(better: Sample, worse: Sample) -> PairIds:
     begin, other = int(better.target_at_N[0]), int(worse.target_at_N[0])
     place = better.id.partition("#")[0]
-    return PairIds(place, better.ids_T[:begin], better.ids_T[begin:], worse.ids_T[other:])
+    asked_T = ids_with_pictures(better)[:begin]
+    return PairIds(place, asked_T, better.ids_T[begin:], worse.ids_T[other:])
 
 
 def values(session: Session, name: str) -> FloatArray:
