@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench bench-dpo bench-grpo bench-generate bench-checkpoint bench-check bench-plan
+.PHONY: help venv demo test test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -58,6 +58,9 @@ bench-dpo: $(STAMP) ## taut beside TRL on pairs: speed, memory, and the same los
 
 bench-grpo: $(STAMP) ## taut beside TRL on roll-outs: a step's parts, memory, the same losses (run make demo once before)
 	$(RUN)/python benchmarks/grpo.py $(ARGS)
+
+bench-vision: $(STAMP) ## taut beside TRL on pictures with several questions each: speed, memory, the same losses
+	$(RUN)/python benchmarks/vision.py $(ARGS)
 
 bench-generate: $(STAMP) ## taut beside transformers' two ways to generate, in one run
 	$(RUN)/python benchmarks/generate.py $(ARGS)
