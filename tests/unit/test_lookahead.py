@@ -1,0 +1,63 @@
+"""Which pictures are read ahead, and on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tests.pictures import illustrated
+
+from taut.data.pack import PackPolicy
+from taut.data.plan import Budget
+from taut.lookahead import Lookahead
+from taut.loop import Job
+from taut.types import Picture, Tree
+from taut.vision.album import Album
+
+GRID = (1, 2, 2)
+
+
+class Expecting:
+    """An album that notes what it is told to expect."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def expect(self, pictures: Iterable[Picture]) -> None:
+        self.names += [picture.source for picture in pictures]
+
+
+def prepare(step: int) -> list[Tree]:
+    """Two samples with a picture each, one that both have, and one without."""
+    mine = [illustrated(f"{step}{n}", [(f"{step}{n}", GRID), ("all", GRID), n]) for n in range(2)]
+    return [Tree((sample,)) for sample in [*mine, illustrated(f"{step}t", [1, 2])]]
+
+
+def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
+    album = Expecting()
+    job: Any = SimpleNamespace(
+        method=SimpleNamespace(prepare=prepare),
+        num_steps=3,
+        ranks=SimpleNamespace(rank=rank, size=size),
+        budget=Budget(100, num_ranks=size),
+        policy=PackPolicy(),
+    )
+    Lookahead(cast(Job, job), cast(Album, album))(step)
+    return album.names
+
+
+def test_a_step_and_the_next_are_expected_in_this_order() -> None:
+    found = expected(1)
+    assert sorted(found[:4]) == ["10", "11", "all", "all"]
+    assert sorted(found[4:]) == ["20", "21", "all", "all"]
+
+
+def test_after_the_last_step_there_is_nothing() -> None:
+    assert sorted(set(expected(3))) == ["30", "31", "all"]
+
+
+def test_a_rank_expects_its_own() -> None:
+    own = [{name for name in expected(3, rank, 2) if name != "all"} for rank in range(2)]
+    assert own[0] | own[1] == {"30", "31"}
+    assert not own[0] & own[1]
