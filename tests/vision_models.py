@@ -39,6 +39,9 @@ FAMILIES = (
     "gemma3",
 )
 
+"""One of each."""
+EVERY = (*FAMILIES, "qwen3_vl_moe")
+
 HIDDEN = 16
 _TEXT: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -79,6 +82,11 @@ class Family(NamedTuple):
     words: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """Field of the config -> the word whose id it holds."""
     bos: str | None = None
+
+    def with_text(self, **changes: Any) -> Family:
+        """The same with another language model."""
+        text = {**self.config["text_config"], **changes}
+        return self._replace(config={**self.config, "text_config": text})
 
 
 def _idefics(template: str, start: str) -> Family:
@@ -200,6 +208,9 @@ _FAMILIES = {
         bos="<bos>",
     ),
 }
+_FAMILIES["qwen3_vl_moe"] = _FAMILIES["qwen3_vl"].with_text(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12
+)
 """Between them: windows, untied heads, deepstack, tiles, an own row at a line's end, blocks that see both ways."""
 
 
@@ -211,7 +222,7 @@ def tiny_vlm(kind: str, directory: Path, seed: int = 0) -> Path:
         save_tokenizer(tokenizer, directory)
         eos = tokenizer.eos_token_id
         GenerationConfig(eos_token_id=eos).save_pretrained(directory)
-    save_processor(kind, directory)
+    save_processor(_like(kind), directory)
     return directory
 
 
@@ -222,7 +233,9 @@ def vision_model(
     with torch.random.fork_rng(devices=[]), quiet_library():
         torch.manual_seed(seed)
         build: Any = AutoModelForImageTextToText.from_config
-        model: PreTrainedModel = build(vision_config(kind), dtype=torch.float32)
+        model: PreTrainedModel = build(
+            vision_config(kind), dtype=torch.float32, experts_implementation="eager"
+        )
         _sharpen(model)
     return model.to(dtype).train()
 
@@ -243,17 +256,22 @@ def vision_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     """The tokenizer with the family's words and its chat template."""
     family = _FAMILIES[kind]
     base = tiny_tokenizer(None)
-    words = [*image_tokens(kind), family.eos]
+    words = [*image_tokens(_like(kind)), family.eos]
     base.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(words))})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=base.backend_tokenizer,
         bos_token=family.bos,
         eos_token=family.eos,
         pad_token="<|endoftext|>",
-        model_specific_special_tokens=named_tokens(kind),
+        model_specific_special_tokens=named_tokens(_like(kind)),
     )
     tokenizer.chat_template = family.template
     return tokenizer
+
+
+def _like(kind: str) -> str:
+    """The family whose pictures it has."""
+    return kind.removesuffix("_moe")
 
 
 @torch.no_grad()

@@ -63,6 +63,10 @@ class Handle:
         return hashlib.sha256(f"{self.content} {company}".encode()).hexdigest()
 
     def tensors(self) -> Mapping[str, Tensor]:
+        return self._made
+
+    @cached_property
+    def _made(self) -> Mapping[str, Tensor]:
         return self.processor.tensors(self.drawn.image, self.num_pictures)
 
 
@@ -76,7 +80,7 @@ class Seeing:
 
     @staticmethod
     def of(kind: str, directory: Path) -> Seeing:
-        save_processor(kind, directory)
+        save_processor(kind.removesuffix("_moe"), directory)
         tokenizer = vision_tokenizer(kind)
         processor = open_processor(str(directory), vision_model(kind).config, tokenizer)
         assert processor is not None, "a family that takes pictures"

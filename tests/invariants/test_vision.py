@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.vision_models import FAMILIES
+from tests.vision_models import EVERY
 from tests.vision_samples import Drawn, Handle, Seeing
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, Callable[[Sequence[Sample]], list[Packed]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing.of(request.param, tmp_path_factory.mktemp(request.param))
 
