@@ -1,4 +1,4 @@
-"""A data set with pictures: from the cache as it was read, wherever it lies, and without rows whose pictures are bad."""
+"""A data set with pictures: from the cache as it was, wherever it lies, and without rows whose pictures are bad."""
 
 from __future__ import annotations
 
