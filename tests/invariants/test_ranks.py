@@ -25,6 +25,9 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.vision_models import tiny_vlm
+from tests.vision_samples import Drawn
+from tests.vision_templates import LLAVA_ONEVISION
 
 import taut
 
@@ -65,6 +68,20 @@ TAUGHT: dict[str, Any] = {
     "distill.sft_weight": 0.2,
     "check": "off",
 }
+ILLUSTRATED: dict[str, Any] = {
+    # Two samples a step, of which none, one or both have pictures, alone or several: ranks do not see the same, and of
+    # the ends of a picture's rows one may see none.
+    "method": "sft",
+    "steps": 4,
+    "batch.samples_per_step": 2,
+    "batch.shuffle": False,
+    "optim.rates": {"vision_tower": 1e-4, "*image_newline": 1e-2},
+    "activation_checkpointing": True,
+    "checkpoint.every": 2,
+    "check": "off",
+}
+PICTURES = ("", "0", "1 2", "3", "1 2", "", "2 3", "1")
+"""The pictures of each row."""
 
 LAST = """\
 import os, sys
@@ -144,6 +161,31 @@ def keys_of(model: Path, train: Path, out: Path, given: Mapping[str, Any]) -> di
     }
 
 
+def illustrated_keys(place: Path) -> dict[str, Any]:
+    """A model whose gradients depend most on what pictures there are, and rows with some."""
+    for number in range(4):
+        Drawn(number, 8 + 8 * (number % 2), 8 + 5 * (number // 2)).image.save(
+            place / f"{number}.png"
+        )
+    rows = []
+    for number, names in enumerate(PICTURES):
+        images = [{"type": "image", "image": f"{name}.png"} for name in names.split()]
+        asked = {
+            "role": "user",
+            "content": [*images, {"type": "text", "text": f"Number {number}?"}],
+        }
+        told = {"role": "assistant", "content": "one two three"[: 4 + number]}
+        rows.append({"messages": [asked, told]})
+    fits = LLAVA_ONEVISION.replace("assistant\n", "assistant \n")  # as the turns before it
+    (place / "template.jinja").write_text(fits)
+    return {
+        "data.template": place / "template.jinja",
+        "model": tiny_vlm("llava_onevision", place / "vlm"),
+        "data.train": write_rows(place / "pictures.jsonl", rows),
+        "data.eval": write_rows(place / "eval.jsonl", rows[1:2]),
+    }
+
+
 def approx(asked: Mapping[str, float]) -> Any:
     return pytest.approx(asked["end_probability"], rel=LIMIT)
 
@@ -154,7 +196,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) ->
     place = tmp_path_factory.mktemp("runs")
     save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
     todo = []
-    for name, given in {**RUNS, "taught": TAUGHT}.items():
+    illustrated = {**ILLUSTRATED, **illustrated_keys(place)}
+    for name, given in {**RUNS, "taught": TAUGHT, "illustrated": illustrated}.items():
         keys = {"method": "sft", **keys_of(model, train, place / "one" / name, given)}
         if "distill.teacher" in keys:
             keys["distill.teacher"] = place / keys["distill.teacher"]
@@ -217,3 +260,27 @@ def test_a_teacher_teaches_two_ranks_as_one(place: Path) -> None:
     for name in ("loss", "grad_norm", "divergence"):
         assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
     assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
+
+
+def test_pictures_that_one_rank_sees_are_seen_by_both(place: Path) -> None:
+    one, two = place / "one" / "illustrated", place / "two" / "illustrated"
+    for name in ("loss", "grad_norm", "learning_rate/vision_tower"):
+        assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
+    assert column(one, "learning_rate/vision_tower")[0] == 1e-4
+    (idle,) = [it for it in events(one, "start")[0]["decisions"] if it[0] == "frozen"]
+    assert idle[1] == "2 tensors"
+    assert "post_layernorm" in idle[2]
+    before, after = weights(place / "vlm"), weights(one / "model")
+    assert largest_difference(weights(two / "model"), after) < 1e-6  # they are saved in float32
+    unmoved = {name for name in after if torch.equal(before[name], after[name])}
+    assert {name for name in unmoved if not name.endswith("k_proj.bias")} == {  # softmax minds none
+        name for name in after if "post_layernorm" in name
+    }
+    for path in (two / "checkpoints" / "step-000004").iterdir():
+        path.unlink()
+    shutil.rmtree(two / "model")  # as if it had been killed before its end
+    keys = json.loads((place / "todo.json").read_text())[-1]
+    del keys["method"]
+    taut.sft(**keys, resume=True)
+    assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=LIMIT)
+    assert largest_difference(weights(two / "model"), after) < 1e-6
