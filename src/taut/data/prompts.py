@@ -18,7 +18,6 @@ import it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -288,7 +287,7 @@ def _names(rows: Sequence[_Read]) -> list[str]:
     """The rows' own ids, if they can serve."""
     own = [row.columns.get("id") for row in rows]
     names = [str(name) for name in own if isinstance(name, str | int) and _is_text(str(name))]
-    is_good = len(names) == len(rows) and Counter(names).most_common(1)[0][1] == 1
+    is_good = len(names) == len(rows) == len(set(names))
     return names if is_good else [row.place for row in rows]
 
 

@@ -28,7 +28,7 @@ from taut.types import Completion, Media, Prompt, Sample
 from taut.vision.processor import Processor
 from taut.vision.processors import open_processor
 
-NEW = 5
+NEW = 4
 GREEDY = Sampling(max_new_tokens=NEW, temperature=0)
 SIZES = ((20, 12), (9, 30), (16, 16))
 """Of pictures, in pixels."""
@@ -60,6 +60,8 @@ class Vision:
     scorer: Scorer
     tokenizer: Any
     processor: Processor
+    library: Any
+    """The same model with the library's own attention."""
 
     def prompt(self, name: str, *parts: str | Image.Image) -> Prompt:
         images = [part for part in parts if not isinstance(part, str)]
@@ -97,7 +99,7 @@ def vision(kind: str) -> Vision:
     save_processor(kind, directory)
     processor = open_processor(str(directory), vision_config(kind), tokenizer)
     assert processor is not None
-    return Vision(kind, Scorer(model), tokenizer, processor)
+    return Vision(kind, Scorer(model), tokenizer, processor, vision_model(kind).eval())
 
 
 def picture(number: int, size: tuple[int, int] | None = None) -> Image.Image:
@@ -119,7 +121,6 @@ def asked(it: Vision) -> list[Prompt]:
 
 def library(it: Vision, prompt: Prompt) -> list[int]:
     """What the library generates by itself."""
-    model = vision_model(it.kind).eval()
     tensors = [one.picture.tensors() for one in prompt.media]
     ids = torch.from_numpy(prompt.ids_T)[None]
     is_image = (ids == it.processor.image_id).long()
@@ -135,7 +136,7 @@ def library(it: Vision, prompt: Prompt) -> list[int]:
         given["token_type_ids"] = is_image
     if it.kind == "llava_onevision" and tensors:
         given["batch_num_images"] = torch.tensor([len(tensors)])
-    out = model.generate(
+    out = it.library.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
