@@ -7,10 +7,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from taut.data.dataset import Dataset
 from taut.data.formats import Conversation, Row
-from taut.types import Media, Packed, Sample
+from taut.types import IntArray, Media, Packed, Sample
+
+BoolArray = NDArray[np.bool_]
 
 
 class Words(NamedTuple):
@@ -45,11 +49,46 @@ def whole(sample: Sample, most: int) -> Sample:
     ids_T, media = sample.ids_T[:stop], _media(sample, 0, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)
-    is_text_T = np.ones(ids_T.size, dtype=bool)
+    at_N = np.flatnonzero(_is_text(ids_T.size, media)[1:]) + 1
+    return Sample(sample.id, ids_T, at_N, np.ones(at_N.size), media=media, read_at_R=at_N - 1)
+
+
+def part(sample: Sample, start: int, stop: int) -> tuple[IntArray, tuple[Media, ...]]:
+    """The ids from ``start`` to ``stop``, or a little more where that would cut a picture, and the pictures in them."""
+    start, stop = _around_pictures(sample, max(0, start), stop)
+    return sample.ids_T[start:stop], _media(sample, start, stop)
+
+
+def backwards(sample: Sample) -> Sample:
+    """The same words the other way round; pictures stay."""
+    ids_T, is_text_T = sample.ids_T.copy(), text_at(sample)
+    ids_T[is_text_T] = ids_T[is_text_T][::-1]
+    return replace(sample, id=f"{sample.id} backwards", ids_T=ids_T)
+
+
+def text_at(sample: Sample) -> BoolArray:
+    """Which tokens are no part of a picture."""
+    return _is_text(sample.num_tokens, sample.media)
+
+
+def _is_text(num_tokens: int, media: Iterable[Media]) -> BoolArray:
+    is_text_T = np.ones(num_tokens, dtype=bool)
     for one in media:
         is_text_T[one.start : one.stop] = False
-    at_N = np.flatnonzero(is_text_T[1:]) + 1
-    return Sample(sample.id, ids_T, at_N, np.ones(at_N.size), media=media, read_at_R=at_N - 1)
+    return is_text_T
+
+
+def pictured(data: Dataset, most: int) -> list[int]:
+    """Of the first ``most`` samples that have pictures, which they are, the shortest first."""
+    found: list[int] = []
+    first = 0
+    for part in data.parts:
+        arrays = part.entry.arrays
+        if "media.offsets" in arrays:
+            has_one = np.diff(arrays["media.offsets"]) > 0
+            found += (np.flatnonzero(has_one)[: most - len(found)] + first).tolist()
+        first += len(arrays["line"])
+    return sorted(found, key=data.lengths.__getitem__)
 
 
 def _around_pictures(sample: Sample, start: int, stop: int) -> tuple[int, int]:
@@ -78,7 +117,7 @@ def ending(sample: Sample, most: int) -> Sample:
     if sample.num_tokens <= most:
         return sample
     stop = max(int(sample.target_at_N[-1]) + 1, most)
-    start, _ = _around_pictures(sample, stop - most, stop)
+    start, _ = _around_pictures(sample, _seen_from(sample, stop - most, stop), stop)
     kept = sample.target_at_N > start
     cut = replace(
         sample,
@@ -97,11 +136,21 @@ def ending(sample: Sample, most: int) -> Sample:
     return replace(cut, read_at_R=sample.read_at_R[is_read] - start, read_values=values)
 
 
-def shortest(rows: Sequence[Sequence[Sample]], most: int) -> list[tuple[Sample, ...]]:
-    """The shortest of rows whose answers are compared, ``most`` tokens in all or a little more. Long ones are cut."""
+def _seen_from(sample: Sample, start: int, stop: int) -> int:
+    """``start``, or the beginning of the last picture before ``stop`` where that is earlier: what is said is said of
+    it.
+    """
+    before = [one.start for one in sample.media if one.stop <= stop]
+    return min(start, max(0, before[-1] - 1)) if before else start
+
+
+def shortest(rows: Iterable[tuple[Sample, ...]], most: int) -> list[tuple[Sample, ...]]:
+    """The shortest of rows, ``most`` tokens in all or a little more; two with pictures come before the others."""
+    ordered = sorted(rows, key=num_tokens)
+    pictured = [row for row in ordered if any(one.media for one in row)][:2]
     chosen: list[tuple[Sample, ...]] = []
     left = most
-    for some in sorted((around(row, most // 2) for row in rows), key=num_tokens):
+    for some in dict.fromkeys([*pictured, *ordered]):
         left -= num_tokens(some)
         if chosen and left < 0:
             break
@@ -124,7 +173,8 @@ def around(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
 def _window(sample: Sample, before: int, after: int) -> Sample:
     """So many tokens before a sample's first target, and from it on."""
     first = int(sample.target_at_N[0])
-    start, stop = _around_pictures(sample, max(0, first - before), first + after)
+    start = _seen_from(sample, max(0, first - before), first)
+    start, stop = _around_pictures(sample, start, first + after)
     inside = sample.target_at_N < stop
     return replace(
         sample,

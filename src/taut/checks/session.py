@@ -12,20 +12,19 @@ May import run, build and what is below them. Checks import it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.alarms import STEADY_TARGETS, TOLERANCE
+from taut.alarms import TOLERANCE
 from taut.attention.select import Observation, observe
 from taut.beside import Loaded
 from taut.build import Adapted, Built, adapt, assemble, build_method, load
@@ -34,9 +33,12 @@ from taut.checks.samples import (
     LOGPS,
     SCORES,
     Words,
+    around,
     as_question,
+    backwards,
     by_sample,
     ending,
+    pictured,
     shortest,
     whole,
 )
@@ -44,6 +46,7 @@ from taut.data.dataset import Dataset, read_rows
 from taut.data.formats import Row
 from taut.data.groups import Rows
 from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.pictures import is_same_input
 from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
@@ -65,7 +68,7 @@ from taut.run import (
     load_stops,
     rows_of,
 )
-from taut.types import IntArray, Packed, Sample, Tree, Wants
+from taut.types import Packed, Sample, Tree, Wants
 
 NUM_ROWS = 64
 """Rows that checks of the template look at."""
@@ -262,16 +265,23 @@ class Session:
         return found
 
     @cached_property
+    def pictured(self) -> list[int]:
+        """Which training samples have pictures: of the first of them the shortest first."""
+        return pictured(self.train, NUM_ROWS)
+
+    @property
+    def looked_at(self) -> list[int]:
+        """Which training samples are looked at: two with pictures, where there are such, before the first of all."""
+        first = range(min(len(self.train), NUM_ROWS))
+        return list(dict.fromkeys([*self.pictured[:2], *first]))
+
+    @cached_property
     def pair(self) -> tuple[Sample, Sample]:
-        """Two real samples with different ids, at most PROBE_TOKENS of each, every token but the first a target."""
-        first = whole(self.train[0], PROBE_TOKENS)
-        others = (
-            whole(self.train[i], PROBE_TOKENS) for i in range(1, min(len(self.train), NUM_ROWS))
-        )
-        other = next((s for s in others if s.ids_T.tobytes() != first.ids_T.tobytes()), None)
-        if other is None:  # one sample, or many times the same
-            other = replace(first, id=f"{first.id} backwards", ids_T=first.ids_T[::-1].copy())
-        return first, other
+        """Two real samples that differ, PROBE_TOKENS of each or a little more, every token but the first a target."""
+        found = (whole(self.train[index], PROBE_TOKENS) for index in self.looked_at)
+        first = next(found)
+        other = next((one for one in found if not is_same_input(one, first)), None)
+        return first, other or backwards(first)  # one sample, or many times the same
 
     @property
     def short(self) -> Sample:
@@ -296,21 +306,20 @@ class Session:
     def _compared(self) -> list[tuple[Sample, ...]]:
         """The shortest of the first rows whose answers are compared, long ones cut around where the answers begin."""
         rows = self._rows
-        first = [rows.samples(index) for index in range(min(len(rows), NUM_ROWS))]
-        return shortest(first, BATCH_TOKENS)
+        first = range(min(len(rows), NUM_ROWS))
+        pictured = np.searchsorted(self.train.rows, self.pictured[:2], side="right") - 1
+        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured.tolist(), *first])]
+        return shortest([around(row, BATCH_TOKENS // 2) for row in chosen], BATCH_TOKENS)
 
     @cached_property
     def batch(self) -> list[Sample]:
-        """Real samples with their own targets, the shortest of the first rows, BATCH_TOKENS in all or a little more."""
-        if self.run.objective.are_compared:
-            return [sample for some in self._compared() for sample in some]
-        chosen: list[Sample] = []
-        for sample in sorted(self.train[:NUM_ROWS], key=lambda one: one.num_tokens):
-            sample = ending(sample, BATCH_TOKENS // 2)
-            if chosen and sum(one.num_tokens for one in chosen) + sample.num_tokens > BATCH_TOKENS:
-                break
-            chosen.append(sample)
-        return chosen
+        """Real samples with their own targets, the shortest of the first, BATCH_TOKENS in all or a little more."""
+        chosen = self._compared() if self.run.objective.are_compared else self._apart()
+        return [sample for some in chosen for sample in some]
+
+    def _apart(self) -> list[tuple[Sample, ...]]:
+        found = (self.train[index] for index in self.looked_at)
+        return shortest([(ending(one, BATCH_TOKENS // 2),) for one in found], BATCH_TOKENS)
 
     def numbers(
         self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
@@ -363,33 +372,3 @@ class Session:
         with observe() as seen:
             found = self.numbers([first])
         return {**found, **self.numbers([second])}, seen
-
-
-def changed(session: Session, ids_T: IntArray, at: Iterable[int]) -> IntArray:
-    """Other tokens of the same text's vocabulary at some places: no special token, which a template may mean."""
-    special = set(session.tokenizer.all_special_ids)
-    words = [
-        index for index in dict.fromkeys(session.pair[1].ids_T.tolist()) if index not in special
-    ]
-    others = ids_T.copy()
-    for number, place in enumerate(at):
-        choices = [index for index in words if index != ids_T[place]] or [int(ids_T[place]) ^ 1]
-        others[place] = choices[number % len(choices)]
-    return others
-
-
-def gap(left: Tensor, right: Tensor) -> float:
-    """The largest difference; infinite where one is not a number."""
-    if not left.numel():
-        return 0.0
-    return float((left - right).abs().nan_to_num(nan=torch.inf).max())
-
-
-def drift(left: Tensor, right: Tensor) -> float:
-    """The mean difference, as the alarm of the first step takes it: rounding hardly moves it where tokens are many, and
-    single log-probs differ by a quarter of a nat in bfloat16.
-    """
-    if not left.numel():
-        return 0.0
-    mean = (left - right).abs().double().mean().nan_to_num(nan=torch.inf)
-    return float(mean) * math.sqrt(min(1.0, left.numel() / STEADY_TARGETS))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from taut.checks.attention.trace import first_that_moves
+from taut.checks.differ import changed, first_word, gap
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, changed, gap
+from taut.checks.session import Session
 from taut.data.pack import ALONE, pack
 
 
 def ask(session: Session) -> Finding:
     """Does a later token leave everything before it as it is?"""
     sample = session.pair[0]
-    at = sample.num_tokens // 2
-    other = replace(sample, ids_T=changed(session, sample.ids_T, range(at, at + 1)))
+    at = first_word(sample, sample.num_tokens // 2)
+    other = changed(session, sample, [at])
     before = (
         sample.target_at_N < at
     )  # predicted (or read) at a token before it, and not the changed token itself

@@ -21,12 +21,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from taut.checks.differ import drift
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, drift
+from taut.checks.session import Session
+from taut.data.pack import ALONE, pack
 from taut.models import anatomy
 from taut.models.heads import scalar, scalar_head
 from taut.models.in_force import set_attention
 from taut.types import Sample
+from taut.vision import towers
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
 SHOWN = 3
@@ -103,18 +106,19 @@ def _told(leaks: dict[Setting, float], limit: float, unit: str) -> Iterator[str]
 @torch.no_grad()
 def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
     """log-probs of the last sample's targets, or scores where they are predicted, as the library computes them."""
-    ids = torch.cat([torch.from_numpy(sample.ids_T) for sample in samples]).to(session.ranks.device)
+    packed = pack(samples, ALONE).to(session.ranks.device)
+    ids, backbone = packed.ids_T, anatomy.decoder(session.model)
     keywords: dict[str, Any] = {"use_cache": setting.uses_cache}
+    keywords |= towers.library_arguments(backbone, packed.media, ids)
     if setting.has_positions:
-        positions = [torch.arange(sample.num_tokens) for sample in samples]
-        keywords["position_ids"] = torch.cat(positions).to(ids.device)[None]
+        keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
     if setting.has_mask:
         keywords["attention_mask"] = torch.ones_like(ids)[None]
     last = samples[-1]
     at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
     with session.quiet(), plainly(session, setting.kernel):
         if session.is_scalar:
-            hidden_TD = anatomy.decoder(session.model)(input_ids=ids[None], **keywords)[0][0]
+            hidden_TD = backbone(input_ids=ids[None], **keywords)[0][0]
             head = scalar_head(session.scorer.model)
             return scalar(hidden_TD.index_select(0, at), head).cpu()
         logits = session.model(input_ids=ids[None], logits_to_keep=at, **keywords).logits[0]

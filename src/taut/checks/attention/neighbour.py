@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from taut.checks.attention.trace import first_that_moves
+from taut.checks.differ import changed, gap
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, changed, gap
+from taut.checks.session import Session
 from taut.data.pack import ALONE, pack
 
 
@@ -15,7 +14,7 @@ def ask(session: Session) -> Finding:
     if session.loaded.one_sample is not None:
         return skipped(f"nothing is packed: {session.loaded.one_sample}")
     first, second = session.pair
-    other = replace(first, ids_T=changed(session, first.ids_T, range(first.num_tokens)))
+    other = changed(session, first, range(first.num_tokens))
     left, right = session.packed[second.id], session.numbers([other, second])[second.id]
     moved = gap(left, right)
     if moved > session.exact:

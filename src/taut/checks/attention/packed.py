@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from taut.checks.differ import drift
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, drift
+from taut.checks.session import Session
 from taut.models.prove import library_attention, library_logps, library_scalars
 
 

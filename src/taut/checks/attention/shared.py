@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from taut.checks.differ import changed, drift, first_word
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, changed, drift
+from taut.checks.session import Session
 from taut.data.pack import PackPolicy
 
 
@@ -14,12 +13,9 @@ def ask(session: Session) -> Finding:
     if not session.job.policy.share_prefixes:
         return skipped("prefixes are not shared in this run")
     sample = max(session.pair, key=lambda one: one.num_tokens)
-    half = max(1, sample.num_tokens // 2)
-    other = replace(
-        sample,
-        id=f"{sample.id} with another end",
-        ids_T=changed(session, sample.ids_T, range(half, sample.num_tokens)),
-    )
+    half = first_word(sample, max(1, sample.num_tokens // 2))
+    changes = range(half, sample.num_tokens)
+    other = changed(session, sample, changes, f"{sample.id} with another end")
     with session.quiet():  # once around all: autocast keeps its casts
         shared = session.numbers([sample, other], PackPolicy(min_saved_tokens=1))
         alone = {sample.id: session.alone[sample.id], **session.numbers([other])}

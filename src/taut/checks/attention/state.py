@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from taut.attention.select import observe
 from taut.checks.attention.trace import first_that_moves
+from taut.checks.differ import changed, gap
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, changed, gap
+from taut.checks.session import Session
 from taut.data.pack import ALONE, pack
 from taut.models import anatomy
 from taut.types import Packed
@@ -16,7 +15,7 @@ from taut.types import Packed
 def ask(session: Session) -> Finding:
     """Are all layers with state across tokens known, so that nothing is packed beside them?"""
     sample = session.short
-    other = replace(sample, ids_T=changed(session, sample.ids_T, range(1)))
+    other = changed(session, sample, [0])
     left, right = pack([sample], ALONE), pack([other], ALONE)
     with session.quiet(), observe(is_deaf=True):
         moved = gap(*(session.said(packed)[1:] for packed in (left, right)))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from taut.checks.session import Session, gap
+from taut.checks.differ import gap
+from taut.checks.session import Session
 from taut.models import anatomy
 from taut.types import Packed
 

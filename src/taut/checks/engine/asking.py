@@ -4,6 +4,7 @@ own data. A run that generates is asked at its own temperature, with its own end
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from taut.alarms import TOLERANCE
 from taut.build import engine_of
 from taut.checks.rollout.opened import roller
+from taut.checks.samples import part
 from taut.checks.session import Session
 from taut.errors import ModelError
 from taut.rollout import answer
@@ -79,16 +81,20 @@ def sampling(session: Session) -> Sampling:
 
 
 def prompts_of(session: Session, context: int | None) -> list[Prompt]:
-    """The beginnings of the first samples, up to their first target, cut from the left. Prompts end where they end."""
+    """The beginnings of the first samples, up to their first target, cut from the left and not within
+    a picture. Prompts end where they end.
+    """
     found: dict[bytes, Prompt] = {}
     most = PROMPT_TOKENS if context is None else min(PROMPT_TOKENS, context - NEW_TOKENS)
-    for index in range(min(len(session.train), 4 * PROMPTS)):
+    for index in session.looked_at[: 4 * PROMPTS]:
         sample = session.train[index]
         if most < 1 or len(found) == PROMPTS:
             break
         end = sample.num_tokens if session.is_generated else max(1, int(sample.target_at_N[0]))
-        ids_T = sample.ids_T[:end][-most:]
-        found.setdefault(ids_T.tobytes(), Prompt(sample.id, ids_T))
+        ids_T, media = part(sample, end - most, end)
+        if ids_T.size + NEW_TOKENS <= (context or math.inf):
+            seen = "".join(one.picture.digest for one in media).encode()
+            found.setdefault(ids_T.tobytes() + seen, Prompt(sample.id, ids_T, media=media))
     return list(found.values())
 
 
@@ -107,7 +113,7 @@ def _path(prompt: Prompt, done: Completion) -> Sample:
     ids_T = np.concatenate([prompt.ids_T, done.ids_N])
     at_N = np.arange(prompt.ids_T.size, ids_T.size)
     name = f"{prompt.id}#{done.index}" if done.index else prompt.id
-    return Sample(name, ids_T, at_N, np.ones(at_N.size))
+    return Sample(name, ids_T, at_N, np.ones(at_N.size), prompt.media)
 
 
 def limit(session: Session, engine: LocalEngine | ServerEngine) -> float:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from taut.checks.differ import drift, gap
 from taut.checks.finding import Finding, failed, passed, skipped
-from taut.checks.session import Session, drift, gap
+from taut.checks.session import Session
 from taut.models.lora import is_adapted
 
 

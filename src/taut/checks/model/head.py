@@ -6,9 +6,10 @@ A scalar head has no chunks: that one number is the model's own is proven here a
 
 from __future__ import annotations
 
+from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.step import step
-from taut.checks.session import Session, gap
+from taut.checks.session import Session
 from taut.models.heads import prove_scalar_head
 
 

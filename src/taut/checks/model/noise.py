@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.session import Session, gap
+from taut.checks.session import Session
 from taut.data.pack import ALONE, pack
 
 

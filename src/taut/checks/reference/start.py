@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.step import step
-from taut.checks.session import Session, gap
+from taut.checks.session import Session
 from taut.loop import StepReport
 from taut.methods.reference import STREAM
 from taut.types import Packed

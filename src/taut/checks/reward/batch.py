@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.reward.scored import some
-from taut.checks.session import Session, gap
+from taut.checks.samples import text_at
+from taut.checks.session import Session
 from taut.data.pack import ALONE, PackPolicy
 from taut.types import Sample
 
@@ -50,7 +52,7 @@ def _batches(
     yield "beside others", samples, ALONE
     yield "beside the same, turned round", samples[::-1], ALONE
     longest = max(samples, key=lambda one: one.num_tokens)
-    ids_T = np.concatenate([longest.ids_T, longest.ids_T])
+    ids_T = np.concatenate([longest.ids_T, longest.ids_T[text_at(longest)]])
     longer = replace(longest, id=f"{longest.id} twice", ids_T=ids_T, group=-1)
     yield "beside a longer one", [longer, *samples], ALONE
     if session.job.policy.share_prefixes:

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from taut.checks.attention.library import plainly
+from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.reward.scored import some
-from taut.checks.session import Session, gap
+from taut.checks.session import Session
 from taut.checks.stop.served import served
 from taut.models import anatomy
 from taut.models.prove import library_attention
 from taut.types import Sample
+from taut.vision import towers
 
 
 def ask(session: Session) -> Finding:
@@ -51,10 +53,15 @@ def _library(session: Session, sample: Sample, pad: int | None) -> Tensor:
     """What the library's class says where the sample is read."""
     config = anatomy.text_config(session.model)
     before, config.pad_token_id = config.pad_token_id, pad
-    ids = torch.from_numpy(sample.ids_T).to(session.ranks.device)[None]
+    ids_T = torch.from_numpy(sample.ids_T).to(session.ranks.device)
+    backbone = anatomy.decoder(session.model)
+    pictures = towers.library_arguments(backbone, sample.media, ids_T)
     try:
         with session.quiet(), plainly(session, library_attention(session.model)):
-            logits: Tensor = session.model(input_ids=ids, use_cache=False).logits.float().cpu()
+            logits: Tensor = session.model(
+                input_ids=ids_T[None], use_cache=False, **pictures
+            ).logits
+            logits = logits.float().cpu()
     finally:
         config.pad_token_id = before
     if logits.ndim == 2:  # of a sequence: one number

@@ -22,6 +22,7 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rollout.environment import World
 from taut.rollout.episode import Episode
+from taut.types import Media
 
 SHOWN = 3
 UNLIKELY = -14.0
@@ -71,19 +72,19 @@ def _mixed(found: Sequence[Group], world: World | None) -> Iterator[str]:
         if len(set(numbers)) < len(numbers):
             yield f"{group.row.id}: completions are numbered {numbers}"
         for one in group.episodes:
-            prompt = _prompt_of(one, world)
-            if one.ids_T[: len(prompt)].tolist() != prompt:
+            prompt, media = _prompt_of(one, world)
+            begun = one.ids_T[: len(prompt)].tolist(), one.media[: len(media)]
+            if begun != (prompt, tuple(media)):
                 yield f"{one.row.id}#{one.index} does not begin with its prompt"
     if twice := [name for name, times in Counter(g.row.id for g in found).items() if times > 1]:
         yield f"{twice[0]} has two groups"
 
 
-def _prompt_of(one: Episode, world: World | None) -> list[int]:
+def _prompt_of(one: Episode, world: World | None) -> tuple[list[int], Sequence[Media]]:
     """What a path has to begin with: where there is an environment, its own messages and its tools."""
     if world is None or one.asked is None or (one.asked == one.row.prompt and not world.tools):
-        ids: list[int] = one.row.ids_T.tolist()
-        return ids
-    return world.bridge.prompt(one.asked, world.tools or one.row.tools)
+        return one.row.ids_T.tolist(), one.row.media
+    return world.bridge.prompt_media(one.asked, world.tools or one.row.tools)
 
 
 def _repeated(found: Sequence[Group]) -> list[str]:

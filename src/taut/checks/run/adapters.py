@@ -99,8 +99,23 @@ def _targets(
     }
     every = {name for name in linear | set(adapted) if modules[name] is not head}
     if asked == "all-linear":
-        return {name for name in every if not hasattr(modules[name], "modules_to_save")}
-    return {name for name in every if any(_ends(name, target) for target in asked)}
+        named = ["language_model"] if parts.has_parts(session.scorer.model) else ["*"]
+        whole = {name for name in every if hasattr(modules[name], "modules_to_save")}
+        return _meant(session, every - whole, named)
+    return _meant(session, every, asked)
+
+
+def _meant(session: Session, names: set[str], targets: Sequence[str]) -> set[str]:
+    """Those that a target means: a part or a pattern, else the end of a name."""
+    found: set[str] = set()
+    for target in targets:
+        if target in parts.WORDS or any(sign in target for sign in "*?[/"):
+            found |= set(
+                parts.matching(session.scorer.model, target, sorted(names), "lora.targets")
+            )
+        else:
+            found |= {name for name in names if _ends(name, target)}
+    return found
 
 
 def _reached(wanted: set[str], adapted: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from taut.checks.loss.step import trained as every_trained
 from taut.checks.run.adapters import adapters
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
-from taut.models import anatomy
+from taut.models import anatomy, parts
 
 SHOWN = 6
 """Settings shown of those that are not in force."""
@@ -89,7 +89,7 @@ def trained(session: Session) -> Iterator[Setting]:
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
     frozen: set[str] = set()
     for pattern in session.run.freeze:
-        matches = anatomy.match_names(pattern, list(named))
+        matches = parts.matching(session.scorer.model, pattern, list(named), "freeze")
         frozen |= set(matches)
         moving = [name for name in matches if name in held]
         yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")

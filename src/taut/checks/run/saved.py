@@ -1,8 +1,8 @@
 """The model is saved as it would be at the end, into a temporary directory, loaded again and compared.
 
 Compared is what ``reloaded`` compares at the end of each run: every weight bit for bit, log-probs merged and reloaded.
-Adapters begin as nothing at all, so that a merge that loses them would not show: they are moved meanwhile, then put
-back.
+What describes pictures is read again too. Adapters begin as nothing at all, so that a merge that loses them would not
+show: they are moved meanwhile, then put back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.errors import OutputError, TautError
+from taut.models.load import load_config, load_tokenizer
 from taut.models.lora import is_adapted
 from taut.models.save import saving
 from taut.reloaded import (
@@ -28,6 +29,7 @@ from taut.reloaded import (
     samples_to_compare,
     score,
 )
+from taut.vision.processors import open_processor
 
 MOST = 2_000_000_000
 """Parameters up to which a model is saved for this."""
@@ -43,11 +45,17 @@ def ask(session: Session) -> Finding:
         return skipped(f"{number:,} parameters would take long to write; the run asks at its end")
     with tempfile.TemporaryDirectory() as place, _moved(session):
         try:
-            found = _save_and_compare(session, Path(place) / "model")
+            found, other = _save_and_compare(session, Path(place) / "model")
         except OutputError as error:
             return skipped(str(error).partition(";")[0])
         except TautError as error:
             return failed(f"what was saved cannot be loaded: {error}", remedy=REPORT)
+    if other:
+        return failed(
+            "what describes pictures is not saved as it was",
+            evidence=[other],
+            remedy="a server would show the model other pictures; please report it",
+        )
     wrong = [one for one in found if not one.is_sound]
     if wrong:
         return failed(
@@ -62,7 +70,7 @@ def ask(session: Session) -> Finding:
     return passed(f"{what} ({name})", value, "nats", [f"{found[0].detail}: the same bits"])
 
 
-def _save_and_compare(session: Session, directory: Path) -> list[Comparison]:
+def _save_and_compare(session: Session, directory: Path) -> tuple[list[Comparison], str]:
     inputs, model = session.inputs, session.scorer.model
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
@@ -78,7 +86,22 @@ def _save_and_compare(session: Session, directory: Path) -> list[Comparison]:
     ) as written:
         device = room_for(model, session.ranks.device)
         anew = load_anew(str(written), device, session.run.trust_remote_code)
-        return compare_saved(trained, anew)
+        return compare_saved(trained, anew), _other_pictures(session, written)
+
+
+def _other_pictures(session: Session, directory: Path) -> str:
+    """What differs in how pictures are made ready, for whoever loads the model; empty: nothing, or it takes none."""
+    album = session.inputs.renderer.album
+    if album is None:
+        return ""
+    path, trust = str(directory), session.run.trust_remote_code
+    saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
+    if saved is None or saved.identity() != album.processor.identity():
+        return "preprocessor_config.json and processor_config.json make other tensors of a picture"
+    words = [(one.placeholder, one.image_id, one.reserved) for one in (album.processor, saved)]
+    return (
+        "" if words[0] == words[1] else f"pictures are written {words[1]}, in training {words[0]}"
+    )
 
 
 @contextmanager

@@ -96,10 +96,11 @@ def _shares(session: Session, sample: Sample, begun: int, ids: list[int]) -> Ten
     at = np.arange(max(1, begun), sample.num_tokens)
     packed = pack([replace(sample, target_at_N=at, weight_N=np.ones(at.size))], ALONE)
     scorer, device = session.scorer, session.ranks.device
-    layout = Layout(packed.reach_T.numpy(), device=device)
+    last_T = None if packed.last_T is None else packed.last_T.numpy()
+    layout = Layout(packed.reach_T.numpy(), last_T, device)
     packed = packed.to(device)
     with session.quiet():
         logits = scorer.next_logits(
-            packed.ids_T, packed.position_ids, layout, packed.predictor_N
+            packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
         ).float()
     return logits.softmax(-1)[:, ids].cpu()

@@ -94,4 +94,9 @@ def _reloaded(session: Session) -> Renderer:
         with quiet_library():
             config.save_pretrained(place)
             served(session).save_pretrained(place)
-        return Renderer(load_tokenizer(place, session.run.trust_remote_code))
+        read, album = load_tokenizer(place, session.run.trust_remote_code), session.renderer.album
+        if album is None:
+            return Renderer(read)
+        return Renderer(
+            read, str(read.chat_template), album=album
+        )  # run.saved looks at the album's files
