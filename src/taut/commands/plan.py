@@ -44,6 +44,7 @@ from taut.estimate import (
     from_data_sheet,
     predict,
     predict_steps,
+    require_foretold,
     skeleton,
     stages,
     without_data,
@@ -128,6 +129,7 @@ def run(config: Any) -> int:
 def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for what cannot be planned."""
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
+    require_foretold(config, model)
     machine = _machine(config, model)
     if config.data.train is not None:
         inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))

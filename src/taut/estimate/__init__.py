@@ -20,7 +20,15 @@ from taut.estimate.measuring import Measured, measure, measured_parts
 from taut.estimate.memory import Footprint, device_memory, footprint, stages
 from taut.estimate.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
 from taut.estimate.steps import Supply, Workload, without_data, workload
-from taut.estimate.tracing import FUSED, Kernels, Traced, reference_bytes, skeleton, trace
+from taut.estimate.tracing import (
+    FUSED,
+    Kernels,
+    Traced,
+    reference_bytes,
+    require_foretold,
+    skeleton,
+    trace,
+)
 from taut.run import Run
 from taut.types import Packed
 
@@ -47,6 +55,7 @@ __all__ = [
     "predict",
     "predict_steps",
     "reference_bytes",
+    "require_foretold",
     "skeleton",
     "stages",
     "trace",

@@ -163,10 +163,8 @@ def adapted(run: Run, base: PreTrainedModel) -> nn.Module:
     return model.train()
 
 
-def trace(
-    run: Run, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
-) -> Traced:
-    """What one micro-batch holds. ``is_first``: no gradient is there before it."""
+def require_foretold(run: Run, config: PreTrainedConfig) -> None:
+    """Raise ModelError for a run with something whose bytes are not known here."""
     if run.objective.teacher is not None:
         raise ModelError(
             f"found a run of {command_of(run.method)}: what a teacher takes is not foretold; expected one "
@@ -183,6 +181,13 @@ def trace(
             f"model={run.model} takes pictures: what a vision tower takes is not foretold; expected a model of text; "
             "measure it with a short run instead"
         )
+
+
+def trace(
+    run: Run, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
+) -> Traced:
+    """What one micro-batch holds. ``is_first``: no gradient is there before it."""
+    require_foretold(run, config)
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
+from taut.models import parts
 from taut.models.noise import KeyedDropout
 
 INNER = {"base_layer", "lora_A", "lora_B", "lora_dropout", "original_module", "modules_to_save"}
