@@ -38,6 +38,8 @@ FAILURES = (
     Image.DecompressionBombError,
 )
 """What broken files raise in PIL; PyAV's errors become a ValueError."""
+ALONE = {"protocol_whitelist": "file"}
+"""What PyAV may open: a play list in a file must not lead to an address."""
 NO_DURATION = 0.1
 """Seconds a frame is shown that is said to be shown for none: as browsers do."""
 
@@ -125,7 +127,7 @@ def _decoded(source: str | BytesIO, fps: float, max_frames: int) -> Iterator[Fra
     import av
 
     try:
-        with av.open(source, "r") as container:
+        with av.open(source, "r", options=ALONE) as container:
             if not container.streams.video:
                 raise ValueError("it has no pictures")
             stream = container.streams.video[0]
@@ -150,7 +152,7 @@ def _decoded(source: str | BytesIO, fps: float, max_frames: int) -> Iterator[Fra
             if wanted:
                 raise ValueError(f"{len(wanted)} of its frames are missing")
     except av.FFmpegError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(error.strerror or str(error)) from None
 
 
 def _refuse_bomb(width: int, height: int) -> None:
