@@ -1,0 +1,164 @@
+"""Pictures in what a reward model scores, from a file and over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from starlette.testclient import TestClient
+from tests.chats import write_rows
+from tests.tokenizers import save_tokenizer
+from tests.vision_models import tiny_vlm, vision_tokenizer
+from tests.vision_processors import save_processor
+
+from taut.attention.select import PREFIX
+from taut.commands.score import Score, score
+from taut.commands.serve_reward import ServeReward, build_app
+from taut.config import from_mapping
+from taut.errors import ConfigError, PictureError
+from taut.models.reward import NewHead, load_reward_model
+from taut.rewards import Answered
+from taut.rewards.pictures import sent
+from taut.rewards.verifier import Score as Number
+from taut.rollout.batcher import Batcher
+from taut.rollout.judge import Judge, JudgeUse, open_judge
+from taut.rollout.rated import rater
+from taut.vision.picture import ImageRef
+
+KIND = "qwen2_vl"
+TEXT = {"type": "text", "text": "what?"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model that was never trained, and a few pictures."""
+    made = tmp_path_factory.mktemp("judged")
+    base = tiny_vlm(KIND, made / "base")
+    options: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+    attention = PREFIX + "reference"
+    model = load_reward_model(str(base), NewHead(seed=3), attention=attention, **options)
+    model.save_pretrained(made / "model")
+    save_tokenizer(vision_tokenizer(KIND), made / "model")
+    save_processor(KIND, made / "model")
+    for name, size in (("red", (20, 12)), ("blue", (20, 12)), ("green", (9, 30))):
+        Image.new("RGB", size, name).save(made / f"{name}.png")
+    return made
+
+
+def asked(*pictures: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": picture} for picture in pictures]
+    return [{"role": "user", "content": [*parts, TEXT]}]
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def data_url(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def scores_of(folder: Path, rows: list[dict[str, Any]], **keys: Any) -> list[float]:
+    data = write_rows(folder / "answers.jsonl", rows)
+    given = {"model": folder / "model", "data": data, "dtype": "float64", **keys}
+    return [row.scores[0] for row in score(from_mapping(Score, given)).rows]
+
+
+def test_the_number_is_the_pictures_too(folder: Path) -> None:
+    shown = ("red.png",), ("blue.png",), ("red.png", "green.png"), ("red.png",), ()
+    rows = [{"messages": [*asked(*names), answer("red")]} for names in shown]
+    found = scores_of(folder, rows)
+    assert found[0] == pytest.approx(found[3], abs=1e-9)
+    assert len({round(number, 6) for number in found}) == 4
+    assert scores_of(folder, rows[2:3]) == pytest.approx(found[2:3], abs=1e-9)
+
+
+def test_rows_whose_pictures_cannot_be_read(folder: Path) -> None:
+    rows = [{"messages": [*asked(f"{name}.png"), answer("red")]} for name in ("gone", "red")]
+    with pytest.raises(PictureError, match=r"answers\.jsonl:1"):
+        scores_of(folder, rows)
+    assert len(scores_of(folder, rows, **{"images.bad": "drop"})) == 1
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path) -> Judge:
+    use = from_mapping(JudgeUse, {"model": folder / "model", "dtype": "float64"})
+    return open_judge(use, folder / "copies")
+
+
+@pytest.fixture
+def client(folder: Path, judge: Judge) -> Iterator[TestClient]:
+    keys = {"model": folder / "model", "max_pictures": 2}
+    album = judge.renderer.album
+    assert album is not None
+    batcher = Batcher(judge, afterwards=album.forget)
+    yield TestClient(build_app(batcher, from_mapping(ServeReward, keys)))
+    batcher.close()
+    assert not any((folder / "copies" / "pictures").glob("*"))
+
+
+def post(client: TestClient, *prompts: Any) -> tuple[int, Any]:
+    body = {"prompts": prompts, "completions": ["red"] * len(prompts)}
+    said = client.post("/score", json=body)
+    return said.status_code, said.json()
+
+
+def test_a_server_is_sent_pictures(folder: Path, client: TestClient) -> None:
+    wanted = scores_of(folder, [{"messages": [*asked("red.png"), answer("red")]}])
+    own = sent(asked(ImageRef("file", str(folder / "red.png"))))
+    raw = [{"role": "user", "content": [{"type": "image", "base64": inline(folder)}, TEXT]}]
+    status, found = post(client, asked(data_url(folder / "red.png")), own)
+    assert status == 200
+    assert found["scores"] == pytest.approx(wanted * 2, abs=1e-9)
+    assert post(client, raw)[1]["scores"] == pytest.approx(wanted, abs=1e-9)
+
+
+def inline(folder: Path) -> str:
+    return base64.b64encode((folder / "red.png").read_bytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "image": "red.png"}, "not in the request"),
+        ({"type": "image", "image": "/etc/hostname"}, "not in the request"),
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}, "not in the req"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "not in the request"),
+        ({"type": "video", "video": "/etc/hostname"}, "a part of type 'video'"),
+        ({"type": "image", "base64": "aGVsbG8="}, "picture"),
+    ],
+)
+def test_a_server_opens_nothing_that_a_client_names(
+    client: TestClient, part: dict[str, Any], message: str
+) -> None:
+    status, found = post(client, [{"role": "user", "content": [part, TEXT]}])
+    assert status == 400
+    assert message in found["error"]["message"]
+    assert found["error"]["field"] == "completions[0]"
+
+
+def test_a_server_has_limits(folder: Path, client: TestClient) -> None:
+    url = data_url(folder / "red.png")
+    status, found = post(client, asked(url, url, url))
+    assert status == 413
+    assert "found 3 pictures" in found["error"]["message"]
+    with pytest.raises(ConfigError, match=r"images\.allow_urls would be ignored by a server"):
+        from_mapping(ServeReward, {"model": "m", "images.allow_urls": True})
+
+
+def test_a_reward_is_shown_the_prompt_s_pictures(folder: Path, judge: Judge) -> None:
+    wanted = scores_of(folder, [{"messages": [*asked("blue.png"), answer("red")]}])
+    blue, gone = (ImageRef("file", str(folder / f"{name}.png")) for name in ("blue", "gone"))
+    answers = [Answered(text="red", prompt=tuple(asked(it))) for it in (blue, gone)]
+    one, other = rater(judge)(answers)
+    assert isinstance(one, Number)
+    assert one.value == pytest.approx(wanted[0], abs=1e-9)
+    assert other.error is not None
+    assert "gone.png" in other.error
+    assert json.dumps(sent(answers[0].prompt))  # type: ignore[arg-type]
