@@ -14,6 +14,7 @@ Called by the loop through its ``Alarm`` protocol.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from taut.data.dataset import Dataset
 from taut.errors import CheckFailed
 from taut.loop import Job, StepReport
+from taut.models import parts
 
 PATIENCE = 3
 """Steps after which a trainable tensor whose gradient was always zero is reported (LoRA's A is zero at step 1)."""
@@ -117,11 +119,13 @@ class Untouched:
         }
         if self.silent and self.steps == PATIENCE:
             some = sorted(self.silent)
+            blind = parts.unreached(job.scorer.model, self.names.values(), self.silent)
+            why = f"; no picture was seen: set freeze={json.dumps(blind)}" if blind else ""
             job.emit(
                 "warning",
                 name="zero_gradient",
                 step=report.step,
-                detail=f"{len(some)} trainable tensors have had a gradient of exactly zero for {PATIENCE} steps",
+                detail=f"{len(some)} trainable tensors have had a gradient of exactly zero for {PATIENCE} steps{why}",
                 tensors=some[:20],
             )
 

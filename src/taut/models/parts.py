@@ -14,7 +14,7 @@ May import errors, vision.towers and models.anatomy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from torch import nn
@@ -78,6 +78,17 @@ def freeze_unread(model: nn.Module) -> list[str]:
     for parameter in found.values():
         parameter.requires_grad_(False)
     return list(found)
+
+
+def unreached(model: nn.Module, trained: Iterable[str], silent: Collection[str]) -> list[Part]:
+    """The parts that pictures alone reach, of which something is ``trained`` and all of that is ``silent``."""
+    if not has_parts(model):
+        return []
+    reached = {name: name not in silent for name in trained}
+    found: dict[Part | None, list[bool]] = {}
+    for name, is_reached in reached.items():
+        found.setdefault(part_of(name), []).append(is_reached)
+    return [part for part in WORDS[:2] if part in found and not any(found[part])]
 
 
 def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:

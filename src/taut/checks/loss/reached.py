@@ -3,12 +3,15 @@ batch or the start explains it:
 
 - the first matrix of an adapter whose second one is zero and has a gradient;
 - what is behind a critic's head that starts at zero;
+- a vision tower and its projector, where the batch has no picture and the data have some;
+- the ends of a picture's rows, where no picture has any;
 - experts and routers, which a token may not be routed to; single rows, whose token may not be there;
 - everything, where each target's predictor sees one token alone: attention has nothing to choose then.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -18,11 +21,12 @@ from torch import nn
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.loss.step import Step, norm, step, trained
 from taut.checks.session import Session
+from taut.models import parts
 from taut.models.critic import PART, OwnCritic
 from taut.models.heads import scalar_head
 
 SHOWN = 4
-SPARSE = re.compile(r"expert|router|\.gate\.|trainable_tokens")
+SPARSE = re.compile(r"expert|router|\.gate\.|trainable_tokens|image_newline")
 """Names of tensors that a batch may leave alone."""
 FIRST = re.compile(r"\.lora_(embedding_)?A\b")
 
@@ -53,14 +57,22 @@ def ask(session: Session) -> Finding:
         and not _is_first(parameters, name, seen)
         and not _is_behind_zero(session, name)
     ]
+    blind = parts.unreached(session.scorer.model, seen.norms, still)
+    if blind and session.train.report.num_pictures:
+        still = [name for name in still if parts.part_of(name) not in blind]
     if still and _sees_more_than_one(session):
+        remedy = (
+            f"the data have no picture: set freeze={json.dumps(blind)}"
+            if blind
+            else "the loss does not depend on them: leave them out with the key freeze, or look for a weight or "
+            "gate of zero behind them"
+        )
         return failed(
             f"the gradient of {len(still)} of {every} trained tensors is exactly zero",
             number=len(still),
             unit=f"of {every} tensors",
             evidence=_shortened(still),
-            remedy="the loss does not depend on them: leave them out with the key freeze, or look for a weight or "
-            "gate of zero behind them",
+            remedy=remedy,
         )
     notes = (
         [f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}"] if zero else []
