@@ -159,8 +159,6 @@ def assemble(
         clip_grad_norm=run.optim.clip_grad_norm,
         alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
     )
-    if inputs.renderer.album is not None and isinstance(method, Offline):
-        job.before_step = [Lookahead(job, inputs.renderer.album)]
     built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
     _join(built)
     return built
@@ -176,10 +174,11 @@ def _recompute(run: Run, model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> 
 
 
 def _join(built: Built) -> None:
-    """Give a method that generates what it works with, and its watch."""
+    """Give a method that generates what it works with, and its watch; for another, pictures are read ahead."""
     run, inputs, job = built.run, built.inputs, built.job
-    method, recipe = job.method, run.objective.online
+    method, recipe, album = job.method, run.objective.online, inputs.renderer.album
     if recipe is None:
+        job.before_step = [] if album is None else [Lookahead(job, album)]
         return
     assert isinstance(method, Online)
     setting = crew.Setting(

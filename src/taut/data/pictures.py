@@ -27,6 +27,7 @@ import numpy as np
 
 from taut.data.formats import Message, Tool
 from taut.data.media import text_of
+from taut.data.placing import MARKS
 from taut.errors import DataError, PictureError, RenderError
 from taut.types import IntArray, Media, Picture, Sample
 
@@ -176,7 +177,7 @@ class Pictures:
     def _reserved(self) -> re.Pattern[str] | None:
         if self.album is None:
             return None
-        words = {*self.album.processor.reserved, self.album.processor.placeholder}
+        words = {*MARKS, *self.album.processor.reserved, self.album.processor.placeholder}
         return re.compile("|".join(re.escape(word) for word in sorted(words, key=len)[::-1]))
 
     @cached_property
