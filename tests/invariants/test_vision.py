@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.vision_models import EVERY
@@ -150,6 +151,24 @@ def test_a_picture_with_another_number_of_placeholders_is_refused(seeing: Seeing
     short = replace(sample, media=(replace(one, start=one.start + 1, grid=None),))
     with pytest.raises(ModelError, match=f"{seeing.kind}: the vision tower gives"), torch.no_grad():
         seeing.scorer(pack([short], ALONE))
+
+
+def test_a_placeholder_that_the_model_wrote_is_a_token_like_others(seeing: Seeing) -> None:
+    """One that is no picture's gives what a token of the same embedding gives."""
+    sample = samples_of(seeing)[0]
+    image_id, twin = seeing.processor.image_id, 17
+    written = replace(sample, ids_T=np.append(sample.ids_T, [image_id, 40]))
+    spoken = replace(sample, ids_T=np.append(sample.ids_T, [twin, 40]))
+    last = np.array([sample.num_tokens + 1])
+    pair = [replace(one, target_at_N=last, weight_N=np.ones(1)) for one in (written, spoken)]
+    table = anatomy.stored_table(anatomy.embedding(seeing.scorer.model))
+    assert table is not None
+    before = table[twin].clone()
+    with torch.no_grad():
+        table[twin] = table[image_id]
+        one, other = (seeing.scorer(pack([one], ALONE)).logp_N for one in pair)
+        table[twin] = before
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_a_blank_tile_keeps_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 ``encode`` gives the library's multimodal backbone its features ready made (``mm_encoder_outputs``): each distinct
 picture of a micro-batch is computed once, however often it is seen and however the samples are packed, with those of
 one shape in one call, and the features of all are laid out in the order of the placeholders. Their number is held to
-that of the placeholders, picture by picture.
+that of the placeholders, picture by picture. Nothing is kept from one micro-batch to the next, frozen or not: how
+features round depends on what they are computed with, and a resumed run would have other ones.
 
 A micro-batch without a picture, in a model whose tower or projector trains, runs both on a small picture of noise, of
 which nothing is seen and whose gradient is 0: gradients are then zeros and never absent, whatever the split, and ranks
@@ -48,16 +49,15 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
         return {}
     kind = family(backbone)
     features = features_of(backbone, media)
-    for one, of_one, count in zip(
-        media, features, placeholders(backbone, media, ids_T), strict=True
-    ):
+    own, strays = placeholders(backbone, media, ids_T)
+    for one, of_one, count in zip(media, features, own, strict=True):
         if of_one.main_ND.shape[0] != count:
             raise ModelError(
                 f"{kind}: the vision tower gives {of_one.main_ND.shape[0]} features for the picture "
                 f"{one.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
                 "that belong to this model"
             )
-    features = _with_strays(backbone, features, media, ids_T)
+    features = _with_strays(backbone, features, strays)
     main: Any = [of_one.main_ND for of_one in features]
     output = BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(main) if FAMILIES[kind].is_one_tensor else main
@@ -65,27 +65,6 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
         levels = zip(*(of_one.deep for of_one in features), strict=True)
         output["deepstack_features"] = [list(level) for level in levels]
     return {"mm_encoder_outputs": {"image": output}}
-
-
-def _with_strays(
-    backbone: nn.Module, features: list[Features], media: Sequence[Media], ids_T: Tensor
-) -> list[Features]:
-    """The features in the order of the placeholders, and for a placeholder that the model itself wrote its embedding:
-    no picture stands behind it, and in the engine that sampled it none did.
-    """
-    inner: Any = backbone
-    outside_T = ids_T == inner.config.image_token_id
-    for one in media:
-        outside_T[one.start : one.stop] = False
-    strays = outside_T.nonzero().flatten().tolist()
-    placed = list(zip((one.start for one in media), features, strict=True))
-    for at in strays:
-        main_ND = inner.get_input_embeddings()(ids_T[at : at + 1])
-        deep = tuple(torch.zeros_like(main_ND) for _ in features[0].deep)
-        placed.append((at, Features(main_ND, deep)))
-    return (
-        [of_one for _, of_one in sorted(placed, key=lambda pair: pair[0])] if strays else features
-    )
 
 
 def features_of(backbone: nn.Module, media: Sequence[Media]) -> list[Features]:
@@ -183,14 +162,35 @@ def unknown(kind: str) -> str:
     return f"{kind} is no family of vision-language models that taut knows; expected one of {', '.join(FAMILIES)}"
 
 
-def placeholders(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> list[int]:
-    """How many of each picture's tokens are to be replaced."""
+def placeholders(
+    backbone: nn.Module, media: Sequence[Media], ids_T: Tensor
+) -> tuple[list[int], list[int]]:
+    """How many each picture has; and how many lie before the first, between two, and after the last."""
     inner: Any = backbone
     before_T = nn.functional.pad((ids_T == inner.config.image_token_id).cumsum(0), (1, 0))
-    bounds = torch.tensor([[one.start, one.stop] for one in media], device=ids_T.device)
-    start, stop = before_T[bounds].unbind(1)
-    counts: list[int] = (stop - start).tolist()
-    return counts
+    bounds = [0, *(bound for one in media for bound in (one.start, one.stop)), ids_T.numel()]
+    counts: list[int] = before_T[torch.tensor(bounds, device=ids_T.device)].diff().tolist()
+    return counts[1::2], counts[::2]
+
+
+def _with_strays(
+    backbone: nn.Module, features: Sequence[Features], strays: Sequence[int]
+) -> list[Features]:
+    """A placeholder of no picture, which a model can write, is a token like others: its feature is its embedding."""
+    if not any(strays):
+        return list(features)
+    inner: Any = backbone
+    found: list[Features] = []
+    for count, of_one in zip(strays, [*features, None], strict=True):
+        if count:
+            ids = torch.full((count,), inner.config.image_token_id)
+            embedded: Tensor = inner.get_input_embeddings()(ids.to(features[0].main_ND.device))
+            found.append(
+                Features(embedded, tuple(torch.zeros_like(embedded) for _ in features[0].deep))
+            )
+        if of_one is not None:
+            found.append(of_one)
+    return found
 
 
 class _Unseen(torch.autograd.Function):
