@@ -119,7 +119,8 @@ class Untouched:
         }
         if self.silent and self.steps == PATIENCE:
             some = sorted(self.silent)
-            blind = parts.unreached(job.scorer.model, self.names.values(), self.silent)
+            scorer: Any = job.scorer
+            blind = parts.unreached(scorer.model, self.names.values(), self.silent)
             why = f"; no picture was seen: set freeze={json.dumps(blind)}" if blind else ""
             job.emit(
                 "warning",

@@ -75,8 +75,10 @@ class Question:
     text: str | None = None
 
     @property
-    def has_pictures(self) -> bool:
-        return any(isinstance(message["content"], list) for message in self.messages or ())
+    def pictures(self) -> list[str]:
+        """Data URLs."""
+        lists = [it["content"] for it in self.messages or () if isinstance(it["content"], list)]
+        return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
 
     def asked(self) -> list[Message]:
         """The messages as a renderer takes them."""
@@ -111,23 +113,23 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
     model takes pictures and none of these has one.
     """
     renderer = _by_itself(renderer)
-    found: dict[tuple[int, ...], Question] = {}
+    found: dict[tuple[object, ...], Question] = {}
     for row in islice(rows, ROWS_LOOKED_AT):
         if len(found) >= count:
             break
-        question = question_of(row, renderer, f"prompt {len(found) + 1}")
+        question = question_of(row, renderer, f"prompt {len(found) + 1}", len(found))
         if question is not None and 0 < len(question.ids) <= _longest(question):
-            found.setdefault(tuple(question.ids), question)
+            found.setdefault((*question.ids, *question.pictures), question)
     chosen = list(found.values())
     can_ask = renderer.album is not None and renderer.template.template is not None
-    if can_ask and not any(question.has_pictures for question in chosen):
+    if can_ask and not any(question.pictures for question in chosen):
         question = question_of(_about_a_picture(), renderer, f"prompt {len(chosen) + 1}")
         chosen += [question] if question is not None else []
     return chosen
 
 
 def _longest(question: Question) -> int:
-    return PICTURE_TOKENS if question.has_pictures else PROMPT_TOKENS
+    return PICTURE_TOKENS if question.pictures else PROMPT_TOKENS
 
 
 def _by_itself(renderer: Renderer) -> Renderer:
@@ -140,23 +142,25 @@ def _by_itself(renderer: Renderer) -> Renderer:
     return other
 
 
-def question_of(row: Row, renderer: Renderer, name: str) -> Question | None:
-    """What is asked by a row: what is before its first learned turn, its prompt, or a document's beginning."""
+def question_of(row: Row, renderer: Renderer, name: str, first: int = 0) -> Question | None:
+    """What is asked by a row: what is before its first learned turn, its prompt, or a document's beginning. ``first``:
+    the number of the first picture that is drawn.
+    """
     name = f"{name} ({PurePath(row.place).name})"  # no path of this machine
     if isinstance(row, Conversation):
         index = min(row.learned, default=0)
         if index == 0:
             return None
-        messages, tools = with_drawn(row.messages[:index]), list(row.tools) or None
+        messages, tools = with_drawn(row.messages[:index], first), list(row.tools) or None
         question = Question(name, [], messages=messages, tools=tools)
         return replace(question, ids=rendered(question, renderer))
     text = row.prompt if isinstance(row, Completion) else row.text[:DOCUMENT_CHARACTERS].rstrip()
     return Question(name, text_ids(text, renderer), text=text)
 
 
-def with_drawn(messages: Sequence[Message]) -> list[Message]:
+def with_drawn(messages: Sequence[Message], first: int = 0) -> list[Message]:
     """The messages with a drawn picture in the place of each."""
-    number, found = 0, []
+    number, found = first, []
     for message in messages:
         content = message["content"]
         if isinstance(content, list):

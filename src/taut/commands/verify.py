@@ -191,7 +191,7 @@ def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[F
     """Continuations, log-probs and stops. A server is told no stop token: it must stop by itself."""
     engine, goldens = opened.engine, contract.goldens
     if isinstance(engine, ServerEngine):
-        goldens = [golden for golden in goldens if not golden.prompt.has_pictures]
+        goldens = [golden for golden in goldens if not golden.prompt.pictures]
         if len(goldens) < len(contract.goldens):
             why = "a server makes of a picture what its own processor makes; not asked: "
             yield Finding("pictures", "skipped", why + str(len(contract.goldens) - len(goldens)))

@@ -10,7 +10,7 @@ refused by name: other RoPE, sliding windows, another activation, biases the gra
 The proof, before the file takes its name: every tensor is there once and none besides, equals the model's (f32 exactly;
 bf16 and f16 exactly as torch rounds; q8_0 within ``quantisation_bound``), and every key has the value given.
 
-May import errors, load and ``gguf_vocabulary``. The command line's export imports it.
+May import errors, anatomy, load and ``gguf_vocabulary``. The command line's export imports it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.errors import CheckFailed, ModelError, OutputError
+from taut.models import anatomy
 from taut.models.gguf_vocabulary import REMEDY, Metadata, Value
 
 Dtype: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
@@ -92,6 +93,11 @@ def require_convertible(config: PreTrainedConfig) -> None:
     """Raise ModelError for what cannot be carried over; looks at the configuration only."""
     text: Any = config.get_text_config()
     kind = str(config.model_type)
+    if anatomy.takes_pictures(config):
+        raise ModelError(
+            f"model_type is {kind}, a vision-language model, whose tower this file would not have; expected a language "
+            f"model alone; {REMEDY}"
+        )
     if kind not in _ARCHITECTURES:
         raise ModelError(
             f"model_type is {kind}; expected one of {', '.join(_ARCHITECTURES)}, the architectures whose conversion is "
