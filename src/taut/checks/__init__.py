@@ -6,7 +6,7 @@ without whose yes the answer would be the same fault once more.
 
 A new check is a file in a group's folder, a line here, and in ``tests/checks`` a planted fault that it alone catches
 and an innocent twin that it passes. A method brings its own checks in the same way (the reference is the policy at step
-0, placeholders are as many as features); for runs of other methods they say so and are skipped.
+0); for runs of other methods they say so and are skipped.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ from taut.checks.template import (
     tools,
 )
 from taut.checks.template import targets as template_targets
+from taut.checks.vision import neighbour as vision_neighbour
+from taut.checks.vision import placeholders, swapped
+from taut.checks.vision import positions as vision_positions
 
 Part: TypeAlias = Literal["quick", "full"]
 
@@ -108,11 +111,13 @@ _MEETS = (*_SAID, "template.tools", "template.prompt", "template.boundary", "tem
 _RENDERS = (*_MEETS, "template.parts", "stop.set")
 _READ = ("data.images", "data.columns", "data.rows")
 _RUNS = ("model.loads", "model.trains")
-_SOUND = (*_RUNS, "data.packing", "model.finite", "model.noise", "model.head")
+_SHOWN = (*_RUNS, "data.packing", "vision.placeholders")
+_SOUND = (*_SHOWN, "model.finite", "model.noise", "model.head")
 _CAUSAL = (*_SOUND, "attention.calls", "attention.future")
-_ALONE = (*_CAUSAL, "attention.neighbour", "attention.positions")
+_SEEN = ("vision.positions", "vision.swapped", "vision.neighbour")
+_ALONE = (*_CAUSAL, "attention.neighbour", *_SEEN, "attention.positions")
 _EXACT = (*_ALONE, "attention.packed", "attention.shared")
-_TRAINS = (*_SOUND, "loss.reached", "loss.gradient")
+_TRAINS = (*_SOUND, "vision.swapped", "loss.reached", "loss.gradient")
 _BEGUN = (*_EXACT, "loss.reached", "loss.gradient")
 _SUMS = (*_BEGUN, "loss.linear", "loss.first")
 _GRADIENT = (*_SUMS, "loss.head_gradient", "loss.packed")
@@ -151,16 +156,22 @@ CHECKS: dict[str, Check] = {
     "model.loads": Check(loads.ask, after=("data.tokens",)),
     "model.trains": Check(trains.ask, after=("model.loads",)),
     "data.packing": Check(packing.ask, after=_RUNS),
-    "model.finite": Check(finite.ask, after=(*_RUNS, "data.packing")),
-    "model.noise": Check(noise.ask, after=(*_RUNS, "model.finite")),
-    "model.head": Check(head.ask, after=(*_RUNS, "model.finite")),
+    "vision.placeholders": Check(placeholders.ask, after=(*_RUNS, "data.packing")),
+    "vision.positions": Check(vision_positions.ask, after=_SHOWN),
+    "model.finite": Check(finite.ask, after=_SHOWN),
+    "model.noise": Check(noise.ask, after=(*_SHOWN, "model.finite")),
+    "model.head": Check(head.ask, after=(*_SHOWN, "model.finite")),
     "stop.generation": Check(generation.ask, after=("model.loads",)),
     "stop.rows": Check(stop_rows.ask, after=(*_RUNS, "model.finite")),
     "attention.calls": Check(calls.ask, after=_SOUND),
     "attention.future": Check(future.ask, after=(*_SOUND, "attention.calls")),
     "attention.state": Check(state.ask, after=_CAUSAL),
     "attention.neighbour": Check(neighbour.ask, after=(*_CAUSAL, "attention.state")),
-    "attention.positions": Check(positions.ask, after=(*_CAUSAL, "attention.neighbour")),
+    "vision.swapped": Check(swapped.ask, after=(*_CAUSAL, "attention.neighbour")),
+    "vision.neighbour": Check(
+        vision_neighbour.ask, after=(*_CAUSAL, "attention.neighbour", "vision.swapped")
+    ),
+    "attention.positions": Check(positions.ask, after=(*_CAUSAL, "attention.neighbour", *_SEEN)),
     "attention.library": Check(library.ask, "full", after=_CAUSAL),
     "attention.packed": Check(packed.ask, after=(*_ALONE, "attention.library")),
     "attention.shared": Check(shared.ask, after=(*_ALONE, "attention.packed")),
@@ -169,8 +180,8 @@ CHECKS: dict[str, Check] = {
     "loss.dtype": Check(dtype.ask, after=_SOUND),
     "loss.tied": Check(tied.ask, after=_RUNS),
     "loss.adapter_start": Check(adapter_start.ask, after=_SOUND),
-    "loss.reached": Check(reached.ask, after=(*_SOUND, "attention.calls")),
-    "loss.gradient": Check(gradient.ask, after=(*_SOUND, "loss.reached")),
+    "loss.reached": Check(reached.ask, after=(*_SOUND, "attention.calls", "vision.swapped")),
+    "loss.gradient": Check(gradient.ask, after=_TRAINS[:-1]),
     "loss.linear": Check(linear.ask, after=_RUNS),
     "reference.start": Check(start.ask, after=_BEGUN),
     "loss.first": Check(first.ask, after=(*_BEGUN, "reward.library", "reference.start")),
@@ -182,7 +193,7 @@ CHECKS: dict[str, Check] = {
     "fit.schedule": Check(schedule.ask, after=_RUNS),
     "fit.update": Check(update.ask, "full", after=(*_TRAINS, "fit.schedule")),
     "fit.overfit": Check(overfit.ask, "full", after=(*_GRADIENT, "loss.splits")),
-    "run.in_force": Check(in_force.ask, after=(*_RUNS, "attention.calls")),
+    "run.in_force": Check(in_force.ask, after=(*_RUNS, "attention.calls", "loss.reached")),
     "run.steps": Check(steps.ask, after=_RUNS),
     "run.output": Check(output.ask, after=_RUNS),
     "run.saved": Check(saved.ask, "full", after=(*_ENGINE, "stop.generation", "stop.saved")),

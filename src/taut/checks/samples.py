@@ -28,6 +28,8 @@ class Words(NamedTuple):
 LOGPS, SCORES = Words("a log-prob", "log-probs", "nats"), Words("a score", "scores", "points")
 
 
+AFTER = 8
+"""Tokens that are looked at after a picture, where so many are."""
 GENERATED = "what is learned is generated"
 """Why nothing is asked of the data's answers."""
 
@@ -41,12 +43,15 @@ def as_question(row: Row) -> Row:
 
 
 def whole(sample: Sample, most: int) -> Sample:
-    """The first tokens of a sample, every one but the first a target. A scalar head is read where they are predicted,
-    so that whatever is asked of the one can be asked of the other. A picture is whole, or not there; its placeholders
-    are no targets.
+    """The first tokens of a sample, or those around its first picture, every one but the first a target. A scalar head
+    is read where they are predicted, so that whatever is asked of the one can be asked of the other. A picture is
+    whole, or not there; its placeholders are no targets.
     """
-    _, stop = _around_pictures(sample, 0, max(2, most))
-    ids_T, media = sample.ids_T[:stop], _media(sample, 0, stop)
+    start, stop = 0, max(2, most)
+    if sample.media:
+        start = max(0, sample.media[0].start - stop // 2)
+        stop = max(start + stop, sample.media[0].stop + AFTER)
+    ids_T, media = part(sample, start, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)
     at_N = np.flatnonzero(_is_text(ids_T.size, media)[1:]) + 1
