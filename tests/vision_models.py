@@ -135,6 +135,7 @@ _FAMILIES = {
         {
             "text_config": {
                 **_TEXT,
+                "num_hidden_layers": 3,  # one more than deepstack reaches
                 "head_dim": 8,
                 "rope_parameters": {**_SECTIONS, "mrope_interleaved": True},
                 "tie_word_embeddings": True,
