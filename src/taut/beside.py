@@ -134,7 +134,9 @@ def give_critic(
 
 
 def shards_of(scorer: Scorer) -> list[nn.Module]:
-    """What is sharded by itself: the policy's layers, and a critic's."""
+    """What is sharded by itself: the policy's layers, and a critic's. A vision tower goes with the root: how often its
+    blocks run depends on a rank's pictures, and each run of a shard is a collective.
+    """
     beside = [] if scorer.critic is None else scorer.critic.shards
     return [*beside, *anatomy.layers(scorer.model)]
 

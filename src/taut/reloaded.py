@@ -144,9 +144,8 @@ def load_anew(
     head: NewHead | None = None,
 ) -> Scorer:
     """A model directory for computing in float32. ``head``: the scalar head it is given, unless it has one."""
-    whole = load_config(directory, trust_remote_code)
-    config = whole.get_text_config()
-    is_scalar = head is not None or is_reward_config(whole)
+    config = load_config(directory, trust_remote_code)
+    is_scalar = head is not None or is_reward_config(config)
     read = partial(load_reward_model, head=head) if is_scalar else load_model
     model = read(
         directory,

@@ -22,6 +22,7 @@ from taut import parallel
 from taut.attention.select import select
 from taut.config import configclass
 from taut.contract import FILE, Origin, seal
+from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
 from taut.data.formats import Row
 from taut.data.render import Renderer
@@ -40,6 +41,8 @@ from taut.models.load import (
 from taut.models.save import saving
 from taut.models.score import Scorer
 from taut.reloaded import Comparison, Trained, samples_to_compare, score
+from taut.vision.opening import open_album
+from taut.vision.picture import ImagesConfig
 
 
 @configclass
@@ -106,14 +109,22 @@ def merge(config: Merge) -> Merged:
     base = load_config(config.model, config.trust_remote_code)
     place = str(adapter) if has_tokenizer(str(adapter)) else config.model
     tokenizer = load_tokenizer(place, config.trust_remote_code)
-    renderer = build_renderer(DataConfig(template=config.template), tokenizer)
+    album = open_album(
+        config.model,
+        base,
+        tokenizer,
+        ImagesConfig(),
+        default_directory(),
+        trust_remote_code=config.trust_remote_code,
+    )
+    renderer = build_renderer(DataConfig(template=config.template), tokenizer, album)
     stops = derive_stop_set(renderer, inherited_ends(config.model, base))
     device = parallel.start(config.device).device
     model = load_model(
         config.model,
         dtype=torch.float32,
         device=device,
-        attention=select("auto", device, torch.float32, base.get_text_config()).implementation,
+        attention=select("auto", device, torch.float32, base).implementation,
         trust_remote_code=config.trust_remote_code,
     )
     adapted, new_ids, num_tensors = put_on(model, adapter, settings)
