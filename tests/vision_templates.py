@@ -1,5 +1,8 @@
 """Chat templates of the families that take pictures, after the published ones: what is written for a picture, where
 strings are not taken, and where pictures come before the text whatever the order of the parts.
+
+One change: LLaVA-OneVision's writes "assistant \\n" where there is an answer and "assistant\\n" where one is asked for,
+which taut refuses to teach; here both are the latter.
 """
 
 QWEN2_VL = (
@@ -54,7 +57,8 @@ IDEFICS3 = "<|begin_of_text|>" + _IDEFICS
 SMOLVLM = "<|im_start|>" + _IDEFICS
 
 LLAVA_ONEVISION = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + (' ' if message['role'] != 'assistant' else '')}}"
     "{# Render all images first #}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
     "{# Render all text next #}"
