@@ -7,6 +7,8 @@ batch or the start explains it:
 - the ends of a picture's rows, where no picture has any;
 - experts and routers, which a token may not be routed to; single rows, whose token may not be there;
 - everything, where each target's predictor sees one token alone: attention has nothing to choose then.
+
+One that has a gradient and that the optimizer does not have fails too: something lets it train that was not asked to.
 """
 
 from __future__ import annotations
@@ -32,16 +34,25 @@ FIRST = re.compile(r"\.lora_(embedding_)?A\b")
 
 
 def ask(session: Session) -> Finding:
-    """Does every tensor that trains get a gradient?"""
+    """Does every tensor that trains get a gradient, and no other?"""
     seen = session.once(step)
     every = len(seen.norms) + len(seen.absent)
+    if seen.stray:
+        return failed(
+            f"{len(seen.stray)} tensors get a gradient that are not to train",
+            number=len(seen.stray),
+            unit="tensors",
+            evidence=_shortened(session, seen.stray),
+            remedy="a step would compute more than it learns: something in the model's code sets requires_grad while "
+            "it runs; take it out, or train these too (freeze), and please report the model",
+        )
     outside = [name for name in seen.absent if not SPARSE.search(name)]
     if outside:
         return failed(
             f"{len(outside)} of {every} trained tensors get no gradient",
             number=len(outside),
             unit=f"of {every} tensors",
-            evidence=_shortened(outside),
+            evidence=_shortened(session, outside),
             remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
             "cut off from the loss, set activation_checkpointing=false, and please report the model",
         )
@@ -58,12 +69,13 @@ def ask(session: Session) -> Finding:
         and not _is_behind_zero(session, name)
     ]
     blind = parts.unreached(session.scorer.model, seen.norms, still)
-    if blind and session.train.report.num_pictures:
+    num_pictures = session.train.report.num_pictures
+    if blind and num_pictures and not _sees_a_picture(session):
         still = [name for name in still if parts.part_of(name) not in blind]
     if still and _sees_more_than_one(session):
         remedy = (
             f"the data have no picture: set freeze={json.dumps(blind)}"
-            if blind
+            if blind and not num_pictures
             else "the loss does not depend on them: leave them out with the key freeze, or look for a weight or "
             "gate of zero behind them"
         )
@@ -71,12 +83,14 @@ def ask(session: Session) -> Finding:
             f"the gradient of {len(still)} of {every} trained tensors is exactly zero",
             number=len(still),
             unit=f"of {every} tensors",
-            evidence=_shortened(still),
+            evidence=_shortened(session, still),
             remedy=remedy,
         )
     notes = (
         [f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}"] if zero else []
     )
+    if parts.has_parts(session.scorer.model):
+        notes.append(parts.counted(parameters))
     return passed("all trained tensors get a gradient", every, "tensors", notes)
 
 
@@ -98,12 +112,18 @@ def _is_behind_zero(session: Session, name: str) -> bool:
     return norm(scalar_head(critic.model).weight) == 0.0
 
 
+def _sees_a_picture(session: Session) -> bool:
+    """Whether something is said of a picture."""
+    return any(one.stop < sample.num_tokens for sample in session.batch for one in sample.media)
+
+
 def _sees_more_than_one(session: Session) -> bool:
     if session.is_scalar:
         return any(sample.num_tokens > 1 for sample in session.batch)
     return any(bool((sample.target_at_N > 1).any()) for sample in session.batch)
 
 
-def _shortened(names: list[str]) -> list[str]:
-    more = len(names) - SHOWN
-    return [*names[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+def _shortened(session: Session, names: list[str]) -> list[str]:
+    more, model = len(names) - SHOWN, session.scorer.model
+    counted = [parts.counted(names)] if parts.has_parts(model) else []
+    return [*counted, *names[:SHOWN], *([f"and {more} more"] if more > 0 else [])]

@@ -36,6 +36,8 @@ class Step:
     """Trained tensor -> norm of its gradient, over all ranks. Without those that have none."""
     absent: list[str] = field(default_factory=list)
     """Trained tensors without a gradient."""
+    stray: list[str] = field(default_factory=list)
+    """Tensors with a gradient that the optimizer does not have."""
     heads: list[Head] = field(default_factory=list)
     """One a micro-batch of this rank; none of a scalar head."""
 
@@ -66,6 +68,7 @@ def step(session: Session) -> Step:
                 seen.absent.append(name)
             else:
                 seen.norms[name] = norm(parameter.grad)
+        seen.stray = _stray(session)
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
@@ -80,6 +83,16 @@ def trained(session: Session) -> dict[str, nn.Parameter]:
     """The tensors that train, by name; a critic's names begin with ``critic.``"""
     named = session.scorer.named_parameters()
     return {name.removeprefix("model."): p for name, p in named if p.requires_grad}
+
+
+def _stray(session: Session) -> list[str]:
+    """Tensors whose gradient nobody uses. It is forgotten at once: the optimizer would not do so."""
+    known, found = {id(parameter) for parameter in session.job.trained}, []
+    for name, parameter in session.scorer.named_parameters():
+        if parameter.grad is not None and id(parameter) not in known:
+            found.append(name.removeprefix("model."))
+            parameter.grad = None
+    return found
 
 
 def forget(session: Session) -> None:
