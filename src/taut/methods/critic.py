@@ -29,6 +29,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut import parallel
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError, OutputError
+from taut.models import parts
 from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, begin_at_zero
 from taut.models.heads import scalar_head
 from taut.models.load import is_reward_config, load_config
@@ -141,7 +142,12 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
-    return OwnCritic(adapted), [("critic", path + how, named), _head(config, has_head=has_head)]
+    reasons = [("critic", path + how, named), _head(config, has_head=has_head)]
+    idle = parts.freeze_unread(adapted)
+    if idle:
+        reason = "no feature of a picture depends on them"
+        reasons.append(("critic.frozen", f"{len(idle)} tensors", reason))
+    return OwnCritic(adapted), reasons
 
 
 def _load(path: str, setting: Setting) -> tuple[PreTrainedModel, bool]:

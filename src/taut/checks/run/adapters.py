@@ -146,7 +146,12 @@ def _dropout(module: Any, name: str) -> float | str:
 def _saved(session: Session, names: list[str]) -> Iterator[Setting]:
     trained = [n for n, p in session.scorer.model.named_parameters() if p.requires_grad]
     for name in names:
-        is_there = any(f"{name}.modules_to_save" in one for one in trained)
+        is_part = name == "projector" and parts.has_parts(session.scorer.model)
+        is_there = any(
+            parts.part_of(one) == name if is_part else f"{name}.modules_to_save" in one
+            for one in trained
+            if ".modules_to_save" in one
+        )
         yield Setting(
             f"lora.modules_to_save {name}", "trained", "trained" if is_there else "frozen"
         )

@@ -42,7 +42,9 @@ def ask(session: Session) -> Finding:
     return passed("found as asked", len(settings), "settings", notes)
 
 
-SET_ASIDE = ("batch.share_prefixes", "packing")
+IDLE = "frozen"
+"""The decision to freeze what no feature of a picture depends on."""
+SET_ASIDE = ("batch.share_prefixes", "packing", IDLE)
 """Decisions that set something aside."""
 
 
@@ -95,6 +97,10 @@ def trained(session: Session) -> Iterator[Setting]:
         yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")
     if not session.run.lora.is_on:
         still = [name for name in named if name not in frozen and name not in held]
+        decided = {name: value for name, value, _ in session.built.decisions}
+        is_idle = decided.get(IDLE) == f"{len(still)} tensors"
+        if is_idle and all(parts.part_of(name) in ("vision_tower", "projector") for name in still):
+            still = []
         found = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", found)
     wanted = len(every_trained(session))
