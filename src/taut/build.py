@@ -40,6 +40,7 @@ from taut.models.precision import (
     recompute_contexts,
     resolve_dtype,
 )
+from taut.models.processor_files import find_processor
 from taut.models.prove import library_logps, one_sample_reasons
 from taut.models.reward import load_reward_model
 from taut.models.score import Scorer
@@ -99,6 +100,7 @@ def load(run: Run, inputs: Inputs, ranks: Ranks) -> Loaded:
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
     )
+    find_processor(model)  # while it can be had: it is saved at the end
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
     return Loaded(model, dtype, chosen, one_sample, decisions)
 

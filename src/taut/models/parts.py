@@ -100,7 +100,7 @@ def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str,
         if not matches:
             raise ModelError(
                 f"{key}: {pattern!r} matches no parameter that trains; expected one that does; "
-                f"{anatomy.suggest(pattern, names)}"
+                + ("leave it out" if pattern in WORDS else anatomy.suggest(pattern, names))
             )
         twice = next((name for name in matches if name in found), None)
         if twice is not None:
