@@ -27,7 +27,6 @@ from tests.chats import (
 )
 from tests.vision_models import tiny_vlm
 from tests.vision_samples import Drawn
-from tests.vision_templates import LLAVA_ONEVISION
 
 import taut
 
@@ -176,10 +175,7 @@ def illustrated_keys(place: Path) -> dict[str, Any]:
         }
         told = {"role": "assistant", "content": "one two three"[: 4 + number]}
         rows.append({"messages": [asked, told]})
-    fits = LLAVA_ONEVISION.replace("assistant\n", "assistant \n")  # as the turns before it
-    (place / "template.jinja").write_text(fits)
     return {
-        "data.template": place / "template.jinja",
         "model": tiny_vlm("llava_onevision", place / "vlm"),
         "data.train": write_rows(place / "pictures.jsonl", rows),
         "data.eval": write_rows(place / "eval.jsonl", rows[1:2]),
