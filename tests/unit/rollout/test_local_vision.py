@@ -28,7 +28,7 @@ from taut.types import Completion, Media, Prompt, Sample
 from taut.vision.processor import Processor
 from taut.vision.processors import open_processor
 
-NEW = 4
+NEW = 3
 GREEDY = Sampling(max_new_tokens=NEW, temperature=0)
 SIZES = ((20, 12), (9, 30), (16, 16))
 """Of pictures, in pixels."""
@@ -160,13 +160,13 @@ def scored(it: Vision, prompt: Prompt, done: Completion) -> np.ndarray:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_engine_generates_what_the_library_does(kind: str) -> None:
     it = vision(kind)
-    prompts = asked(it)
+    prompts = [prompt for prompt in asked(it) if prompt.id in ("text", "one", "two")]
     for prompt, done in zip(prompts, it.engine().generate(prompts, GREEDY), strict=True):
         assert done.ids_N.tolist() == library(it, prompt), prompt.id
         assert np.abs(done.logp_one_N - scored(it, prompt, done)).max() < 1e-9, prompt.id
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3", "llava_onevision", "gemma3"])
 def test_company_changes_nothing(kind: str) -> None:
     it = vision(kind)
     prompts = asked(it)
