@@ -37,6 +37,7 @@ from taut.optim import Pace, Rate
 from taut.parallel import Ranks
 from taut.run import Decision, Inputs, Run
 from taut.types import Wants
+from taut.vision.opening import require_alike
 
 
 class Loaded(NamedTuple):
@@ -88,6 +89,8 @@ def give_teacher(
     config = run.objective.teacher
     if config is None:
         return []
+    if config.teacher is not None:
+        require_same_pictures(run, inputs, config.teacher, "distill.teacher")
     setting = Setting(
         tokenizer=inputs.tokenizer,
         num_rows=anatomy.head(scorer.model).weight.shape[0],
@@ -188,10 +191,26 @@ def require_same_tokenizer(run: Run, inputs: Inputs, path: str, key: str) -> Non
     same_vocabulary(run, inputs, path, key)
 
 
+def require_same_pictures(run: Run, inputs: Inputs, path: str, key: str) -> None:
+    """Raise ModelError where pictures of the data would not be made ready for another model in the same way."""
+    album, trust = inputs.renderer.album, run.trust_remote_code
+    data = [one for one in (inputs.train, inputs.eval) if one is not None]
+    if album is None or not any(one.report.num_pictures for one in data):
+        return
+    try:
+        config = load_config(path, trust)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    require_alike(path, config, inputs.tokenizer, album, key, trust)
+
+
 def same_vocabulary(
     run: Run, inputs: Inputs, path: str, key: str, added: Sequence[int] = ()
 ) -> dict[str, int]:
-    """Another model's vocabulary. Raises ModelError where its ids mean other tokens. ``added``: those it may lack."""
+    """Another model's vocabulary. Raises ModelError where its ids mean other tokens, or it takes other pictures.
+    ``added``: those it may lack.
+    """
+    require_same_pictures(run, inputs, path, key)
     try:
         theirs: dict[str, int] = load_tokenizer(path, run.trust_remote_code).get_vocab()
     except ModelError as error:

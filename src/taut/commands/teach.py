@@ -39,6 +39,7 @@ from taut.models.score import Scorer
 from taut.rollout.open import one_device
 from taut.run import Run, load_language, load_stops, longest_sample
 from taut.types import Sample
+from taut.vision.opening import require_alike
 
 
 @configclass
@@ -124,6 +125,10 @@ def teach(config: Teach) -> Taught:
         language.renderer.stopping_at(stops.ids),
         longest_sample(learner, language.config),
     )
+    album, trust = language.renderer.album, config.trust_remote_code
+    if album is not None and data.report.num_pictures:
+        theirs = load_config(config.model, trust)
+        require_alike(config.model, theirs, language.tokenizer, album, "model", trust)
     teacher = _load(config, data, device)
     sums = np.zeros(2)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taut.config import fields_of
-from taut.errors import ConfigError
+from taut.errors import ConfigError, ModelError
 from taut.vision.album import Album
 from taut.vision.picture import ImagesConfig
 from taut.vision.processors import open_processor
@@ -38,6 +38,26 @@ def open_album(
     reader = f"model={path}, which takes no pictures"
     require_unset(images, fields_of(ImagesConfig), reader, key)
     return None
+
+
+def require_alike(
+    path: str,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    album: Album,
+    key: str,
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise ModelError where the model at ``path`` takes pictures in another way than those of ``album`` are made
+    ready.
+    """
+    theirs = open_processor(path, config, tokenizer, trust_remote_code)
+    if theirs is None or theirs.identity() != album.processor.identity():
+        found = "takes no pictures" if theirs is None else "scales or cuts pictures in another way"
+        raise ModelError(
+            f"{key}={path} {found}, and is given those of the model that trains; expected the same processor; name a "
+            "model of the same family with equal processor files"
+        )
 
 
 def require_unset(
