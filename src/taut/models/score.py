@@ -8,12 +8,9 @@ layout as a keyword; ``lm_head`` runs on predictors only, in chunks, and [N, V] 
 
 log-softmax is taken in at least float32. Two ways through the head:
 
-- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in
-the forward, three matrix
-  products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without
-  gradient.
-- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry
-gradients.
+- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in the forward, three
+  matrix products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
+- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
 
 Where the divergence from a teacher is wanted, the teacher says what it says of the micro-batch before the backbone
 runs, and its share of the head (models/divergence.py) takes the place of both; ``linear_N`` is then [2, N], the
