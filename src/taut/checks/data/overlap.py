@@ -6,12 +6,11 @@ Equal samples are sought in all of the training data, 13-grams in a bounded part
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.data.records import Flat, flat
+from taut.checks.data.seen import HASH, Hashes, seen_of
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.data.dataset import Dataset
@@ -27,8 +26,6 @@ COMPARED = 20_000
 COMMON = 0.05
 """A gram in a larger share of training samples, and in more than three, is what they all begin with."""
 SHOWN = 4
-HASH = np.uint64(0x9E3779B97F4A7C15)
-Hashes: TypeAlias = NDArray[np.uint64]
 
 
 def ask(session: Session) -> Finding:
@@ -62,15 +59,15 @@ def measured_on_eval(run: Run) -> str | None:
 
 
 def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
-    """Which samples are in ``train``, id for id."""
+    """Which samples are in ``train``, id for id, with the same pictures."""
     lengths_S = np.diff(look.start_S)
     keys_S = _probes(look.ids_T, look.start_S[:-1], lengths_S)
     wanted: dict[bytes, list[int]] = {}
     for number, (start, stop) in enumerate(zip(look.start_S, look.start_S[1:], strict=False)):
-        wanted.setdefault(look.ids_T[start:stop].tobytes(), []).append(number)
+        wanted.setdefault(look.seen_T[start:stop].tobytes(), []).append(number)
     is_equal = np.zeros(lengths_S.size, dtype=bool)
     for index in _candidates(train, np.unique(lengths_S), np.unique(keys_S)):
-        is_equal[wanted.pop(train[index].ids_T.astype(np.int32).tobytes(), [])] = True
+        is_equal[wanted.pop(seen_of(train[index]).tobytes(), [])] = True
         if not wanted:
             break
     return is_equal
@@ -130,7 +127,7 @@ def _places(hashes: Hashes, known: Hashes) -> IntArray:
 def _grams(look: Flat) -> tuple[Hashes, IntArray]:
     """A hash of every run of GRAM tokens inside a sample, and the sample's number."""
     size = max(0, look.ids_T.size - GRAM + 1)
-    ids, hashes = look.ids_T.astype(np.uint64), np.zeros(size, dtype=np.uint64)
+    ids, hashes = look.seen_T, np.zeros(size, dtype=np.uint64)
     for offset in range(GRAM):
         hashes *= HASH
         hashes += ids[offset : offset + size]

@@ -6,7 +6,7 @@ samples spread evenly over a split. Findings say how many were looked at. Import
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from taut.checks.data.seen import Hashes, seen_in
 from taut.checks.owned import owned_by
 from taut.checks.session import Session
 from taut.data.columns import Columns
@@ -136,6 +137,8 @@ class Flat(NamedTuple):
     start_S: IntArray
     """Where each begins; one more, the end."""
     is_target_T: NDArray[np.bool_]
+    seen_T: Hashes
+    """Each token with the pictures before it, for telling samples apart."""
 
     @property
     def sample_T(self) -> IntArray:
@@ -163,7 +166,7 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
     share = tokens / int(data.lengths.sum())
     most = min(len(data), samples, max(1, int(share * len(data))))
     index_S = np.unique(np.linspace(0, len(data) - 1, most).astype(np.int64))
-    first, ids, targets = 0, [], []
+    first, ids, seen, targets = 0, [], [], []
     for part in data.parts:
         arrays = part.entry.arrays
         num_samples = len(arrays["line"])
@@ -172,6 +175,7 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
         starts, lengths = _bounds(arrays["offsets"], chosen)
         places = spread(starts, lengths)
         ids.append(np.asarray(arrays["ids"][places]))
+        seen.append(_seen(arrays, chosen, ids[-1], np.cumsum(lengths)))
         is_target = np.zeros(places.size, dtype=bool)
         bounds, counts = _bounds(arrays["target_offsets"], chosen)
         at = arrays["target_at"][spread(bounds, counts)]
@@ -179,7 +183,18 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
         is_target[at + np.repeat(own_starts, counts)] = True
         targets.append(is_target)
     start_S = np.concatenate([[0], np.cumsum(data.lengths[index_S])])
-    return Flat(data, index_S, np.concatenate(ids), start_S, np.concatenate(targets))
+    is_target_T, seen_T = np.concatenate(targets), np.concatenate(seen)
+    return Flat(data, index_S, np.concatenate(ids), start_S, is_target_T, seen_T)
+
+
+def _seen(
+    arrays: Mapping[str, NDArray[Any]], chosen: IntArray, ids_T: NDArray[Any], stops: IntArray
+) -> Hashes:
+    """The chosen samples' tokens with the pictures before them."""
+    if "media.offsets" not in arrays:
+        return ids_T.astype(np.uint64)
+    pairs = zip(chosen.tolist(), np.split(ids_T, stops[:-1]), strict=True)
+    return np.concatenate([seen_in(arrays, index, own_T) for index, own_T in pairs])
 
 
 def _bounds(offsets: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:

@@ -45,7 +45,7 @@ def ask(session: Session) -> Finding:
 def _repeated(name: str, look: Flat) -> list[str]:
     """Samples that are there more than once."""
     starts = pairwise(look.start_S.tolist())
-    num_different = len({look.ids_T[start:stop].tobytes() for start, stop in starts})
+    num_different = len({look.seen_T[start:stop].tobytes() for start, stop in starts})
     num_repeated = look.index_S.size - num_different
     if not num_repeated:
         return []

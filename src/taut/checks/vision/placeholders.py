@@ -6,18 +6,10 @@ another number the library stops, or shifts every picture after it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from taut.checks.finding import Finding, failed, passed
-from taut.checks.samples import num_tokens, whole
-from taut.checks.session import PROBE_TOKENS, Session
-from taut.checks.vision.shown import obstacle
+from taut.checks.session import Session
+from taut.checks.vision.shown import obstacle, several
 from taut.errors import ModelError
-from taut.types import Sample
-
-SAMPLES = 4
-TOKENS = 768
-"""Of all samples that are looked at, but for the first."""
 
 
 def ask(session: Session) -> Finding:
@@ -25,7 +17,7 @@ def ask(session: Session) -> Finding:
     why_not = obstacle(session)
     if why_not is not None:
         return why_not
-    samples = _some(session)
+    samples = session.once(several)
     for sample in samples:
         try:
             session.numbers([sample])
@@ -38,19 +30,3 @@ def ask(session: Session) -> Finding:
             )
     media = [one for sample in samples for one in sample.media]
     return passed("as many features as placeholders", len(media), "pictures")
-
-
-def _some(session: Session) -> list[Sample]:
-    """Samples with pictures of different sizes, the smallest first."""
-    chosen: list[Sample] = []
-    sizes: set[tuple[int, Any]] = set()
-    for index in session.pictured:
-        sample = whole(session.train[index], PROBE_TOKENS)
-        own = {(one.stop - one.start, one.grid) for one in sample.media}
-        if own <= sizes:
-            continue
-        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
-            break
-        sizes |= own
-        chosen.append(sample)
-    return chosen

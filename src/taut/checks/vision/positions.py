@@ -13,7 +13,7 @@ from torch import Tensor
 from taut.checks.differ import changed
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.checks.vision.shown import obstacle
+from taut.checks.vision.shown import obstacle, several
 from taut.data.pack import ALONE, PackPolicy, pack
 from taut.models import anatomy
 from taut.types import Packed, Sample
@@ -25,9 +25,9 @@ def ask(session: Session) -> Finding:
     why_not = obstacle(session)
     if why_not is not None:
         return why_not
-    first, second = session.pair
+    first, *others = session.once(several)
     again = changed(session, first, [first.num_tokens - 1], f"{first.id} with another end")
-    samples = {one.id: one for one in (first, second, again)}
+    samples = {one.id: one for one in (first, *others, again, session.pair[1])}
     numbered = {name: _alone(session, one) for name, one in samples.items()}
     number = 0
     for how, policy in {"packed": ALONE, "with a prefix shared": PackPolicy(True, 1)}.items():

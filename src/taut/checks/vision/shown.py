@@ -10,14 +10,19 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from taut.checks.finding import Finding, skipped
-from taut.checks.session import Session
+from taut.checks.samples import num_tokens, whole
+from taut.checks.session import PROBE_TOKENS, Session
 from taut.types import Picture, Sample
+
+SAMPLES = 4
+TOKENS = 768
+"""Of all samples with pictures of different sizes, but for the first."""
 
 
 def obstacle(session: Session) -> Finding | None:
@@ -25,6 +30,22 @@ def obstacle(session: Session) -> Finding | None:
     if session.inputs.renderer.album is None:
         return skipped("the model takes no pictures")
     return None if session.pictured else skipped("no row has a picture")
+
+
+def several(session: Session) -> list[Sample]:
+    """Samples with pictures of different sizes, the smallest first."""
+    chosen: list[Sample] = []
+    sizes: set[tuple[int, Any]] = set()
+    for index in session.pictured:
+        sample = whole(session.train[index], PROBE_TOKENS)
+        own = {(one.stop - one.start, one.grid) for one in sample.media}
+        if own <= sizes:
+            continue
+        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
+            break
+        sizes |= own
+        chosen.append(sample)
+    return chosen
 
 
 @dataclass(frozen=True)
