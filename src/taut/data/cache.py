@@ -54,8 +54,8 @@ ARRAYS = {
     "line": np.int64,
     "part": np.int32,
 }
-PLACES = ("picture.source", "picture.offsets")
-"""Where pictures are says nothing of what they are."""
+PLACES = ("picture.source", "picture.offsets", "picture.stamp")
+"""Where pictures are, and since when, says nothing of what they are."""
 ABANDONED = 24 * 3600
 """Seconds after which a half-written entry has nobody who writes it."""
 

@@ -35,7 +35,7 @@ from taut.data.preferences import AnyRow, Kind
 from taut.data.render import Renderer, Targets
 from taut.data.report import DataReport
 from taut.data.sources import Opened, Source, Stamp, changes, open_source
-from taut.data.tokenise import row_offsets, sample_at, tokenise
+from taut.data.tokenise import row_offsets, sample_at, tokenise, why_again
 from taut.errors import ConfigError
 from taut.types import FloatArray, IntArray, Sample
 from taut.vision.album import Album
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split: TypeAlias = Literal["train", "eval"]
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BLOCK = 4096
 """Samples looked at together."""
@@ -258,7 +258,7 @@ def load_dataset(
     looks_again: bool = True,
 ) -> Dataset:
     """The samples of ``config.train`` or ``config.eval``, from the cache where it holds them. ``looks_again``: at
-    sources of which pictures could not be read; false where another process has just done so.
+    sources of which pictures could not be read, or have changed; false where another process has just done so.
     """
     _require_fitting(config, kind)
     named = sources(config, split, kind)
@@ -271,9 +271,9 @@ def load_dataset(
     for (source, how), found in zip(named, opened, strict=True):
         key = _key(found, how, limits, identity, names_files=album is not None)
         entry, reason = cache.load(directory, key)
-        if entry is not None and entry.is_fleeting and looks_again:
+        if entry is not None and looks_again and (reason := why_again(entry)):
             cache.forget(directory, key)
-            entry, reason = None, "pictures could not be read the last time"
+            entry = None
         if entry is None:
             is_cached = False
             cache.save(directory, key, tokenise(found, how, limits, renderer))

@@ -8,6 +8,7 @@
     picture.company   int32 [P]      how many pictures the row has that it is in
     picture.offsets   int64 [P+1]    where each source begins
     picture.source    uint8          the sources, UTF-8, one after another
+    picture.stamp     int64 [P, 2]   size of each source, and when it was last written; -1: it is not there
 
 Here M counts places and P pictures: the same picture in many samples is kept once. An entry without pictures has none
 of these. Imported by ``tokenise.py`` and ``prompt_set.py``.
@@ -15,7 +16,9 @@ of these. Imported by ``tokenise.py`` and ``prompt_set.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +53,33 @@ def media_arrays(media_S: Iterable[tuple[Media, ...]]) -> dict[str, NDArray[Any]
         "picture.company": np.array([company for _, _, company in table], dtype=np.int32),
         "picture.offsets": np.cumsum([0, *map(len, sources)]),
         "picture.source": np.frombuffer(b"".join(sources), dtype=np.uint8),
+        "picture.stamp": np.array([_stamp(source) for source, _, _ in table], dtype=np.int64),
     }  # fmt: skip
+
+
+def changed_source(arrays: Mapping[str, NDArray[Any]]) -> str | None:
+    """The first picture's file that is not as it was when the arrays were made, by size and time; None: all are."""
+    stamps = arrays.get("picture.stamp", np.empty((0, 2)))
+    for source, stamp in zip(_sources(arrays), stamps.tolist(), strict=True):
+        if _stamp(source) != tuple(stamp):
+            return source
+    return None
+
+
+def _sources(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
+    if "picture.source" not in arrays:
+        return
+    every, offsets = arrays["picture.source"].tobytes(), arrays["picture.offsets"].tolist()
+    for begin, end in pairwise(offsets):
+        yield every[begin:end].decode()
+
+
+def _stamp(source: str) -> tuple[int, int]:
+    try:
+        found = Path(source).stat()
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def media_at(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from taut.data.answers import fit_any, render_any, render_each
 from taut.data.columns import Columns
 from taut.data.judged import read_any
 from taut.data.length import Incident, Limits
-from taut.data.media_arrays import media_arrays, media_at
+from taut.data.media_arrays import changed_source, media_arrays, media_at
 from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
@@ -150,6 +151,14 @@ class _Flat:
             arrays[READ_VALUE + name] = np.concatenate(given)
         arrays |= media_arrays(self.media)
         return cache.Entry(arrays, self.num_rows, tuple(self.incidents), self.is_fleeting)
+
+
+def why_again(entry: cache.Entry) -> str:
+    """Why a cached entry is to be made anew, for the sake of its pictures; empty: it is not."""
+    if entry.is_fleeting:
+        return "pictures could not be read the last time"
+    changed = changed_source(entry.arrays)
+    return "" if changed is None else f"{Path(changed).name} has changed"
 
 
 def sample_at(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.chats import write_rows
-from tests.pictured import picture, renderer
+from tests.tiled import picture, renderer
 
 from taut.config import from_mapping
 from taut.data.dataset import DataConfig, Dataset, load_dataset
@@ -105,3 +106,20 @@ def test_nothing_left_names_the_pictures(tmp_path: Path) -> None:
 
 def test_without_pictures_there_are_no_arrays() -> None:
     assert media_arrays([(), ()]) == {}
+
+
+def test_a_picture_that_changed_is_read_anew(tmp_path: Path) -> None:
+    """Not one that was only touched: it is looked at again and is the same."""
+    place = written(tmp_path / "a", "one.png", None)
+    path = Path(picture(place, "one")["image"].value)
+    before = load(place)
+    os.utime(path, ns=(0, 1))
+    touched = load(place)
+    assert not touched.report.is_cached
+    assert touched.parts[0].identity == before.parts[0].identity
+    picture(place, "one", 6, 6)
+    assert "one.png has changed" in load(place).report.decisions[0]
+    assert load(place)[0].media[0].grid == (1, 3, 3)
+    path.unlink()
+    with pytest.raises(PictureError, match=r"rows\.jsonl:1: .*there is no file"):
+        load(place)

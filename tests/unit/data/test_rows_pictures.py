@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.chats import write_rows
-from tests.pictured import chat, learned, picture, renderer, said
+from tests.tiled import chat, learned, picture, renderer, said
 
 from taut.config import from_mapping
 from taut.data.answers import fit_any, render_any, render_each
