@@ -1,5 +1,5 @@
-"""No false alarm on pictures: of models that take pictures every check is asked on sound rows with pictures, and on rows
-of text, where those of pictures say so.
+"""No false alarm on pictures: of models that take them every check is asked on sound rows with pictures, and on rows of
+text, where the checks of pictures say so.
 """
 
 from __future__ import annotations
