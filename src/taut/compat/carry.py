@@ -40,7 +40,8 @@ KEYS: Mapping[Framework, Mapping[str, str]] = {
     "trl": _TRL,
     "open-r1": _TRL,
     "swift": _HF
-    | {"lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout"},
+    | {"lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout"}
+    | {"max_pixels": "data.images.max_pixels"},
     "openrlhf": {
         "adam.lr": "optim.learning_rate",
         "adam.weight_decay": "optim.weight_decay",
@@ -87,6 +88,13 @@ DEFAULTS: Mapping[Framework, Mapping[str, Any]] = {
     },
 }
 """What the frameworks take where a recipe is silent and taut would take something else."""
+FREEZES = {
+    "freeze_llm": ("language_model", False),
+    "freeze_vit": ("vision_tower", True),
+    "freeze_aligner": ("projector", True),
+}
+"""ms-swift's words for parts of a vision-language model, and whether they are frozen unless it is told."""
+RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
 TOO_LONG: Mapping[Framework, str] = {
     "trl": "truncate",
     "open-r1": "truncate",
@@ -195,8 +203,10 @@ class Carried:
         return [f"{key}={_written(value)}" for key, value in self.settings.items()]
 
 
-def carry(recipe: Recipe) -> Carried | None:
-    """The run in taut; None for another method than sft, or without a model."""
+def carry(recipe: Recipe, is_vision: bool | None = None) -> Carried | None:
+    """The run in taut; None for another method than sft, or without a model. ``is_vision``: whether the model takes
+    pictures; None: not known.
+    """
     if recipe.method != "sft" or recipe.model is None:
         return None
     left = list[str]()
@@ -212,6 +222,7 @@ def carry(recipe: Recipe) -> Carried | None:
     _batch(recipe, settings, left)
     _schedule(recipe, settings, left)
     _adapters(recipe, settings)
+    _parts(recipe, settings, left, is_vision)
     steps = recipe.value("max_steps")
     if isinstance(steps, int) and steps > 0:
         settings["steps"] = steps
@@ -294,5 +305,33 @@ def _adapters(recipe: Recipe, settings: dict[str, Any]) -> None:
             settings.pop(name, None)
 
 
+def _parts(
+    recipe: Recipe, settings: dict[str, Any], left: list[str], is_vision: bool | None
+) -> None:
+    """What of a vision-language model ms-swift trains, and how fast: of itself the language model alone."""
+    if is_vision is False:
+        settings.pop("data.images.max_pixels", None)
+    if recipe.framework != "swift" or is_vision is False:
+        return
+    has_adapters = "lora.rank" in settings
+    if is_vision is None and not any(key in recipe.settings for key in (*FREEZES, *RATES)):
+        if not has_adapters:
+            left.append(
+                f"of a model that takes pictures swift freezes {' and '.join(RATES.values())}"
+            )
+        return
+    frozen = [part for key, (part, default) in FREEZES.items() if recipe.value(key, default)]
+    trained = [part for part, _ in FREEZES.values() if part not in frozen]
+    if has_adapters and trained != ["language_model"]:
+        settings["lora.targets"] = trained
+    elif not has_adapters and frozen:
+        settings["freeze"] = frozen
+    rates = {part: recipe.value(key) for key, part in RATES.items() if part in trained}
+    if rates := {part: rate for part, rate in rates.items() if rate is not None}:
+        settings["optim.rates"] = rates
+
+
 def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_written(it)}' for key, it in value.items())}}}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -50,8 +50,9 @@ def examine(spec: str) -> RecipeReport:
         _require_version(match["version"], spec)
     path = Path(match["file"]).expanduser()
     recipe = read(dialect, path, match["method"], match["version"])
-    judged = judge(recipe, Facts(recipe, path.parent))
-    return RecipeReport(recipe, str(path), tuple(judged), carry(recipe))
+    facts = Facts(recipe, path.parent)
+    carried = carry(recipe, facts.answer("is_vision").holds)
+    return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)
 
 
 def main(spec: str, *, as_json: bool = False) -> int:

@@ -254,6 +254,15 @@ def _columns(name: str, wanted: set[str]) -> Callable[[Facts], Answer]:
     return ask
 
 
+def _data_has_pictures(facts: Facts) -> Answer:
+    row = facts.first_row
+    if isinstance(row, Answer):
+        return row
+    return Answer(
+        not row.keys().isdisjoint(("image", "images")), f"the first row has {', '.join(row)}"
+    )
+
+
 def _keeps_master_weights(facts: Facts) -> Answer:
     recipe = facts.recipe
     spread = [*recipe.launcher, *(str(recipe.value(key, "")) for key in ("deepspeed", "fsdp"))]
@@ -293,6 +302,7 @@ FACTS: Mapping[str, Callable[[Facts], Answer]] = {
     "is_qwen3_5": _is_qwen3_5,
     "data_is_prompt_completion": _columns("data_is_prompt_completion", {"prompt", "completion"}),
     "data_is_messages": _columns("data_is_messages", {"messages"}),
+    "data_has_pictures": _data_has_pictures,
     "keeps_master_weights": _keeps_master_weights,
     "is_started_as_script": _is_started_as_script,
     "has_unknown_keys_in_file": _has_unknown_keys_in_file,

@@ -119,6 +119,48 @@ def test_what_equals_what_in_taut() -> None:
     assert run.lora.rank == 0
 
 
+SWIFT = "swift sft --model {model} --dataset rows.jsonl --learning_rate 1e-5 "
+RATE = {"optim.rates": {"vision_tower": 2e-6}}
+TOWER_AND_TEXT = {"freeze": ["language_model", "vision_tower"]}
+ADAPTED = ["language_model", "projector"]
+PARTS = [
+    ("--tuner_type full", True, {"freeze": ["vision_tower", "projector"]}),
+    ("--tuner_type full", False, {}),
+    ("--tuner_type full --freeze_vit false --freeze_aligner false --vit_lr 2e-6", True, RATE),
+    ("--tuner_type full --freeze_llm true --freeze_aligner false", True, TOWER_AND_TEXT),
+    ("--tuner_type lora", True, {}),
+    ("--tuner_type lora --freeze_aligner false", True, {"lora.targets": ADAPTED}),
+    ("--tuner_type lora --max_pixels 50176", True, {"data.images.max_pixels": 50176}),
+    ("--tuner_type lora --max_pixels 50176", False, {}),
+]
+
+
+@pytest.mark.parametrize(("words", "takes_pictures", "expected"), PARTS)
+def test_the_parts_that_swift_trains(
+    words: str, takes_pictures: bool, expected: dict[str, object], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    vision = {"vision_config": {}} if takes_pictures else {}
+    (model / "config.json").write_text(json.dumps({"model_type": "some"} | vision))
+    carried = examine(
+        f"swift:{written(tmp_path, 'a.sh', SWIFT.format(model=model) + words)}"
+    ).carried
+    assert carried is not None
+    keys = ("freeze", "optim.rates", "lora.targets", "data.images.max_pixels")
+    assert {key: carried.settings[key] for key in keys if key in carried.settings} == expected
+    assert load(Run, None, carried.words).model == str(model)
+
+
+def test_what_swift_freezes_is_told_where_the_model_is_not_here(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.sh", SWIFT.format(model="some/model") + "--tuner_type full")
+    carried = examine(f"swift:{path}").carried
+    assert carried is not None
+    told = "of a model that takes pictures swift freezes vision_tower and projector"
+    assert told in carried.left
+    assert "freeze" not in carried.settings
+
+
 def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, "a.yaml", "model_name_or_path: m\nmax_grad_norm: .nan\n")
     found = examine(f"trl:{path}")

@@ -41,6 +41,7 @@ CITED: Mapping[str | int, str] = {
     11: "ms-swift#4939 ms-swift#9829 slime#330 trl#6363",
     12: "ms-swift#6267 ms-swift#5745 ms-swift#4009 ms-swift#5871 ms-swift#7459 ms-swift#2268",
     14: "trl#5826 trl#5662 trl#6548 UniVR#13 ms-swift#6961",
+    15: "trl#5904 prime-rl#2013 LF#6559",
     16: "trl#3867 trl#4159 AReaL#1290",
     17: "trl#6789 trl#7269",
     19: "verl#7495 miles#1087",
