@@ -25,7 +25,7 @@ def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
-    cpu_seconds = watch_steps()
+    spent = watch_steps()
     import_mb = peak_mb()
     taut.sft(
         model=job["model"],
@@ -51,31 +51,33 @@ def main() -> None:
     done = [event for event in events if event["kind"] == "step"]
     steps = [
         {
-            "seconds": event["seconds"],
-            "cpu_seconds": cpu,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "loss": event["loss"],
             "rows": [int(sample.rsplit(":", 1)[1]) - 1 for sample in event["sample_ids"]],
             "num_tokens": event["num_tokens_unshared"],
         }
-        for event, cpu in zip(done, cpu_seconds, strict=True)
+        for event, (seconds, cpu_seconds) in zip(done, spent, strict=True)
     ]
     result = {"steps": steps, "peak_mb": peak_mb(), "import_mb": import_mb}
     Path(job["result"]).write_text(json.dumps(result))
 
 
-def watch_steps() -> list[float]:
-    """Filled with the processor seconds of each step."""
-    seconds: list[float] = []
+def watch_steps() -> list[tuple[float, float]]:
+    """Filled with the seconds and the processor seconds of each step, from the end of one to the end of the next."""
+    spent: list[tuple[float, float]] = []
     train_step = loop.train_step
+    ends: list[tuple[float, float]] = []
 
     def timed(*args: Any) -> loop.StepReport:
-        start = time.process_time()
+        start = ends[-1] if ends else (time.perf_counter(), time.process_time())
         report = train_step(*args)
-        seconds.append(time.process_time() - start)
+        ends.append((time.perf_counter(), time.process_time()))
+        spent.append((ends[-1][0] - start[0], ends[-1][1] - start[1]))
         return report
 
     loop.train_step = timed
-    return seconds
+    return spent
 
 
 main()
