@@ -17,7 +17,7 @@ from taut.checks import CHECKS
 PAGE = ROOT / "docs" / "failures.md"
 IDS = [*(f"F{number}" for number in range(1, 6)), *map(str, range(1, 41))]
 STATUSES = ("impossible", "refused", "checked", "not yet")
-SETTLED = 40
+SETTLED = 44
 """At least so many rows are more than "not yet"."""
 ROW = re.compile(r"^\| (F?\d+) \|(.*)\|$", re.MULTILINE)
 SUMMARY = re.compile(
