@@ -34,7 +34,7 @@ from taut.types import Sample
 
 def render_any(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample]]:
     """The samples of each row, answers in their order."""
-    answers = [_answers(row) for row in rows]
+    answers = [answers_of(row) for row in rows]
     rendered = iter(renderer.render_all([answer for group in answers for answer in group]))
     found = [[next(rendered) for _ in group] for group in answers]
     return [
@@ -53,13 +53,13 @@ def render_each(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample]
 
 def faults_of_pictures(rows: Sequence[AnyRow], renderer: Renderer) -> list[PictureError | None]:
     """What is wrong with the first such picture of each row."""
-    renderer.look(answer for row in rows for answer in _answers(row))
+    renderer.look(answer for row in rows for answer in answers_of(row))
     return [_fault_of_pictures(row, renderer) for row in rows]
 
 
 def _fault_of_pictures(row: AnyRow, renderer: Renderer) -> PictureError | None:
     try:
-        for answer in _answers(row):
+        for answer in answers_of(row):
             if isinstance(answer, Conversation):
                 renderer.template.pictures.place_each(answer.messages, answer.place)
     except PictureError as error:
@@ -82,7 +82,8 @@ def fit_any(
     return kept, incidents
 
 
-def _answers(row: AnyRow) -> tuple[Row, ...]:
+def answers_of(row: AnyRow) -> tuple[Row, ...]:
+    """Each as the row of SFT that it is."""
     if isinstance(row, Answers):
         return row.answers
     return (row.answer if isinstance(row, Stepwise) else row,)

@@ -54,7 +54,9 @@ ARRAYS = {
     "line": np.int64,
     "part": np.int32,
 }
-PLACES = ("picture.source", "picture.offsets", "picture.stamp")
+PLACES = tuple(
+    f"{it}.{name}" for it in ("picture", "film") for name in ("source", "offsets", "stamp")
+)
 """Where pictures are, and since when, says nothing of what they are."""
 ABANDONED = 24 * 3600
 """Seconds after which a half-written entry has nobody who writes it."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split: TypeAlias = Literal["train", "eval"]
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BLOCK = 4096
 """Samples looked at together."""

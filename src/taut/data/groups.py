@@ -17,6 +17,7 @@ from typing import overload
 import numpy as np
 
 from taut.data.dataset import Dataset
+from taut.data.pictures import uncut, within
 from taut.data.plan import prefix_groups
 from taut.types import FloatArray, IntArray, Sample, Tree
 
@@ -99,10 +100,20 @@ class Good(Sequence[Sample]):
 
 
 def _spliced(one: Sample, other: Sample, max_length: int) -> Sample:
-    """The prompt of one sample and the answer of another: ids as they are, every token of the answer a target."""
-    prompt_T = one.ids_T[: int(one.target_at_N[0])]
-    answer_T = other.ids_T[int(other.target_at_N[0]) :][: max(1, max_length - prompt_T.size)]
-    ids_T = np.concatenate([prompt_T, answer_T])
-    at_N = np.arange(prompt_T.size, ids_T.size)
-    name = f"{one.id} with the answer of {other.id}"
-    return Sample(name, ids_T, at_N, np.ones(at_N.size), values=one.values)
+    """The prompt of one sample and the answer of another, each with its pictures: ids as they are, every token of the
+    answer a target but those of pictures (of a question asked in the midst of it).
+    """
+    begin, first = int(one.target_at_N[0]), int(other.target_at_N[0])
+    longest = first + max(1, max_length - begin)
+    stop = min(other.num_tokens, uncut(other.media, longest))
+    ids_T = np.concatenate([one.ids_T[:begin], other.ids_T[first:stop]])
+    asked = [
+        replace(it, start=it.start + begin, stop=it.stop + begin)
+        for it in within(other.media, first, stop)
+    ]
+    is_target = np.arange(ids_T.size) >= begin
+    for it in asked:
+        is_target[it.start : it.stop] = False
+    at_N = np.flatnonzero(is_target)
+    name, media = f"{one.id} with the answer of {other.id}", within(one.media, 0, begin)
+    return Sample(name, ids_T, at_N, np.ones(at_N.size), (*media, *asked), values=one.values)

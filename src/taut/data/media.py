@@ -75,8 +75,13 @@ def read_content(
             f"{where}.content is {shown(content)}; expected a string or a list of text parts and pictures"
         )
     parts: list[Part] = []
-    for index, part in enumerate(content):
-        parts += _read_part(part, f"{where}.content[{index}]", finding, ignored)
+    try:
+        for index, part in enumerate(content):
+            parts += _read_part(part, f"{where}.content[{index}]", finding, ignored)
+    except RecursionError:
+        raise DataError(
+            f"{where}.content is nested too deeply; expected a list of text parts and pictures; correct the row"
+        ) from None
     if all(part["type"] == "text" for part in parts):
         return text_of(parts)
     if role == "assistant":
@@ -173,7 +178,7 @@ def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
 
 
 def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
-    if value.startswith(("http://", "https://")):
+    if value[:8].lower().startswith(("http://", "https://")):
         return ImageRef("url", value)
     if value.startswith("data:"):
         head, _, raw = value.partition(",")
@@ -184,7 +189,8 @@ def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
         value = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", value))
     elif re.match(r"\w+://", value):
         raise PictureError(
-            f"{where} is at {shown(value)}; expected a path, or an address of http or https; fetch it first"
+            f"{where} is at {ImageRef('url', value).name}; expected a path, or an address of http or https; fetch it "
+            "first"
         )
     try:
         path = Path(value).expanduser()

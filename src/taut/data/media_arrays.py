@@ -9,6 +9,7 @@
     picture.offsets   int64 [P+1]    where each source begins
     picture.source    uint8          the sources, UTF-8, one after another
     picture.stamp     int64 [P, 2]   size of each source, and when it was last written; -1: it is not there
+    film.offsets, film.source, film.stamp   the same of the videos that pictures are frames of
 
 Here M counts places and P pictures: the same picture in many samples is kept once. An entry without pictures has none
 of these. Imported by ``tokenise.py`` and ``prompt_set.py``.
@@ -16,7 +17,7 @@ of these. Imported by ``tokenise.py`` and ``prompt_set.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from taut.vision.album import Album
 
 
-def media_arrays(media_S: Iterable[tuple[Media, ...]]) -> dict[str, NDArray[Any]]:
-    """The arrays of samples with these pictures; none where no sample has one."""
+def media_arrays(
+    media_S: Iterable[tuple[Media, ...]], films: Sequence[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """The arrays of samples with these pictures; none where no sample has one. ``films``: the files of videos."""
     counts, places = [], []
     table: dict[tuple[str, str, int], int] = {}
     for media in media_S:
@@ -43,7 +46,6 @@ def media_arrays(media_S: Iterable[tuple[Media, ...]]) -> dict[str, NDArray[Any]
     if not places:
         return {}
     placed = np.array(places, dtype=np.int32)
-    sources = [source.encode() for source, _, _ in table]
     return {
         "media.offsets": np.cumsum([0, *counts]),
         "media.at": placed[:, :2],
@@ -51,27 +53,40 @@ def media_arrays(media_S: Iterable[tuple[Media, ...]]) -> dict[str, NDArray[Any]
         "media.picture": placed[:, 5],
         "picture.content": np.array([list(bytes.fromhex(content)) for _, content, _ in table], np.uint8),
         "picture.company": np.array([company for _, _, company in table], dtype=np.int32),
-        "picture.offsets": np.cumsum([0, *map(len, sources)]),
-        "picture.source": np.frombuffer(b"".join(sources), dtype=np.uint8),
-        "picture.stamp": np.array([_stamp(source) for source, _, _ in table], dtype=np.int64),
+        **_files("picture", [source for source, _, _ in table]),
+        **_files("film", films),
     }  # fmt: skip
 
 
+def _files(kind: str, paths: Sequence[str]) -> dict[str, NDArray[Any]]:
+    if not paths:
+        return {}
+    encoded = [path.encode(errors="surrogateescape") for path in paths]
+    return {
+        f"{kind}.offsets": np.cumsum([0, *map(len, encoded)]),
+        f"{kind}.source": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+        f"{kind}.stamp": np.array([_stamp(path) for path in paths], dtype=np.int64),
+    }
+
+
 def changed_source(arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """The first picture's file that is not as it was when the arrays were made, by size and time; None: all are."""
-    stamps = arrays.get("picture.stamp", np.empty((0, 2)))
-    for source, stamp in zip(_sources(arrays), stamps.tolist(), strict=True):
-        if _stamp(source) != tuple(stamp):
-            return source
+    """The first picture's or video's file that is not as it was when the arrays were made, by size and time; None: all
+    are.
+    """
+    for kind in ("film", "picture"):
+        stamps = arrays.get(f"{kind}.stamp", np.empty((0, 2)))
+        for source, stamp in zip(_sources(arrays, kind), stamps.tolist(), strict=True):
+            if _stamp(source) != tuple(stamp):
+                return source
     return None
 
 
-def _sources(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
-    if "picture.source" not in arrays:
+def _sources(arrays: Mapping[str, NDArray[Any]], kind: str) -> Iterator[str]:
+    if f"{kind}.source" not in arrays:
         return
-    every, offsets = arrays["picture.source"].tobytes(), arrays["picture.offsets"].tolist()
+    every, offsets = arrays[f"{kind}.source"].tobytes(), arrays[f"{kind}.offsets"].tolist()
     for begin, end in pairwise(offsets):
-        yield every[begin:end].decode()
+        yield every[begin:end].decode(errors="surrogateescape")
 
 
 def _stamp(source: str) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def placed(
         return turns
     turns = [_with_places(turn) for turn in turns]
     places = [part for turn in turns for part in _parts(turn) if _is_place(part)]
-    if not places and not needs_marks:
+    if not places and not needs_marks and not any(map(_has_media, turns)):
         parts = [{"type": kind} for kind, found in columns.items() if found for _ in found[1]]
         turns = _before_first_question(turns, parts)
         places = [part for turn in turns for part in _parts(turn) if _is_place(part)]
@@ -128,6 +128,11 @@ def _parts(turn: Any) -> list[Any]:
 
 def _is_place(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in MARKS.values() and not has_value(part)
+
+
+def _has_media(turn: Any) -> bool:
+    """Whether a part of it says itself what its picture is."""
+    return any(isinstance(part, dict) and part.get("type") in MEDIA for part in _parts(turn))
 
 
 def _with_places(turn: Any) -> Any:

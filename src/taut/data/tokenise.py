@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.data import cache
-from taut.data.answers import fit_any, render_any, render_each
+from taut.data.answers import answers_of, fit_any, render_any, render_each
 from taut.data.columns import Columns
+from taut.data.formats import Conversation, images_of
 from taut.data.judged import read_any
 from taut.data.length import Incident, Limits
 from taut.data.media_arrays import changed_source, media_arrays, media_at
@@ -28,22 +28,21 @@ from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
     from taut.vision.album import Album
+    from taut.vision.picture import ImageRef
 
-BATCH_ROWS = 256
+BATCH_ROWS, BATCH_BYTES = 256, 2**28
+"""Rows rendered together, and of pictures that are with them: frames of videos are large."""
 VALUE, READ_VALUE = "value.", "read_value."
 
 
 def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
     """Read, render and fit every row of a source; nothing is written."""
     flat = _Flat()
-    records = iter(found.records())
-    while batch := list(islice(records, BATCH_ROWS)):
-        rows = [
-            _read(record, f"{found.path}:{number}", columns, renderer) for number, record in batch
-        ]
-        readable = [row for row in rows if not isinstance(row, PictureError)]
+    for batch in _batches(found, columns, renderer):
+        readable = [row for _, row in batch if not isinstance(row, PictureError)]
+        flat.films |= {one.film: None for row in readable for one in _pictures(row) if one.film}
         rendered = iter(_rendered(readable, renderer))
-        for (number, _), row in zip(batch, rows, strict=True):
+        for number, row in batch:
             flat.num_rows += 1
             if isinstance(row, PictureError):
                 flat.leave_out(number, f"{found.path}:{number}", row)
@@ -64,6 +63,29 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
             f"expected some; change data.max_length, data.min_length or data.too_long{files}"
         )
     return flat.entry()
+
+
+def _batches(
+    found: Opened, columns: Columns, renderer: Renderer
+) -> Iterator[list[tuple[int, AnyRow | PictureError]]]:
+    """Rows by number, as many at a time as may be held."""
+    batch: list[tuple[int, AnyRow | PictureError]] = []
+    held = 0
+    for number, record in found.records():
+        row = _read(record, f"{found.path}:{number}", columns, renderer)
+        batch.append((number, row))
+        if not isinstance(row, PictureError):
+            held += sum(len(it.value) for it in _pictures(row) if it.kind == "bytes")
+        if len(batch) == BATCH_ROWS or held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _pictures(row: AnyRow) -> list[ImageRef]:
+    chats = [it.messages for it in answers_of(row) if isinstance(it, Conversation)]
+    return [picture for messages in chats for picture in images_of(messages)]
 
 
 def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> AnyRow | PictureError:
@@ -107,6 +129,8 @@ class _Flat:
         self.read_values: dict[str, list[NDArray[np.float64]]] = {}
         self.incidents: list[Incident] = []
         self.media: list[tuple[Media, ...]] = []
+        self.films: dict[str, None] = {}
+        """The files of videos, in their order."""
         self.is_fleeting = False
 
     def leave_out(self, number: int, place: str, error: PictureError) -> None:
@@ -149,7 +173,7 @@ class _Flat:
             arrays["read_offsets"] = np.cumsum([0, *map(len, self.read_at)])
         for name, given in self.read_values.items():
             arrays[READ_VALUE + name] = np.concatenate(given)
-        arrays |= media_arrays(self.media)
+        arrays |= media_arrays(self.media, list(self.films))
         return cache.Entry(arrays, self.num_rows, tuple(self.incidents), self.is_fleeting)
 
 

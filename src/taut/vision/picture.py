@@ -19,7 +19,7 @@ import os
 import stat
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -92,6 +92,8 @@ class ImageRef:
     kind: Literal["file", "url", "bytes"]
     value: str | bytes
     """A path, absolute or relative to the working directory; an address; or the encoded picture itself."""
+    film: str = field(default="", compare=False)
+    """The video's file that it is a frame of."""
 
     @property
     def name(self) -> str:
@@ -132,16 +134,23 @@ def require_bytes(num_bytes: int, name: str, most: int) -> None:
         )
 
 
+def require_regular(found: os.stat_result, name: str) -> None:
+    """Refuse what is no file: to open a pipe may take for ever. ``name``: for messages, with what it is of."""
+    if not stat.S_ISREG(found.st_mode):
+        what = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
+        raise PictureError(f"{name} is {what}; expected a file; correct the path")
+
+
 def read_file(path: str, most: int) -> bytes:
     """What a regular file holds, if that is at most so many bytes."""
     name = _line(path)
     try:
         path.encode()  # it will be kept with the data
-        _require_regular(os.stat(path), name)  # noqa: PTH116  # to open a device may do something
+        require_regular(os.stat(path), f"the picture {name}")  # noqa: PTH116  # to open a device may do something
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(number, "rb") as file:
             found = os.fstat(number)
-            _require_regular(found, name)
+            require_regular(found, f"the picture {name}")
             require_bytes(found.st_size, name, most)
             content = file.read(most + 1)
     except PictureError:
@@ -182,12 +191,6 @@ def decode(content: bytes, name: str, images: ImagesConfig) -> Image.Image:
             f"the picture {name} is damaged or cut short ({reason}); expected one that can be decoded whole; get the "
             "file anew, or remove the row"
         ) from None
-
-
-def _require_regular(found: os.stat_result, name: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        what = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
-        raise PictureError(f"the picture {name} is {what}; expected a file; correct the path")
 
 
 def _require_pixels(width: int, height: int, name: str, most: int) -> None:

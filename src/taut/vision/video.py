@@ -15,6 +15,7 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from PIL import Image, UnidentifiedImageError
 
 from taut.errors import PictureError
-from taut.vision.picture import ImageRef
+from taut.vision.picture import ImageRef, require_regular
 
 FORMATS = ("GIF", "WEBP", "PNG")
 """What PIL reads."""
@@ -58,7 +59,11 @@ def frames_of(film: ImageRef, fps: float, max_frames: int, place: str) -> list[F
             f"{place}: the video is at the address {film.name}; expected a file; fetch it first"
         )
     try:
-        return list(_frames(film, fps, max_frames, _stamp(film)))
+        frames = _frames(film, fps, max_frames, _stamp(film, place))
+        file = "" if isinstance(film.value, bytes) else str(Path(film.value).absolute())
+        return [it._replace(image=replace(it.image, film=file)) for it in frames]
+    except PictureError:
+        raise
     except ImportError:
         raise PictureError(
             f"{place}: reading the video {film.name} needs PyAV, which is not installed; pip install av, or give the "
@@ -83,11 +88,12 @@ def png_of(image: Image.Image) -> ImageRef:
     return ImageRef("bytes", held.getvalue())
 
 
-def _stamp(film: ImageRef) -> tuple[int, int]:
+def _stamp(film: ImageRef, place: str) -> tuple[int, int]:
     """Changes when the file does."""
     if isinstance(film.value, bytes):
         return 0, 0
     found = Path(film.value).stat()
+    require_regular(found, f"{place}: the video {film.name}")
     return found.st_mtime_ns, found.st_size
 
 
@@ -107,6 +113,7 @@ def _frames(
 
 
 def _animated(image: Image.Image, fps: float, max_frames: int) -> Iterator[Frame]:
+    _refuse_bomb(*image.size)
     first = 1 if image.info.get("default_image") else 0  # of an APNG: shown where none can be
     starts, end = [], 0.0
     for number in range(first, getattr(image, "n_frames", 1)):
@@ -156,7 +163,7 @@ def _decoded(source: str | BytesIO, fps: float, max_frames: int) -> Iterator[Fra
 
 
 def _refuse_bomb(width: int, height: int) -> None:
-    """PIL looks at the size of what it opens; frames of a video come to it as pixels."""
+    """PIL warns of the size of what it opens; frames of a movie come to it as pixels."""
     most = Image.MAX_IMAGE_PIXELS
     if most is not None and width * height > most:
         raise ValueError(

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tests.chats import write_rows
 from tests.tiled import picture, renderer
 
 from taut.config import from_mapping
+from taut.data import tokenise
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.media_arrays import media_arrays
+from taut.data.render import Renderer
 from taut.errors import DataError, PictureError
 from taut.types import Sample
 
@@ -123,3 +126,35 @@ def test_a_picture_that_changed_is_read_anew(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(PictureError, match=r"rows\.jsonl:1: .*there is no file"):
         load(place)
+
+
+def animated(path: Path, *greys: int) -> None:
+    frames = [Image.new("RGB", (4, 4), (grey,) * 3) for grey in greys]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+
+
+def test_a_video_that_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames lie in the cache, where nothing changes. They are large: rows are not kept until there are many."""
+    place = written(tmp_path / "a", None)
+    film = {"type": "video", "video": "film.gif"}
+    asked = [{"role": "user", "content": [film]}, {"role": "assistant", "content": "dog"}]
+    write_rows(place / "rows.jsonl", [{"messages": asked}, *rows(None), {"messages": asked}])
+    monkeypatch.setattr(tokenise, "BATCH_BYTES", 1)
+    sizes = []
+    look = Renderer.look
+
+    def counted(self: Renderer, seen: Any) -> None:
+        some = list(seen)
+        sizes.append(len(some))
+        look(self, some)
+
+    monkeypatch.setattr(Renderer, "look", counted)
+    animated(place / "film.gif", 10, 20)
+    before = load(place)
+    assert sizes == [1, 2] and [len(one.media) for one in before] == [2, 0, 2]
+    assert load(place).report.is_cached
+    animated(place / "film.gif", 30, 40)
+    after = load(place)
+    assert "film.gif has changed" in after.report.decisions[0]
+    assert before[0].media[0].picture.digest != after[0].media[0].picture.digest
+    assert before.parts[0].entry.digest != after.parts[0].entry.digest

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.pictures import illustrated
 
 from taut.data.dataset import Dataset
 from taut.data.groups import Rows
@@ -61,6 +62,28 @@ def test_mismatched_is_cut_and_keeps_one_target(length: int, left: list[int]) ->
     first, _ = rows_of(A, B).mismatched([0, 1], length)
     assert first.samples[0].ids_T.tolist() == [1, 2, 3, *left]
     assert first.samples[0].num_targets == len(left)
+
+
+def test_mismatched_has_the_pictures_of_both() -> None:
+    """Prompt and answer bring theirs; those of a question in the midst of an answer are no targets, and never cut."""
+    one = illustrated("one", [1, ("a", (1, 1, 2)), 2, 3, 4])
+    one = replace(one, target_at_N=np.array([5]), weight_N=np.ones(1))
+    asked = [("b", (1, 1, 2)), 5, 6, 7, ("c", (1, 1, 3)), 8]
+    other = illustrated("other", asked)  # type: ignore[arg-type]
+    other = replace(other, target_at_N=np.array([3, 8]), weight_N=np.ones(2))
+    first, second = (tree.samples[0] for tree in rows_of(one, other).mismatched([0, 1], 99))
+    assert first.ids_T.tolist() == [1, 9, 9, 2, 3, 6, 7, 9, 9, 9, 8]
+    assert first.target_at_N.tolist() == [5, 6, 10]
+    assert [(it.picture.source, it.start, it.stop) for it in first.media] == [
+        ("a", 1, 3),
+        ("c", 7, 10),
+    ]
+    assert second.ids_T.tolist() == [9, 9, 5, 4]
+    assert [(it.picture.source, it.start, it.stop) for it in second.media] == [("b", 0, 2)]
+    for most in (8, 9):
+        cut = rows_of(one, other).mismatched([0, 1], most)[0].samples[0]
+        assert cut.ids_T.tolist() == [1, 9, 9, 2, 3, 6, 7]
+        assert [it.picture.source for it in cut.media] == ["a"]
 
 
 def test_mismatched_follows_the_step_and_one_alone_takes_the_next_of_the_data() -> None:

@@ -99,6 +99,8 @@ def test_files_are_beside_the_data_then_here(
 
 
 def test_an_address_is_kept() -> None:
+    shouted = asked({"messages": [ask({"type": "image", "image": "HTTPS://here.org/a.png"})]})
+    assert shouted == [{"type": "image", "image": ImageRef("url", "HTTPS://here.org/a.png")}]
     part = {"type": "image_url", "image_url": {"url": "https://here.org/a%20b.png"}}
     expected = ImageRef("url", "https://here.org/a%20b.png")
     assert images_of(read({"messages": [ask(part), ANSWER]}).messages) == [expected]
@@ -180,6 +182,9 @@ def test_turns_after_the_first() -> None:
     ]
 
 
+NESTED: Any = "a"
+for _ in range(1000):
+    NESTED = {"image": NESTED}
 HUMAN = {"from": "human", "value": "<image> or <image>?"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ask(PLACE), ANSWER], "images": ["a", "b"]}, "images has 2 and the messages have 1 places"),
@@ -189,6 +194,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ask(said("x"))], "images": ["a"]}, "images has 1 and the messages have 0 places"),
     ({"messages": [ask({**PLACE, "index": 1})], "images": ["a"]}, "images has 1 and the messages have 2"),
     ({"messages": [ask(said("<video>"))], "images": ["a"]}, "images has 1 and the messages have 0"),
+    ({"messages": [{"role": "user", "content": "x"}, ask({**PLACE, "image": "a"})], "images": ["a"]}, "has 1 and .* 0"),
+    ({"messages": [ask({**PLACE, "image": NESTED})]}, "nested too deeply"),
     ({"messages": [ANSWER], "images": ["a"]}, "images has 1 and the messages have 0 places"),
     ({"messages": [ask(PLACE), ANSWER]}, r"messages\[0\].content\[0\] has no picture"),
     ({"messages": [ask(PLACE)], "images": ["a"], "image": "b"}, "has images and image; expected one"),
@@ -313,7 +320,8 @@ BAD: list[tuple[Any, str]] = [
     ({"bytes": b""}, "is empty"),
     ({"url": "data:image/png;base64,"}, "is empty"),
     ({"url": "data:image/svg,<a>"}, "expected one in base64"),
-    ({"image": "s3://a/b"}, "is at 's3://a/b'; expected a path"),
+    ({"image": "s3://a/b"}, "is at s3://a/b; expected a path"),
+    ({"image": "s3://user:secret@a/b?key=1"}, "is at s3://a/b; expected a path"),
     ({"image": "~no-one/a"}, "can be no path"),
     ({"image": TEXT * 99}, "can be no path; .* own key"),
 ]

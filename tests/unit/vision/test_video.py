@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -105,11 +106,23 @@ def test_broken(tmp_path: Path) -> None:
         frames_of(ImageRef("url", "https://here.org/a.mp4"), 2, 64, "d:1")
 
 
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    """A pipe that nobody writes to would be waited for, for ever."""
+    os.mkfifo(tmp_path / "a.mp4")
+    with pytest.raises(PictureError, match=r"^d:1: the video .*a.mp4 is a pipe, a socket"):
+        frames_of(ImageRef("file", str(tmp_path / "a.mp4")), 2, 64, "d:1")
+    with pytest.raises(PictureError, match="is a directory; expected a file"):
+        frames_of(ImageRef("file", str(tmp_path)), 2, 64, "d:1")
+
+
 def test_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     film = movie(tmp_path / "a.mp4")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(PictureError, match="frames have 32 x 16 pixels; expected at most 100"):
         frames_of(film, 3, 64, "d:1")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
+    with pytest.warns(), pytest.raises(PictureError, match="have 16 x 16 pixels; expected at most"):
+        frames_of(animation("GIF", 70), 3, 64, "d:1")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(PictureError, match="cannot be read"):
         frames_of(animation("GIF", 70), 3, 64, "d:1")
