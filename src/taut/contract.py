@@ -36,7 +36,7 @@ from taut.data.stops import StopSet
 from taut.errors import CheckFailed, ModelError
 from taut.golden import ContractConfig, Golden, Question, answer, rendered
 from taut.models import anatomy
-from taut.models.load import is_reward_config, load_config, load_tokenizer
+from taut.models.load import checkpoint_dtype, is_reward_config, load_config, load_tokenizer
 from taut.models.processor_files import FILES as PROCESSOR_FILES
 from taut.models.score import Scorer
 from taut.reloaded import (
@@ -295,7 +295,8 @@ def facts_of(
     directory: Path, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> Facts:
     """What the files of ``directory`` say now. ``tokenizer`` is the one loaded from it."""
-    config = load_config(str(directory), trust_remote_code).get_text_config()
+    whole = load_config(str(directory), trust_remote_code)
+    config = whole.get_text_config()
     file = directory / "generation_config.json"
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     generation = {
@@ -304,7 +305,7 @@ def facts_of(
         if name != "transformers_version" and not name.startswith("_")
     }
     return Facts(
-        dtype=str(getattr(config, "dtype", None)).removeprefix("torch."),
+        dtype=str(checkpoint_dtype(whole)).removeprefix("torch."),
         template=template_digest(tokenizer.chat_template),
         tokenizer=tokenizer_digest(directory),
         eos={

@@ -232,9 +232,9 @@ def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
     """The dtype the checkpoint's weights were saved in, which a tuned model is saved in too.
 
     Read it from ``load_config``, before loading: a loaded model's config names the dtype it was
-    loaded in.
+    loaded in. What a vision-language model's says of its parts may be another: of those they were made from.
     """
-    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import durable
@@ -74,6 +74,7 @@ def saving(
     with torch.no_grad(), quiet_library():
         plain = plain_model(model, state_dict)
         nn.Module.to(plain, dtype=dtype)
+        _set_dtype(plain.config, dtype)
         _set_stops(plain, served, stop_ids)
         try:
             partial.mkdir(parents=True)
@@ -146,6 +147,13 @@ def _unread_pad(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None]
     own = [] if tokenizer.pad_token is None else [str(tokenizer.pad_token)]
     candidates = (*own, *_PADS, *named, tokenizer.unk_token)
     return next((t for t in candidates if t in vocabulary and vocabulary[t] not in ends), None)
+
+
+def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """In the configurations of a model's parts too, where the library leaves what was loaded."""
+    for settings in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if isinstance(settings, PreTrainedConfig):
+            settings.dtype = dtype
 
 
 def _set_stops(

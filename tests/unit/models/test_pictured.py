@@ -13,13 +13,22 @@ from tests.vision_samples import Drawn, Seeing
 from transformers import AutoModelForSequenceClassification
 
 from taut.attention.select import PREFIX, select
+from taut.contract import facts_of
 from taut.data.pack import pack
 from taut.errors import ModelError
 from taut.models import anatomy, in_force
-from taut.models.load import load_config, load_model, load_skeleton, quiet_library
+from taut.models.load import (
+    checkpoint_dtype,
+    load_config,
+    load_model,
+    load_skeleton,
+    load_tokenizer,
+    quiet_library,
+)
 from taut.models.precision import compute_context
 from taut.models.prove import library_scalars, prove
 from taut.models.reward import NewHead, load_reward_model
+from taut.models.save import saving
 from taut.models.score import Scorer
 from taut.types import Wants
 
@@ -63,6 +72,24 @@ def test_the_proofs_hold(qwen: Path) -> None:
     found = prove(Scorer(open_model(qwen)), compute_context(torch.float64, CPU), torch.float64, 64)
     assert max(found.neighbour, found.future, found.head) < 1e-12
     assert (found.num_attention_layers, found.one_sample) == (2, None)
+
+
+def test_each_part_is_said_to_have_the_dtype_it_is_saved_in(qwen: Path, tmp_path: Path) -> None:
+    """Trained in float32, saved in the 16 bits of its weights: a run that goes on from it saves the same."""
+    said = {"dtype": "float16", "text_config": {"dtype": "bfloat16"}}  # of its first language model
+    base = change(qwen, tmp_path, **said)
+    dtype = checkpoint_dtype(load_config(str(base)))
+    assert dtype == torch.float16
+    model, tokenizer = open_model(base, torch.float32), load_tokenizer(str(base))
+    place = tmp_path / "saved"
+    options: dict[str, Any] = {"stop_ids": [tokenizer.eos_token_id], "template": None}
+    with saving(model, tokenizer, place, dtype=dtype, **options):
+        pass
+    config = json.loads((place / "config.json").read_text())
+    parts = (config, config["text_config"], config["vision_config"])
+    assert {part["dtype"] for part in parts} == {"float16"}
+    assert facts_of(place, load_tokenizer(str(place))).dtype == "float16"
+    assert model.config.text_config.dtype == torch.float32
 
 
 def change(path: Path, directory: Path, **changes: Any) -> Path:
