@@ -3,8 +3,8 @@
     reference.file=ref.safetensors    float32 (float64 in a float64 run) [N of a split] for ``train`` and ``eval``, and
                                       in its header the identity of all that they depend on, and their SHA-256
 
-A file that is there is used if its identity is this run's: model, adapter, tokenizer, template, data and compute dtype,
-all by content. Else it is refused, with what differs; it is never overwritten.
+A file that is there is used if its identity is this run's: model, adapter, tokenizer, template, data, how
+pictures are read and compute dtype, all by content. Else it is refused, with what differs; it is never overwritten.
 
 May import what start may. api imports it.
 """
@@ -83,6 +83,8 @@ def _identity(built: Built) -> dict[str, Any]:
         for name, data in _splits(built).items()
     }
     found["tokens"] = to_dict(built.run.tokens)
+    if built.inputs.renderer.album is not None:
+        found["pictures"] = built.inputs.renderer.album.identity()
     return dict(json.loads(json.dumps(found)))
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,13 @@ def other_template(built: Built) -> Built:
     return replace(built, inputs=replace(built.inputs, renderer=renderer))
 
 
+def other_pictures(built: Built) -> Built:
+    """Read in another way, smaller for one: then ids and files may be what they were."""
+    album = SimpleNamespace(identity=lambda: "a" * 64)
+    renderer = replace_attribute(built.inputs.renderer, album=album)
+    return replace(built, inputs=replace(built.inputs, renderer=renderer))
+
+
 def replace_attribute(thing: Any, **values: Any) -> Any:
     changed = copy.copy(thing)
     vars(changed).update(values)
@@ -151,6 +159,7 @@ CHANGES: dict[str, tuple[Callable[[Built], Built], str]] = {
     "data": (other_data, r"data train: other content"),
     "held out": (no_held_out, r"data eval: \w{12}\.\.\. then, none now"),
     "template": (other_template, r"template: other content"),
+    "pictures": (other_pictures, r"pictures: none then"),
 }
 
 

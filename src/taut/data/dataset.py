@@ -106,8 +106,8 @@ class Part:
 
     @property
     def identity(self) -> str:
-        """Equal where the samples are: what they were made from, and with what; of rows left out, which are there."""
-        return f"{self.key} {self.entry.digest}" if self.entry.is_fleeting else self.key
+        """Equal where samples are: what they were made from, and with what; where pictures may be, what came of it."""
+        return self.key if self.album is None else self.entry.digest
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -390,7 +390,7 @@ def _key(
 ) -> str:
     parts = [CACHE_VERSION, found.digest, identity, repr(columns), repr(limits)]
     if names_files:
-        parts.append(columns.folder)
+        parts += [columns.folder, str(Path.cwd())]
     if columns.kind != "sft":
         parts += [columns.kind, columns.step_separator]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -82,6 +82,22 @@ def test_one_place_is_not_another(tmp_path: Path) -> None:
     assert moved.media[0].picture.source == str(tmp_path / "moved" / "one.png")
 
 
+def test_a_picture_here_is_not_one_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not beside the data is looked for in the working directory."""
+    place = written(tmp_path / "a", "one.png")
+    found = []
+    for name, colour in (("here", 1), ("elsewhere", 9), ("again", 1)):
+        (tmp_path / name).mkdir()
+        picture(tmp_path / name, "one", colour=colour)
+        monkeypatch.chdir(tmp_path / name)
+        found.append(load(place))
+    sources = [data[0].media[0].picture.source for data in found]
+    assert sources == [str(tmp_path / name / "one.png") for name in ("here", "elsewhere", "again")]
+    assert found[0].fingerprint == found[2].fingerprint != found[1].fingerprint
+
+
 def test_rows_with_bad_pictures_are_left_out_until_they_are_good(tmp_path: Path) -> None:
     place = written(tmp_path / "a", "one.png", "gone.png", "torn.png", None)
     picture(place, "one")
@@ -122,7 +138,9 @@ def test_a_picture_that_changed_is_read_anew(tmp_path: Path) -> None:
     assert touched.parts[0].identity == before.parts[0].identity
     picture(place, "one", 6, 6)
     assert "one.png has changed" in load(place).report.decisions[0]
-    assert load(place)[0].media[0].grid == (1, 3, 3)
+    changed = load(place)
+    assert changed[0].media[0].grid == (1, 3, 3)
+    assert changed.fingerprint != before.fingerprint
     path.unlink()
     with pytest.raises(PictureError, match=r"rows\.jsonl:1: .*there is no file"):
         load(place)
