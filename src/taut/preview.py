@@ -337,9 +337,11 @@ def view_of(
     }
 
     def kind(at: int) -> _Kind:
+        if at in pictures:
+            return _Kind(False, False, False, pictures[at])
         is_target = at in targets
         is_end = is_target and ids[at] in ends
-        return _Kind(is_target, ids[at] in special, is_end, pictures.get(at, -1))
+        return _Kind(is_target, ids[at] in special, is_end, -1)
 
     view, was_target = Text(), False
     for found, run in groupby(range(len(ids)), kind):
@@ -361,7 +363,10 @@ def view_of(
 
 
 def _named(one: Media, num_tokens: int) -> str:
-    return f"[{Path(one.picture.source).name}: {num_tokens:,} tokens]"
+    """By its file; one that had none is kept in a file named by its SHA-256."""
+    name = Path(one.picture.source).name
+    name = name[:12] if len(name) == 64 else name
+    return f"[{name}: {num_tokens:,} tokens]"
 
 
 def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,6 +15,7 @@ from tests.left import left, require_equal
 from tests.points import point
 from tests.shown import keys_of, train
 from tests.vision_models import tiny_vlm
+from tests.vision_templates import LLAVA_ONEVISION
 
 from taut.cli import main
 from taut.errors import ConfigError
@@ -148,3 +149,34 @@ def test_a_checked_run_is_verified_until_its_pictures_are_cut_otherwise(
     capsys.readouterr()
     assert main(words) == 1
     assert "failed  processor" in capsys.readouterr().out
+
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "examples" / "templates" / "llava_onevision.jinja"
+
+
+def test_llava_answers_where_it_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published template is refused; the one of the examples differs from it in that alone."""
+    published = LLAVA_ONEVISION.replace("(' ' if message['role'] != 'assistant' else '')", "' '")
+    assert published != LLAVA_ONEVISION
+    (tmp_path / "published.jinja").write_text(published)
+    keys = keys_of("sft", tiny_vlm("llava_onevision", tmp_path / "model"), tmp_path / "data")
+    words = ["show", f"model={keys['model']}", f"data.train={keys['data.train']}", "steps=1"]
+    assert main([*words, f"data.template={tmp_path / 'published.jinja'}"]) == 2
+    assert "is not a token prefix of the row" in capsys.readouterr().err
+    assert main([*words, f"data.template={TEMPLATE}"]) == 0
+    assert "<|im_start|>assistant" in capsys.readouterr().out
+
+
+def test_a_picture_in_rows_of_tiles_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = keys_of("sft", tiny_vlm("smolvlm", tmp_path / "model"), tmp_path / "data")
+    assert (
+        main(["show", f"model={keys['model']}", f"data.train={keys['data.train']}", "steps=1"]) == 0
+    )
+    said = capsys.readouterr().out
+    shown = said.partition("sft.jsonl:1: ")[2].partition("sft.jsonl:2: ")[0]
+    assert shown.count("[0.png: ") == 1
