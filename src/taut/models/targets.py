@@ -49,10 +49,10 @@ def target_names(
         if is_part:
             matches = [name for name in matches if linear[name] is not head]
         if not matches:
-            raise ModelError(
-                f"{_TARGETS}: {target!r} matches no linear module; "
-                f"{anatomy.suggest(target, list(linear))}"
-            )
+            remedy = anatomy.suggest(target, list(linear))
+            if is_part:
+                remedy = f"train it whole ({_SAVED}), or leave it out"
+            raise ModelError(f"{_TARGETS}: {target!r} matches no linear module; {remedy}")
         if any(linear[name] is head for name in matches):
             raise ModelError(
                 f"{_TARGETS}: {target!r} is the output head, which is scored in chunks and takes no adapter; "

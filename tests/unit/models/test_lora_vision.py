@@ -83,7 +83,7 @@ def test_an_adapter_is_saved_loaded_and_merged(kind: str, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"lora.targets: 'projector' matches no linear module"):
+    with pytest.raises(ModelError, match=r"'projector' matches no linear module; train it whole"):
         apply_lora(vision_model("gemma3"), LoraConfig(rank=2, targets=["projector"]))
     config = LoraConfig(rank=2, dropout=0.1, targets=["vision_tower"])
     model = apply_lora(vision_model("qwen2_vl"), config)
