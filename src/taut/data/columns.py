@@ -114,7 +114,7 @@ class Columns:
     @property
     def finding(self) -> Finding:
         """How pictures are found."""
-        return Finding(self.folder, self.fps, self.max_frames)
+        return Finding(self.folder, self.fps, self.max_frames, self.prefix)
 
     def __post_init__(self) -> None:
         names = (*COLUMN_NAMES, *JUDGED_NAMES[self.kind])

@@ -58,6 +58,8 @@ class Finding(NamedTuple):
     """Frames a second that are taken of a video's file."""
     max_frames: int = 64
     """Frames a video may have; of a file so many are taken, evenly spread."""
+    prefix: str = "data."
+    """What stands before settings in the configuration, for messages."""
 
 
 HERE = Finding()
@@ -105,6 +107,19 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
     return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
 
 
+def named(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for people to read: a picture is its name, in brackets."""
+    return [{**it, "content": _named(it.get("content"))} for it in messages]
+
+
+def _named(content: object) -> object:
+    if not isinstance(content, list):
+        return content
+    return "".join(
+        it["text"] if it["type"] == "text" else f"[{it['image'].name}]" for it in content
+    )
+
+
 def has_value(part: Mapping[str, Any]) -> bool:
     """Whether a part has its picture with it. Arrow has an empty object where there is none."""
     return any(part.get(name) is not None and part[name] != {} for name in VALUES)
@@ -138,7 +153,7 @@ def _read_object(given: Mapping[str, Any], where: str, finding: Finding) -> Imag
     if unknown:
         raise DataError(
             f"{where} has {listed(unknown)} beside a picture; expected one of {', '.join(VALUES)}; what holds for all "
-            "pictures is set in data.images; remove it, or name it in data.ignore_keys"
+            f"pictures is set in {finding.prefix}images; remove it, or name it in {finding.prefix}ignore_keys"
         )
     found = [name for name in VALUES if has_value({name: given.get(name)})]
     if set(found) == {"bytes", "path"}:
@@ -247,7 +262,7 @@ def _listed_frames(
     if not 0 < num <= finding.max_frames:
         raise DataError(
             f"{where} has {num} frames; expected 1 to {finding.max_frames}; give fewer, or raise "
-            "data.images.max_frames"
+            f"{finding.prefix}images.max_frames"
         )
     if len(times) != 1:
         raise DataError(

@@ -1,6 +1,6 @@
 """What an event ``rollout`` says: what was generated, what it was worth, and a few of the completions, token by token.
 
-May import rollout, online.credit and online.rollouts. online.method calls it.
+May import data, rollout, online.credit and online.rollouts. online.method calls it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from taut.data.media import named
 from taut.online.credit import Credited, Rewarded
 from taut.online.rollouts import Rolled, RolloutConfig
 from taut.rollout.engine import Engine
@@ -123,7 +124,7 @@ def sample(path: Rewarded, given: Credited) -> dict[str, Any]:
     return {
         "id": path.name,
         "text": episode.text,
-        "messages": list(episode.messages) if episode.num_turns > 1 else [],
+        "messages": named(episode.messages) if episode.num_turns > 1 else [],
         "references": list(episode.row.references),
         "finish_reason": episode.finish_reason,
         "reward": path.reward,

@@ -15,6 +15,7 @@ May import rollout and what it may. Methods import it.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ import numpy as np
 from taut.data.formats import Message, Tool
 from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
-from taut.errors import DataError, RenderError
+from taut.errors import DataError, PictureError, RenderError
 from taut.rollout.bridge import Rendered, moved
 from taut.rollout.engine import Engine, Sampling
 from taut.rollout.environment import Step, World, read_reset, read_reward, read_step
@@ -186,7 +187,7 @@ def _reset(paths: Sequence[Underway], world: World) -> None:
             continue
         try:
             _place(path, outcome.value, world, known)
-        except RenderError as error:
+        except (RenderError, PictureError) as error:
             path.fail(str(error))
 
 
@@ -272,7 +273,7 @@ def _go_on(path: Underway, step: Step, world: World) -> None:
         return
     try:
         between, media = world.bridge.follows(history, step.messages, path.tools, path.last)
-    except RenderError as error:
+    except (RenderError, PictureError) as error:
         path.fail(str(error))
         return
     if path.limit is not None and len(path.ids) + len(between) >= path.limit:
@@ -283,7 +284,8 @@ def _go_on(path: Underway, step: Step, world: World) -> None:
 
 
 def _named(picture: ImageRef) -> list[str]:
-    return [picture.kind, repr(picture.value)]
+    value = picture.value
+    return [picture.kind, value if isinstance(value, str) else hashlib.sha256(value).hexdigest()]
 
 
 def _integers(values: Sequence[int]) -> IntArray:

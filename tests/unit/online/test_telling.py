@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from taut.online.telling import fields, push, sample, shown
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rollout.environment import EnvironmentConfig
+from taut.vision.picture import ImageRef
 
 
 def group(name: str, *rewards: float | None) -> Group:
@@ -103,3 +105,15 @@ def test_a_path_is_shown_token_by_token() -> None:
 
 def test_an_engine_in_this_process_is_pushed_nothing() -> None:
     assert push(FakeEngine(lambda name, index: "")) == {}
+
+
+def test_a_path_with_pictures_can_be_told() -> None:
+    picture = {"type": "image", "image": ImageRef("bytes", b"12")}
+    said = {"role": "user", "content": [picture, {"type": "text", "text": "Look."}]}
+    found = rolled()
+    (path,) = paths_of(found.groups, 0)[:1]
+    seen = replace(path.episode, messages=(said,), num_turns=2)
+    told = sample(replace(path, episode=seen), credited(found))
+    assert json.loads(json.dumps(told["messages"])) == [
+        {"role": "user", "content": "[of 2 bytes]Look."}
+    ]

@@ -11,6 +11,7 @@ from tests.unit.rollout.test_environment import Scripted
 from tests.vision_models import vision_config, vision_tokenizer
 from tests.vision_processors import save_processor
 
+from taut.data.media import named
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
@@ -53,7 +54,8 @@ def played(renderer: Renderer, asked: dict[str, Any], said: dict[str, Any], **ow
     row = PromptRow("a", "a", ids_T, (asked,), ("5",), "answer", {}, media=media)
     engine = Scripted(renderer, lambda name, index, turn: "Seen." if turn else "Go on.")
     (found,) = play(engine, [row], Sampling(), world)
-    assert [one.start for one in engine.asked[-1][0].media] == [one.start for one in found.media]
+    for (last,) in engine.asked[-1:]:
+        assert [one.start for one in last.media] == [one.start for one in found.media]
     return found
 
 
@@ -96,3 +98,30 @@ def test_a_picture_that_changes_those_before_it_is_refused(tmp_path: Path) -> No
     assert found.finish_reason == "error"
     assert found.error is not None
     assert "gets another picture" in found.error
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_picture_that_cannot_be_had_is_an_error_of_its_path(
+    is_first: bool, tmp_path: Path
+) -> None:
+    renderer = renderer_of("qwen2_vl", tmp_path)
+    asked = {"role": "user", "content": "What?"}
+    gone = shown(tmp_path, "red", (20, 12), "And this?")
+    (tmp_path / "red.png").unlink()
+    own = {"reset": lambda self, row: [gone]} if is_first else {}
+    found = played(renderer, asked, gone, **own)
+    assert found.finish_reason == "error"
+    assert found.error is not None
+    assert "there is no file" in found.error
+
+
+def test_what_was_shown_between_turns_is_told_by_name(tmp_path: Path) -> None:
+    renderer = renderer_of("qwen2_vl", tmp_path)
+    asked = {"role": "user", "content": "What?"}
+    found = played(renderer, asked, shown(tmp_path, "red", (20, 12), "And this?"))
+    told = named(found.messages)
+    assert [it["content"] for it in told] == [
+        "Go on.",
+        f"[{tmp_path / 'red.png'}]And this?",
+        "Seen.",
+    ]
