@@ -31,6 +31,8 @@ class Named:
     def digest(self) -> str:
         return self.content
 
+    def expect(self) -> None: ...
+
     def tensors(self) -> Mapping[str, Tensor]:
         raise AssertionError("nobody looks at this picture")
 

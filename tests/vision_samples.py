@@ -62,6 +62,8 @@ class Handle:
         company = self.num_pictures if self.processor.minds_company else 0
         return hashlib.sha256(f"{self.content} {company}".encode()).hexdigest()
 
+    def expect(self) -> None: ...
+
     def tensors(self) -> Mapping[str, Tensor]:
         return self._made
 

@@ -48,6 +48,9 @@ class Picture(Protocol):
     def num_pictures(self) -> int:
         """How many the row has that it is in."""
 
+    def expect(self) -> None:
+        """Begin to read it: its tensors will be asked for."""
+
     def tensors(self) -> Mapping[str, Tensor]:
         """What the vision tower is given. Raises DataError, which names a sample, where the picture cannot be read or
         is not what it was.

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -201,6 +201,9 @@ class LocalEngine:
     def _prefill(self, call: _Call, free: int) -> None:
         """Compute the next prompts, as many as there are places for, and keep their keys and values."""
         chosen = self._next_prompts(call, free)
+        for prompt in (*chosen, *islice(call.waiting, len(chosen))):  # those come next
+            for one in prompt.media:
+                one.picture.expect()
         samples = {prompt.id: _as_sample(prompt) for prompt in chosen}
         packed = pack(list(samples.values()), SHARE)
         last_T = None if packed.last_T is None else packed.last_T.numpy()

@@ -36,6 +36,9 @@ from taut.vision.processor import Processor, Shape
 MOST_SEEN = 2**16
 """Pictures whose size is remembered, so that one in many rows is read once."""
 
+READ_AS = "data.images"
+"""Where a run has the settings, as errors call them."""
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -65,6 +68,10 @@ class Handle:
     """Of the sample, for messages."""
     album: Album = field(compare=False, repr=False)
 
+    def expect(self) -> None:
+        """Begin to make its tensors, in a thread."""
+        self.album.expect([self])
+
     def tensors(self) -> Tensors:
         """What the vision tower is given; not to be written to. Raises PictureError where the file is not as it was."""
         return self.album.tensors(self)
@@ -73,9 +80,13 @@ class Handle:
 class Album:
     """The pictures of a run."""
 
-    def __init__(self, processor: Processor, images: ImagesConfig, directory: Path) -> None:
-        """``directory``: for copies of pictures that have no file of their own."""
-        self.processor, self.images = processor, images
+    def __init__(
+        self, processor: Processor, images: ImagesConfig, directory: Path, key: str = READ_AS
+    ) -> None:
+        """``directory``: for copies of pictures that have no file of their own; ``key``: where ``images`` are in the
+        configuration.
+        """
+        self.processor, self.images, self.key = processor, images, key
         self._directory = directory.absolute()
         looks = (READER, processor.identity(), images.max_pixels)
         self._looks = hashlib.sha256(repr(looks).encode()).hexdigest()
@@ -105,7 +116,10 @@ class Album:
 
     def shape(self, seen: Seen, num_pictures: int) -> Shape:
         """What becomes of a picture in a row that has ``num_pictures``."""
-        return self.processor.shape(seen.width, seen.height, num_pictures)
+        try:
+            return self.processor.shape(seen.width, seen.height, num_pictures)
+        except DataError as error:
+            raise PictureError(self._told(error)) from None
 
     def identity(self) -> str:
         """Changes whenever the shape of some picture could, or whether it is refused."""
@@ -156,11 +170,15 @@ class Album:
             image = decode(content, _name(picture), self.images)
             return self.processor.tensors(image, picture.num_pictures)
         except DataError as error:
-            raise PictureError(f"{picture.place}: {error}") from None
+            raise PictureError(f"{picture.place}: {self._told(error)}") from None
 
     def _again(self, picture: Handle) -> bytes:
         """The bytes that were seen."""
-        remedy = "put it back, or remove the data's entry in the cache (data.cache) and run again"
+        remedy = "put it back, or run again"
+        if self.key == READ_AS:
+            remedy = (
+                "put it back, or remove the data's entry in the cache (data.cache) and run again"
+            )
         try:
             content = read_file(picture.source, self.images.max_bytes)
         except PictureError as error:
@@ -181,7 +199,7 @@ class Album:
             content = self._fetched(ref) if ref.kind == "url" else encoded(ref, self.images)
             image = decode(content, ref.name, self.images)
         except PictureError as error:
-            return str(error)
+            return self._told(error)
         digest = hashlib.sha256(content).hexdigest()
         if ref.kind == "file":
             source = Path(str(ref.value)).absolute()
@@ -203,6 +221,10 @@ class Album:
         self._keep(self._directory / digest, content, digest)
         self._keep(note, digest.encode(), hashlib.sha256(digest.encode()).hexdigest())
         return content
+
+    def _told(self, error: DataError) -> str:
+        """An error that calls settings what they are called here."""
+        return str(error).replace(f"{READ_AS}.", f"{self.key}.")
 
     def _keep(self, path: Path, content: bytes, digest: str) -> None:
         """A file with this content, unless it is there."""

@@ -34,7 +34,7 @@ def open_album(
     """
     processor = open_processor(path, config, tokenizer, trust_remote_code)
     if processor is not None:
-        return Album(processor, images, directory / "pictures")
+        return Album(processor, images, directory / "pictures", key)
     reader = f"model={path}, which takes no pictures"
     require_unset(images, fields_of(ImagesConfig), reader, key)
     return None

@@ -115,10 +115,10 @@ def keep_step(backbone: nn.Module, hidden: Tensor, media: Sequence[Media] = ()) 
 
 
 def needs_step(backbone: nn.Module) -> bool:
-    """Whether tower or projector take part in this forward though there is no picture: they learn, or are sharded."""
-    parameters = vision_parameters(backbone)
-    learns = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    return learns or any(hasattr(p, "device_mesh") for p in parameters)
+    """Whether tower or projector take part in this forward though there is no picture: they learn. Where nothing does,
+    as in each step of an engine, nothing is looked for.
+    """
+    return torch.is_grad_enabled() and any(p.requires_grad for p in vision_parameters(backbone))
 
 
 def unread(backbone: nn.Module) -> list[nn.Parameter]:

@@ -25,6 +25,7 @@ from taut.rollout import local
 from taut.rollout.engine import Sampling
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.types import Completion, Media, Prompt, Sample
+from taut.vision import towers
 from taut.vision.processor import Processor
 from taut.vision.processors import open_processor
 
@@ -47,6 +48,8 @@ class Shown:
     @property
     def digest(self) -> str:
         return f"{hash((self.image.tobytes(), self.num_pictures)) % 2**60:015x}"
+
+    def expect(self) -> None: ...
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.processor.tensors(self.image, self.num_pictures))
@@ -191,6 +194,18 @@ def sizes_of(it: Vision, prompts: list[Prompt]) -> list[int]:
         patch.setattr(it.scorer, "next_logits", heard)
         it.engine().generate(prompts, GREEDY)
     return sizes
+
+
+def test_pictures_are_read_ahead_and_steps_do_not_look_for_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it, heard = vision("qwen2_vl"), []
+    monkeypatch.setattr(Shown, "expect", lambda self: heard.append(self.digest))
+    monkeypatch.setattr(towers, "vision_parameters", lambda _: pytest.fail("parameters are listed"))
+    prompts = [it.prompt(f"{number}", picture(number), " what?") for number in range(3)]
+    first, second, third = (prompt.media[0].picture.digest for prompt in prompts)
+    it.engine(sequences=1).generate(prompts, GREEDY)
+    assert heard == [first, second, second, third, third]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])

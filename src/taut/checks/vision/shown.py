@@ -70,6 +70,9 @@ class StandIn:
     def num_pictures(self) -> int:
         return self.original.num_pictures
 
+    def expect(self) -> None:
+        self.original.expect()
+
     def tensors(self) -> Mapping[str, Tensor]:
         tensors = self.original.tensors().items()
         return {name: _noise(it) if it.is_floating_point() else it for name, it in tensors}
