@@ -18,7 +18,7 @@ import it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,13 +38,15 @@ from taut.data.formats import (
 )
 from taut.data.judged import read_any
 from taut.data.length import Incident
-from taut.data.media import text_of
+from taut.data.media import Part, text_of
+from taut.data.pictures import Placed
 from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.sources import Source, open_source
 from taut.data.template import Ids, Text
 from taut.errors import DataError, PictureError, RenderError
 from taut.types import IntArray, Media
+from taut.vision.picture import ImageRef
 
 REFERENCES = ("answers", "answer", "references", "reference", "completion", "output")
 """Columns recognised as holding the right answer, in this order."""
@@ -65,7 +67,8 @@ class PromptRow:
     """The row's own ``id`` where every row has one and no two are equal; else its place."""
     ids_T: IntArray
     prompt: tuple[Message, ...] | str
-    """What ``ids_T`` was made of: messages, or a text."""
+    """What ``ids_T`` was made of: messages, or a text. Each picture is the file that was read, or the copy of what has
+    none, so that whoever is shown the prompt has what the model has."""
     references: tuple[str, ...]
     """The right answers, any of them; empty where the row has none."""
     reference_from: str | None
@@ -128,7 +131,7 @@ def load_prompts(
                 place=row.place,
                 id=name,
                 ids_T=ids_T,
-                prompt=row.prompt,
+                prompt=_from_files(row.prompt, text.pictures),
                 references=answer[0],
                 reference_from=answer[1],
                 columns=row.columns,
@@ -137,6 +140,21 @@ def load_prompts(
             )
         )
     return found
+
+
+def _from_files(
+    prompt: tuple[Message, ...] | str, placed: Sequence[Placed]
+) -> tuple[Message, ...] | str:
+    if isinstance(prompt, str) or not placed:
+        return prompt
+    files = iter([ImageRef("file", one.picture.source) for one in placed])
+    return tuple({**it, "content": _with_files(it["content"], files)} for it in prompt)
+
+
+def _with_files(content: str | list[Part], files: Iterator[ImageRef]) -> str | list[Part]:
+    if isinstance(content, str):
+        return content
+    return [{**it, "image": next(files)} if it["type"] == "image" else it for it in content]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ from pydantic import Field
 from taut.config import configclass, to_dict
 from taut.data.dataset import DataConfig, sources
 from taut.data.groups import Rows
+from taut.data.length import Incident
 from taut.data.preferences import Kind
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.data.sources import Source
-from taut.errors import ConfigError
+from taut.errors import ConfigError, DataError
 from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
 from taut.evals.best import Best
 from taut.evals.heldout import HeldOut
@@ -132,6 +133,8 @@ class Answering:
     """The writer's: it judges for all."""
     engine: Engine
     job: Job
+    left_out: Sequence[Incident] = ()
+    """Prompts whose pictures cannot be had."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """name -> value of every metric that may be trusted, on all ranks."""
@@ -160,7 +163,12 @@ class Answering:
     @property
     def decisions(self) -> list[tuple[str, str, str]]:
         """(name, value, reason) of what was chosen for the user."""
-        return [] if self.panel is None else list(self.panel.decisions)
+        found = [] if self.panel is None else list(self.panel.decisions)
+        if self.left_out:
+            first = self.left_out[0]
+            value = f"without {len(self.left_out):,} of the prompts"
+            found.append(("eval.answers", value, f"{first.place}: {first.reason}"))
+        return found
 
     def as_evaluation(self) -> Evaluation:
         """What is due when."""
@@ -202,12 +210,12 @@ def build_answering(
     if job.ranks.is_writer:
         panel = open_panel(config.rewards, reserved=RESERVED, open_rater=open_rater)
     needs_reference = any(part.verifier.needs_reference for part in parts)
-    rows = _load_rows(config, data, renderer, needs_reference, kind)
+    rows, left_out = _load_rows(config, data, renderer, needs_reference, kind)
     if panel is not None:
         require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable(prompts_of(rows), engine.context)
-    return Answering(config, rows, [part.label for part in parts], panel, engine, job)
+    return Answering(config, rows, [part.label for part in parts], panel, engine, job, left_out)
 
 
 def held_out(rows: Rows, every: int, job: Job) -> Evaluation:
@@ -266,7 +274,8 @@ def sample_fields(one: Answer) -> dict[str, Any]:
 
 def _load_rows(
     config: AnswersConfig, data: DataConfig, renderer: Renderer, needs_reference: bool, kind: Kind
-) -> list[PromptRow]:
+) -> tuple[list[PromptRow], list[Incident]]:
+    """The prompts, and those that are left out for their pictures."""
     given = data.eval if config.data is None else config.data
     if not given:
         raise ConfigError(
@@ -275,7 +284,9 @@ def _load_rows(
         )
     found = sources(replace(data, eval=given), "eval", kind if config.data is None else "sft")
     each, more = divmod(config.limit, len(found))
-    rows = []
+    rows: list[PromptRow] = []
+    unread: list[Incident] = []
+    left_out = unread if data.images.bad == "drop" else None
     for number, (source, columns) in enumerate(found):
         limit = each + (number < more)
         if limit:
@@ -286,7 +297,14 @@ def _load_rows(
                 reference=config.reference,
                 needs_reference=needs_reference,
                 limit=limit,
+                left_out=left_out,
             )
+    if not rows:
+        first = unread[0]
+        raise DataError(
+            f"{first.place}: {first.reason}; so all {len(unread)} prompts of eval.answers are left out; expected some; "
+            "correct data.images.folder, or the files"
+        )
     if len({row.id for row in rows}) < len(rows):  # unique in each source only
         rows = [replace(row, id=row.place) for row in rows]
-    return rows
+    return rows, unread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from taut.data.columns import Columns
 from taut.data.dataset import DataConfig
 from taut.data.formats import Conversation, Message
 from taut.data.length import Limits
+from taut.data.media import images_of
 from taut.data.preferences import Answers, Stepwise
 from taut.data.prompt_set import Asking, load_prompt_set
 from taut.data.prompts import load_prompts
@@ -140,3 +142,17 @@ def test_what_is_asked_has_its_pictures(tmp_path: Path) -> None:
     assert not {*range(one.start, one.stop)} & {*found[0].target_at_N.tolist()}
     again = load_prompt_set(config, "train", using, Asking(40))
     assert again.parts[0].key == found.parts[0].key
+
+
+def test_whoever_is_shown_a_prompt_has_the_files_that_were_read(tmp_path: Path) -> None:
+    using = renderer(tmp_path)
+    content = Path(picture(tmp_path, "one")["image"].value).read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    parts = ({"type": "image", "image": it} for it in (url, str(tmp_path / "one.png")))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": [said("user", *parts, "cat")]}])
+    (found,) = load_prompts(str(rows), using)
+    kept, own = images_of(found.prompt)  # type: ignore[arg-type]
+    assert (kept.kind, own.kind, own.value) == ("file", "file", str(tmp_path / "one.png"))
+    assert Path(str(kept.value)).read_bytes() == content
+    ids_T, media = using.prompt_media(found.prompt)  # type: ignore[arg-type]
+    assert (ids_T.tolist(), media) == (found.ids_T.tolist(), found.media)
