@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple, TextIO
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import configclass, user_path
 from taut.data.formats import Message
 from taut.errors import ConfigError, EngineError, TautError
 from taut.rollout.engine import Sampling, room
@@ -29,7 +30,7 @@ from taut.rollout.open import ModelUse, Opened, open_engine
 from taut.rollout.text import Texts
 from taut.types import Prompt
 from taut.vision.opening import require_unset
-from taut.vision.picture import ImageRef
+from taut.vision.picture import ImageRef, read_file
 
 HELP = (
     "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "
@@ -94,26 +95,28 @@ def run(config: Chat) -> int:
 def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> None:
     """Answer every line."""
     write("\n".join(f"{name}: {value}" for name, value, _ in opened.decisions) + f"\n{HELP}\n")
-    session = Session(config, opened, write)
-    for line in lines:
-        if not line.strip():
-            continue
-        if line.strip() == "/exit":
-            return
-        try:
-            if line.startswith("/"):
-                session.command(line.strip())
-            else:
-                session.say(line)
-        except TautError as error:
-            write(f"[{error}]\n")
+    with TemporaryDirectory(prefix="taut-chat-") as folder:
+        session = Session(config, opened, write, Path(folder))
+        for line in lines:
+            if line.strip() == "/exit":
+                return
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    session.command(line.strip())
+                else:
+                    session.say(line)
+            except TautError as error:
+                write(f"[{error}]\n")
 
 
 class Session:
     """One conversation."""
 
-    def __init__(self, config: Chat, opened: Opened, write: Write) -> None:
-        self.opened, self.sampling, self.write = opened, config.sampling, write
+    def __init__(self, config: Chat, opened: Opened, write: Write, folder: Path) -> None:
+        """``folder``: for the pictures as they are when they are shown, whatever becomes of their files."""
+        self.folder, self.opened, self.sampling, self.write = folder, opened, config.sampling, write
         self.system = config.system
         self.messages: list[Message] = []
         self.pictures: list[ImageRef] = []
@@ -149,9 +152,12 @@ class Session:
             raise EngineError(
                 f"/image: {who} takes no pictures; expected text; write it as a message"
             )
-        picture = ImageRef("file", str(Path(path).expanduser()))
-        seen = album.see(picture, "/image")
-        self.pictures.append(picture)
+        named = str(user_path(path, "/image"))
+        album.see(ImageRef("file", named), "/image")
+        kept = self.folder / str(len(list(self.folder.iterdir())))
+        kept.write_bytes(read_file(named, album.images.max_bytes))
+        seen = album.see(ImageRef("file", str(kept)), "/image")
+        self.pictures.append(ImageRef("file", str(kept)))
         count = f"{len(self.pictures)} with" if len(self.pictures) > 1 else "with"
         self.write(f"[{seen.width}x{seen.height} pixels, {count} the next message]\n")
 

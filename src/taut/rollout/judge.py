@@ -116,6 +116,7 @@ class Judge:
         return samples
 
     def _rendered(self, row: Rendered) -> Sample:
+        self.renderer.template.pictures.require_plain(row.text, row.place)
         text = checked(row.text, row.place, is_rendering=True)
         ids = self.renderer.template.encode([text])[text]
         if not ids:

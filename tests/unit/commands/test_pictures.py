@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,28 @@ def test_a_model_of_text_takes_no_picture(folder: Path) -> None:
         generate(asked(folder, rows(folder), "text", **text, **{"images.max_pixels": 9}))
 
 
+def test_settings_are_called_what_a_command_calls_them(folder: Path) -> None:
+    for key, more in (
+        ("limit_pixels", {}),
+        ("max_bytes", {}),
+        ("allow_urls", {"url": "http://x/a.png"}),
+    ):
+        given = [{"messages": shown(more.get("url", "red.png"))}]
+        small = {f"images.{key}": 9} if not more else {}
+        with pytest.raises(PictureError) as found:
+            generate(asked(folder, given, key, **small))
+        assert f" images.{key}" in str(found.value)
+
+
 def talk(folder: Path, *said: str, model: str = "model") -> str:
+    return heard(folder, iter(said), model)
+
+
+def heard(folder: Path, said: Iterator[str], model: str = "model") -> str:
     config = from_mapping(Chat, {"model": folder / model, **GREEDY})
     written: list[str] = []
     with open_engine(config) as opened:
-        chat(config, opened, iter(said), written.append)
+        chat(config, opened, said, written.append)
     return "".join(written[1:])
 
 
@@ -150,10 +168,27 @@ def test_what_is_wrong_with_a_picture_does_not_end_a_chat(folder: Path) -> None:
     assert found.startswith("[/image: ")
     assert "[20x12 pixels, with the next message]" in found
     assert "/image PATH" in talk(folder, "/help")
+    assert "cannot be looked up" in talk(folder, "/image ~nobody-has-this-name/red.png")
     text = talk(folder, f"/image {folder / 'red.png'}", "/exit", model="text")
     assert "this model takes no pictures" in text
     with pytest.raises(ConfigError, match=r"images\.folder would be ignored by a chat"):
         from_mapping(Chat, {"model": "m", "images.folder": "x"})
+
+
+def test_a_picture_is_what_it_was_when_it_was_shown(folder: Path, tmp_path: Path) -> None:
+    """A screenshot that is written over."""
+    shot = tmp_path / "shot.png"
+
+    def over() -> Iterator[str]:
+        for name in ("red", "green"):
+            shot.write_bytes((folder / f"{name}.png").read_bytes())
+            yield from (f"/image {shot}", "what?")
+
+    apart = talk(
+        folder,
+        *(it for name in ("red", "green") for it in (f"/image {folder / name}.png", "what?")),
+    )
+    assert heard(folder, over()) == apart
 
 
 def test_history_keeps_its_pictures(folder: Path) -> None:

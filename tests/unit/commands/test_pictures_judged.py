@@ -143,6 +143,12 @@ def test_a_server_opens_nothing_that_a_client_names(
     assert found["error"]["field"] == "completions[0]"
 
 
+def test_a_text_shows_no_picture(client: TestClient) -> None:
+    said = client.post("/get_reward", json={"query": ["<|vision_start|><|image_pad|> what? red"]})
+    assert said.status_code == 400
+    assert "stands for pictures" in said.json()["error"]["message"]
+
+
 def test_a_server_has_limits(folder: Path, client: TestClient) -> None:
     url = data_url(folder / "red.png")
     status, found = post(client, asked(url, url, url))
