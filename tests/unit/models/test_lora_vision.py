@@ -40,11 +40,11 @@ def test_all_linear_is_the_language_model() -> None:
     [
         (["vision_tower"], "8 in vision_tower"),
         (["projector"], "6 in projector"),
-        (["q_proj", "/visual\\.blocks\\.0\\..*qkv/"], "1 in vision_tower, 2 in language_model"),
+        (["q_proj", "/visual\\.blocks\\.0\\..*qkv/"], "1 in vision_tower, 3 in language_model"),
         (["*.linear_fc1"], "2 in vision_tower, 3 in projector"),
         (
             ["linear_fc2", "language_model"],
-            "2 in vision_tower, 3 in projector, 14 in language_model",
+            "2 in vision_tower, 3 in projector, 21 in language_model",
         ),
     ],
 )
