@@ -46,7 +46,7 @@ class BatchConfig:
     """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups.
     One is cut only where no whole one fills a step. Needs shuffle."""
     group_min_tokens: Annotated[int, Field(ge=1)] = 64
-    """How long a common prefix has to be for group_prefixes."""
+    """How long a common prefix has to be for group_prefixes; a picture counts as long enough."""
     shuffle: bool = True
     """Shuffle the samples anew in each epoch; false: the order of the data files."""
 
@@ -184,10 +184,12 @@ def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
     """For each sample the number of the group it belongs to: samples that share a document.
 
     A group is a run of at least two samples with a common prefix of ``min_tokens`` in which no smaller run shares
-    ``min_tokens`` more: a system prompt common to all does not make one group of everything.
+    ``min_tokens`` more: a system prompt common to all does not make one group of everything. A picture has the weight
+    of ``min_tokens`` at least.
     """
     order = prefix_order(samples)
-    common = [0, *(common_prefix_of(samples[a], samples[b]) for a, b in pairwise(order))]
+    shared = [common_prefix_of(samples[a], samples[b]) for a, b in pairwise(order)]
+    common = [0, *(_weight(samples[a], n, min_tokens) for a, n in zip(order, shared, strict=False))]
     group_of = np.full(len(samples), -1, dtype=np.int64)
     num_groups = 0
     runs = [(0, len(order))]
@@ -203,6 +205,12 @@ def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
     alone = group_of < 0
     group_of[alone] = np.arange(num_groups, num_groups + int(alone.sum()))
     return group_of
+
+
+def _weight(sample: Sample, size: int, least: int) -> int:
+    """Of a sample's first tokens: their number, and what the pictures among them lack of ``least``."""
+    pictures = [one for one in sample.media if one.stop <= size]
+    return size + sum(max(0, least - (one.stop - one.start)) for one in pictures)
 
 
 def _runs_above(common: list[int], start: int, stop: int, least: int) -> list[tuple[int, int]]:

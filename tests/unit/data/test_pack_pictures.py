@@ -76,6 +76,14 @@ def test_a_picture_sorts_its_samples_together() -> None:
     assert prefix_groups(samples, 6).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
+def test_a_small_picture_is_document_enough() -> None:
+    rows = [[0, 1, (name, WIDE), i] for i, name in enumerate("abab")]
+    groups = prefix_groups([illustrated(f"s{i}", row) for i, row in enumerate(rows)], 64)
+    assert groups.tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
+    text = [illustrated(f"t{i}", [0, 1, 2, 0, i]) for i in range(2)]
+    assert len(set(prefix_groups(text, 64).tolist())) == 2
+
+
 def test_two_way_blocks_name_their_last_token() -> None:
     samples = [
         illustrated("one", [1, ("a", WIDE), 2], two_way=True, flat=True),
