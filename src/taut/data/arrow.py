@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from taut.data.sources import Source
 
 Records: TypeAlias = Iterator[tuple[int, Any]]
-BATCH = 1024
-"""Rows of an Arrow file read at a time."""
+BATCH = 256
+"""Rows of an Arrow file read at a time: with pictures in them they are large."""
 ARROW_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
 """What values that Python cannot hold raise: text that is not UTF-8, a year beyond 9999."""
 LOAD_FAILURES = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)

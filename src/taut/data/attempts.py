@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from taut.data.answers import faults_of_pictures, fit_any, render_any
@@ -16,7 +15,7 @@ from taut.data.length import Limits
 from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
-from taut.data.tokenise import BATCH_ROWS
+from taut.data.tokenise import in_batches
 from taut.errors import DataError, RenderError, TautError
 from taut.types import Sample
 
@@ -32,12 +31,14 @@ def attempt_rows(
     found: Opened, columns: Columns, renderer: Renderer, limits: Limits
 ) -> Iterator[Attempt]:
     """Every row of a source, read, rendered and fitted."""
-    records = iter(found.attempts())
-    while batch := list(islice(records, BATCH_ROWS)):
-        read = [_read(record, f"{found.path}:{number}", columns) for number, record in batch]
-        rows = [row for row in read if not isinstance(row, TautError)]
+    read = (
+        (number, _read(record, f"{found.path}:{number}", columns))
+        for number, record in found.attempts()
+    )
+    for batch in in_batches(read):
+        rows = [row for _, row in batch if not isinstance(row, TautError)]
         rendered = iter(_render(rows, renderer))
-        for (number, _), row in zip(batch, read, strict=True):
+        for number, row in batch:
             error = row if isinstance(row, TautError) else _fit(row, next(rendered), limits)
             yield Attempt(f"{found.path}:{number}", error)
 

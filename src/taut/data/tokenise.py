@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from taut.data.media_arrays import changed_source, media_arrays, media_at
 from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
-from taut.errors import DataError, PictureError
+from taut.errors import DataError, PictureError, TautError
 from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
@@ -32,13 +32,18 @@ if TYPE_CHECKING:
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**28
 """Rows rendered together, and of pictures that are with them: frames of videos are large."""
+T = TypeVar("T", bound=AnyRow | TautError)
 VALUE, READ_VALUE = "value.", "read_value."
 
 
 def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
     """Read, render and fit every row of a source; nothing is written."""
     flat = _Flat()
-    for batch in _batches(found, columns, renderer):
+    read = (
+        (number, _read(record, f"{found.path}:{number}", columns, renderer))
+        for number, record in found.records()
+    )
+    for batch in in_batches(read):
         readable = [row for _, row in batch if not isinstance(row, PictureError)]
         flat.films |= {one.film: None for row in readable for one in _pictures(row) if one.film}
         rendered = iter(_rendered(readable, renderer))
@@ -65,17 +70,13 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
     return flat.entry()
 
 
-def _batches(
-    found: Opened, columns: Columns, renderer: Renderer
-) -> Iterator[list[tuple[int, AnyRow | PictureError]]]:
-    """Rows by number, as many at a time as may be held."""
-    batch: list[tuple[int, AnyRow | PictureError]] = []
+def in_batches(rows: Iterable[tuple[int, T]]) -> Iterator[list[tuple[int, T]]]:
+    """Rows, or their errors, by number: as many at a time as may be held."""
+    batch: list[tuple[int, T]] = []
     held = 0
-    for number, record in found.records():
-        row = _read(record, f"{found.path}:{number}", columns, renderer)
+    for number, row in rows:
         batch.append((number, row))
-        if not isinstance(row, PictureError):
-            held += sum(len(it.value) for it in _pictures(row) if it.kind == "bytes")
+        held += sum(len(it.value) for it in _pictures(row) if it.kind == "bytes")
         if len(batch) == BATCH_ROWS or held >= BATCH_BYTES:
             yield batch
             batch, held = [], 0
@@ -83,8 +84,9 @@ def _batches(
         yield batch
 
 
-def _pictures(row: AnyRow) -> list[ImageRef]:
-    chats = [it.messages for it in answers_of(row) if isinstance(it, Conversation)]
+def _pictures(row: AnyRow | TautError) -> list[ImageRef]:
+    answers = () if isinstance(row, TautError) else answers_of(row)
+    chats = [it.messages for it in answers if isinstance(it, Conversation)]
     return [picture for messages in chats for picture in images_of(messages)]
 
 

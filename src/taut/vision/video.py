@@ -11,8 +11,6 @@ Sound is not read. Owns ``av``. Imported by ``data/media.py``.
 from __future__ import annotations
 
 import math
-import struct
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,20 +22,11 @@ from typing import NamedTuple
 from PIL import Image, UnidentifiedImageError
 
 from taut.errors import PictureError
-from taut.vision.picture import ImageRef, require_regular
+from taut.vision.picture import BROKEN, ImageRef, require_regular
 
 FORMATS = ("GIF", "WEBP", "PNG")
 """What PIL reads."""
-FAILURES = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    IndexError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
+FAILURES = (*BROKEN, Image.DecompressionBombError)
 """What broken files raise in PIL; PyAV's errors become a ValueError."""
 ALONE = {"protocol_whitelist": "file"}
 """What PyAV may open: a play list in a file must not lead to an address."""
