@@ -82,6 +82,7 @@ def test_parts_train_at_their_own_rates_or_not_at_all(
     assert moved["language_model"] == pytest.approx(1e-3, rel=1e-3)
 
 
+STEPS = {"steps": 3, "checkpoint.every": 1, "checkpoint.background": False}
 KILLED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft": (
         "sft",
@@ -89,10 +90,9 @@ KILLED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             "lora.rank": 2,
             "lora.targets": ["vision_tower", "q_proj"],
-            "eval.answers.every": 2,
+            "eval.answers.every": 1,
             "eval.answers.rewards": ["exact_match"],
             "eval.answers.sampling.max_new_tokens": 3,
-            "eval.best": "exact_match",
             "contract.prompts": 1,
             "contract.tokens": 3,
         },
@@ -106,7 +106,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     name: str, model: Path, place: Path, tmp_path: Path
 ) -> None:
     method, operation, given = KILLED[name]
-    keys = keys_of(method, model, place, **given, **{"steps": 4, "checkpoint.every": 1})
+    keys = keys_of(method, model, place, **given, **STEPS)
     if method == "sft":
         keys["data.eval"] = keys["data.train"]
     operations = whole(tmp_path / "whole", keys)
