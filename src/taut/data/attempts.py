@@ -12,10 +12,11 @@ from taut.data.answers import faults_of_pictures, fit_any, render_any
 from taut.data.columns import Columns
 from taut.data.judged import read_any
 from taut.data.length import Limits
+from taut.data.pictures import in_batches
 from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
-from taut.data.tokenise import in_batches
+from taut.data.tokenise import pictures_of
 from taut.errors import DataError, RenderError, TautError
 from taut.types import Sample
 
@@ -35,7 +36,7 @@ def attempt_rows(
         (number, _read(record, f"{found.path}:{number}", columns))
         for number, record in found.attempts()
     )
-    for batch in in_batches(read):
+    for batch in in_batches(read, lambda it: pictures_of(it[1])):
         rows = [row for _, row in batch if not isinstance(row, TautError)]
         rendered = iter(_render(rows, renderer))
         for number, row in batch:

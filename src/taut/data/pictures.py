@@ -16,12 +16,12 @@ Reads no file: the album does. Imported by the rest of ``taut.data``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from taut.vision.album import Album
     from taut.vision.picture import ImageRef
     from taut.vision.processor import Shape
+
+
+T = TypeVar("T")
+BATCH_ROWS, BATCH_BYTES = 256, 2**28
+"""Rows at a time, and bytes of pictures that are with them: frames of videos are large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,22 @@ class Pictures:
         processor = self.album.processor
         own = [known[word] for word in processor.reserved if word in known]
         return np.array([processor.image_id, *own])
+
+
+def in_batches(
+    rows: Iterable[T], pictures_of: Callable[[T], Iterable[ImageRef]]
+) -> Iterator[list[T]]:
+    """Rows to be rendered together: many, or as many as hold ``BATCH_BYTES`` of pictures with them."""
+    batch: list[T] = []
+    held = 0
+    for row in rows:
+        batch.append(row)
+        held += sum(len(it.value) for it in pictures_of(row) if it.kind == "bytes")
+        if len(batch) == BATCH_ROWS or held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def located(messages: Sequence[Message], place: str) -> Iterator[tuple[ImageRef, str]]:

@@ -18,7 +18,7 @@ import it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ from taut.data.formats import (
 )
 from taut.data.judged import read_any
 from taut.data.length import Incident
-from taut.data.media import Part, text_of
-from taut.data.pictures import Placed
+from taut.data.media import Part, images_of, text_of
+from taut.data.pictures import Placed, in_batches
 from taut.data.preferences import best_row
 from taut.data.render import Renderer
 from taut.data.sources import Source, open_source
@@ -51,8 +51,6 @@ from taut.vision.picture import ImageRef
 REFERENCES = ("answers", "answer", "references", "reference", "completion", "output")
 """Columns recognised as holding the right answer, in this order."""
 LAST_MESSAGE = "the last message"
-BATCH_ROWS = 256
-"""Rows whose pictures are seen together."""
 PLAIN = ("sft", "prompt")
 """Kinds of data whose rows say nothing of their answers."""
 
@@ -110,17 +108,16 @@ def load_prompts(
     """
     opened = open_source(source if isinstance(source, Source) else Source(path=source))
     reading = _Reading(columns or Columns(), renderer, left_out)
-    rows = [
+    rows, texts = reading.rendered(
         row
         for number, record in islice(opened.records(), limit)
         if (row := reading.read(record, f"{opened.path}:{number}")) is not None
-    ]
+    )
     if not rows and not left_out:
         raise DataError(
             f"{opened.path}: the file has no rows; expected at least one; check the path"
         )
     known = REFERENCES if columns is None or columns.kind in PLAIN else ()
-    rows, texts = reading.rendered(rows)
     answers = [_references(row, reference, needs_reference, known) for row in rows]
     ids_of = renderer.template.encode(texts)
     found = []
@@ -131,7 +128,7 @@ def load_prompts(
                 place=row.place,
                 id=name,
                 ids_T=ids_T,
-                prompt=_from_files(row.prompt, text.pictures),
+                prompt=row.prompt,
                 references=answer[0],
                 reference_from=answer[1],
                 columns=row.columns,
@@ -176,18 +173,19 @@ class _Reading:
         messages, answer = _split(row)
         return _Read(place, messages, answer, record, row.tools)
 
-    def rendered(self, rows: Sequence[_Read]) -> tuple[list[_Read], list[Text]]:
+    def rendered(self, rows: Iterable[_Read]) -> tuple[list[_Read], list[Text]]:
         """Those that are left, and their texts."""
         kept, texts = [], []
-        for number, row in enumerate(rows):
-            if number % BATCH_ROWS == 0:
-                self._look(rows[number : number + BATCH_ROWS])
-            try:
-                texts.append(_text(row, self.renderer))
-            except PictureError as error:
-                self._leave_out(row.place, error)
-                continue
-            kept.append(row)
+        for batch in in_batches(rows, _pictures):
+            self._look(batch)
+            for row in batch:
+                try:
+                    text = _text(row, self.renderer)
+                except PictureError as error:
+                    self._leave_out(row.place, error)
+                    continue
+                texts.append(text)
+                kept.append(row._replace(prompt=_from_files(row.prompt, text.pictures)))
         return kept, texts
 
     def _look(self, rows: Sequence[_Read]) -> None:
@@ -199,6 +197,10 @@ class _Reading:
             raise error
         reason = str(error).removeprefix(f"{place}: ")
         self.left_out.append(Incident(place, "dropped", reason))
+
+
+def _pictures(row: _Read) -> list[ImageRef]:
+    return [] if isinstance(row.prompt, str) else images_of(row.prompt)
 
 
 def _text(row: _Read, renderer: Renderer) -> Text:

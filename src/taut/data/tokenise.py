@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from taut.data.formats import Conversation, images_of
 from taut.data.judged import read_any
 from taut.data.length import Incident, Limits
 from taut.data.media_arrays import changed_source, media_arrays, media_at
+from taut.data.pictures import in_batches
 from taut.data.preferences import AnyRow
 from taut.data.render import Renderer
 from taut.data.sources import Opened
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from taut.vision.album import Album
     from taut.vision.picture import ImageRef
 
-BATCH_ROWS, BATCH_BYTES = 256, 2**28
-"""Rows rendered together, and of pictures that are with them: frames of videos are large."""
-T = TypeVar("T", bound=AnyRow | TautError)
 VALUE, READ_VALUE = "value.", "read_value."
 
 
@@ -43,9 +41,9 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
         (number, _read(record, f"{found.path}:{number}", columns, renderer))
         for number, record in found.records()
     )
-    for batch in in_batches(read):
+    for batch in in_batches(read, lambda it: pictures_of(it[1])):
         readable = [row for _, row in batch if not isinstance(row, PictureError)]
-        flat.films |= {one.film: None for row in readable for one in _pictures(row) if one.film}
+        flat.films |= {one.film: None for row in readable for one in pictures_of(row) if one.film}
         rendered = iter(_rendered(readable, renderer))
         for number, row in batch:
             flat.num_rows += 1
@@ -70,21 +68,8 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
     return flat.entry()
 
 
-def in_batches(rows: Iterable[tuple[int, T]]) -> Iterator[list[tuple[int, T]]]:
-    """Rows, or their errors, by number: as many at a time as may be held."""
-    batch: list[tuple[int, T]] = []
-    held = 0
-    for number, row in rows:
-        batch.append((number, row))
-        held += sum(len(it.value) for it in _pictures(row) if it.kind == "bytes")
-        if len(batch) == BATCH_ROWS or held >= BATCH_BYTES:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
-
-
-def _pictures(row: AnyRow | TautError) -> list[ImageRef]:
+def pictures_of(row: AnyRow | TautError) -> list[ImageRef]:
+    """Those of all its answers."""
     answers = () if isinstance(row, TautError) else answers_of(row)
     chats = [it.messages for it in answers if isinstance(it, Conversation)]
     return [picture for messages in chats for picture in images_of(messages)]

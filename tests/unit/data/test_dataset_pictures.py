@@ -15,7 +15,7 @@ from tests.chats import write_rows
 from tests.tiled import picture, renderer
 
 from taut.config import from_mapping
-from taut.data import tokenise
+from taut.data import pictures
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.media_arrays import media_arrays
 from taut.data.render import Renderer
@@ -157,7 +157,7 @@ def test_a_video_that_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.M
     film = {"type": "video", "video": "film.gif"}
     asked = [{"role": "user", "content": [film]}, {"role": "assistant", "content": "dog"}]
     write_rows(place / "rows.jsonl", [{"messages": asked}, *rows(None), {"messages": asked}])
-    monkeypatch.setattr(tokenise, "BATCH_BYTES", 1)
+    monkeypatch.setattr(pictures, "BATCH_BYTES", 1)
     sizes = []
     look = Renderer.look
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.chats import write_rows
 from tests.tiled import chat, learned, picture, renderer, said
 
 from taut.config import from_mapping
+from taut.data import pictures
 from taut.data.answers import fit_any, render_any, render_each
 from taut.data.attempts import attempt_rows
 from taut.data.columns import Columns
@@ -156,3 +158,25 @@ def test_whoever_is_shown_a_prompt_has_the_files_that_were_read(tmp_path: Path) 
     assert Path(str(kept.value)).read_bytes() == content
     ids_T, media = using.prompt_media(found.prompt)  # type: ignore[arg-type]
     assert (ids_T.tolist(), media) == (found.ids_T.tolist(), found.media)
+
+
+def test_prompts_hold_few_pictures_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    using = renderer(tmp_path)
+    content = Path(picture(tmp_path, "one")["image"].value).read_bytes()
+    inline = {"type": "image", "base64": base64.b64encode(content).decode()}
+    asked = [said("user", "cat"), said("user", inline, "cat"), said("user", "dog")]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": [it]} for it in asked])
+    sizes, look = [], using.template.pictures.look
+
+    def counted(some: Any) -> None:
+        seen = list(some)
+        sizes.append(len(seen))
+        look(seen)
+
+    monkeypatch.setattr(pictures, "BATCH_BYTES", len(content))
+    monkeypatch.setattr(using.template.pictures, "look", counted)
+    found = load_prompts(str(rows), using)
+    assert sizes == [2, 1]
+    assert [len(row.media) for row in found] == [0, 1, 0]
