@@ -116,7 +116,7 @@ def _named(content: object) -> object:
     if not isinstance(content, list):
         return content
     return "".join(
-        it["text"] if it["type"] == "text" else f"[{it['image'].name}]" for it in content
+        it["text"] if it["type"] == "text" else f"[picture {it['image'].name}]" for it in content
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from taut.errors import PictureError
-from taut.vision.picture import ImageRef, ImagesConfig, encoded
+from taut.vision.picture import FORMATS, ImageRef, ImagesConfig, encoded
 
-WITHIN = ImagesConfig()
-"""Limits of what is sent."""
+WITHIN = ImagesConfig(max_bytes=2**40)
+"""Limits of what is sent: it was read within the run's own."""
 
 
 def sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def _content(content: Any) -> Any:
 def _data_url(picture: ImageRef) -> str:
     raw = encoded(picture, WITHIN)
     try:
-        with Image.open(BytesIO(raw)) as opened:
+        with Image.open(BytesIO(raw), formats=FORMATS) as opened:
             kind = opened.get_format_mimetype()
     except (UnidentifiedImageError, OSError, ValueError) as error:
         raise PictureError(f"the picture {picture.name} cannot be read ({error})") from None

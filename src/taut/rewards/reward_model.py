@@ -21,6 +21,9 @@ from taut.rewards.pictures import sent
 from taut.rewards.verifier import Place, Question, Verifier
 from taut.vision.picture import ImagesConfig
 
+UNREAD = ("folder", "bad", "fps", "max_frames")
+"""Settings of pictures that are for files of rows."""
+
 
 @configclass
 class RewardModel(Verifier):
@@ -45,6 +48,11 @@ class RewardModel(Verifier):
     """Pictures in what is scored."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
     """Tokens computed at a time; a longer answer is computed alone."""
+
+    def __post_init__(self) -> None:
+        from taut.vision.opening import require_unset  # with it come the processors
+
+        require_unset(self.images, UNREAD, "a reward, which is shown what a run has read")
 
 
 @configclass

@@ -152,7 +152,7 @@ def read_file(path: str, most: int) -> bytes:
             found = os.fstat(number)
             require_regular(found, f"the picture {name}")
             require_bytes(found.st_size, name, most)
-            content = file.read(most + 1)
+            content = file.read(min(most, found.st_size) + 1)
     except PictureError:
         raise
     except (OSError, ValueError) as error:  # ValueError: what no path can hold

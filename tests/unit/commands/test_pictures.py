@@ -20,6 +20,7 @@ from taut.commands.generate import Generate, generate
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError, OutputError, PictureError, RenderError
 from taut.rewards.pictures import pictures_of, sent
+from taut.rewards.reward_model import RewardModel
 from taut.rollout.open import Opened, open_engine, open_renderer
 from taut.vision.picture import ImageRef
 
@@ -221,3 +222,5 @@ def test_what_servers_are_sent_has_its_pictures_inside(folder: Path) -> None:
     assert sent(messages) == [{"role": "user", "content": [url, content[1]]}, messages[1]]
     assert pictures_of(messages) == [url]
     assert json.dumps(sent(messages))
+    with pytest.raises(ConfigError, match=r"images\.bad would be ignored by a reward"):
+        from_mapping(RewardModel, {"model": "m", "images.bad": "drop"})

@@ -115,5 +115,5 @@ def test_a_path_with_pictures_can_be_told() -> None:
     seen = replace(path.episode, messages=(said,), num_turns=2)
     told = sample(replace(path, episode=seen), credited(found))
     assert json.loads(json.dumps(told["messages"])) == [
-        {"role": "user", "content": "[of 2 bytes]Look."}
+        {"role": "user", "content": "[picture of 2 bytes]Look."}
     ]

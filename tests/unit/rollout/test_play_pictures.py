@@ -122,6 +122,6 @@ def test_what_was_shown_between_turns_is_told_by_name(tmp_path: Path) -> None:
     told = named(found.messages)
     assert [it["content"] for it in told] == [
         "Go on.",
-        f"[{tmp_path / 'red.png'}]And this?",
+        f"[picture {tmp_path / 'red.png'}]And this?",
         "Seen.",
     ]
