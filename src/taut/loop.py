@@ -295,8 +295,10 @@ def made_ready(
 
 
 def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
-    """This rank's micro-batches with the streams that roles have to fill in, and whether each counts."""
+    """This rank's micro-batches with what roles have to fill in, and whether each counts; pictures are read ahead."""
     planned = padded(microbatches_of(trees, job), trees, job)
+    for one in (one for packed, _ in planned for one in packed.media):
+        one.picture.expect()
     missing = set(job.method.loss.needs) - planned[0][0].streams.keys()
     for role in (role for role in job.roles if role.gives in missing):
         with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
@@ -318,12 +320,9 @@ def _streams(
 
 def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
     """This rank's micro-batches of a step."""
+    policy, most = job.policy, job.budget.tokens_per_microbatch
     mine = assign(trees, job.budget)[job.ranks.rank]
-    return [
-        packed
-        for planned in mine
-        for packed in layouts(planned, job.policy, job.budget.tokens_per_microbatch)
-    ]
+    return [packed for planned in mine for packed in layouts(planned, policy, most)]
 
 
 def padded(

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests.pictures import illustrated
+import pytest
+from tests.pictures import Named, illustrated
 
 from taut.data.pack import PackPolicy
 from taut.data.plan import Budget
 from taut.lookahead import Lookahead
-from taut.loop import Job
+from taut.loop import Job, filled
 from taut.types import Picture, Tree
 from taut.vision.album import Album
 
@@ -28,6 +29,15 @@ class Expecting:
         self.names += [picture.source for picture in pictures]
 
 
+def job_of(rank: int, size: int) -> Any:
+    ranks = SimpleNamespace(rank=rank, size=size, max=list)
+    method = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
+    budget = Budget(100, num_ranks=size)
+    return SimpleNamespace(
+        method=method, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
+    )
+
+
 def prepare(step: int) -> list[Tree]:
     """Two samples with a picture each, one that both have, and one without."""
     mine = [illustrated(f"{step}{n}", [(f"{step}{n}", GRID), ("all", GRID), n]) for n in range(2)]
@@ -36,14 +46,7 @@ def prepare(step: int) -> list[Tree]:
 
 def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
     album = Expecting()
-    job: Any = SimpleNamespace(
-        method=SimpleNamespace(prepare=prepare),
-        num_steps=3,
-        ranks=SimpleNamespace(rank=rank, size=size),
-        budget=Budget(100, num_ranks=size),
-        policy=PackPolicy(),
-    )
-    Lookahead(cast(Job, job), cast(Album, album))(step)
+    Lookahead(cast(Job, job_of(rank, size)), cast(Album, album))(step)
     return album.names
 
 
@@ -61,3 +64,11 @@ def test_a_rank_expects_its_own() -> None:
     own = [{name for name in expected(3, rank, 2) if name != "all"} for rank in range(2)]
     assert own[0] | own[1] == {"30", "31"}
     assert not own[0] & own[1]
+
+
+def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out rows, for one, which no step comes before."""
+    names: list[str] = []
+    monkeypatch.setattr(Named, "expect", lambda self: names.append(self.source))
+    filled(job_of(0, 1), prepare(1), "held-out loss")
+    assert sorted(set(names)) == ["10", "11", "all"]

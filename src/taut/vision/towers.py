@@ -68,9 +68,11 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
 
 
 def features_of(backbone: nn.Module, media: Sequence[Media]) -> list[Features]:
-    """The features of each, every distinct picture computed once."""
+    """The features of each, every distinct picture computed once, and those not read ahead read in threads."""
     way = FAMILIES[family(backbone)]
     pictures = {one.picture.digest: one.picture for one in media}
+    for picture in pictures.values():
+        picture.expect()
     read = {digest: picture.tensors() for digest, picture in pictures.items()}
     groups: dict[tuple[Any, ...], list[str]] = {}
     for digest, tensors in read.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.vision_models import tiny_vlm, vision_config
-from tests.vision_samples import Drawn, Seeing
+from tests.vision_samples import Drawn, Handle, Seeing
 from transformers import AutoModelForSequenceClassification
 
 from taut.attention.select import PREFIX, select
@@ -31,6 +31,7 @@ from taut.models.reward import NewHead, load_reward_model
 from taut.models.save import saving
 from taut.models.score import Scorer
 from taut.types import Wants
+from taut.vision import towers
 
 CPU = torch.device("cpu")
 REFERENCE = PREFIX + "reference"
@@ -109,6 +110,23 @@ def test_a_family_that_is_not_known_is_refused(qwen: Path, tmp_path: Path) -> No
         open_model(path)
     with pytest.raises(ModelError, match="mistral3 is no family"):
         load_reward_model(str(path), NewHead(), dtype=torch.float32, device=CPU, attention="eager")
+
+
+def test_all_pictures_are_expected_before_the_first_is_waited_for(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeing, asked = Seeing.of("qwen2_5_vl", qwen), []
+    sample = seeing.sample(
+        "a", [Drawn(0, 28, 12), "and", Drawn(1, 16, 16), "and", Drawn(0, 28, 12)]
+    )
+    made = Handle.tensors
+    monkeypatch.setattr(Handle, "expect", lambda self: asked.append(f"expect {self.drawn.seed}"))
+    monkeypatch.setattr(
+        Handle, "tensors", lambda self: (asked.append(f"tensors {self.drawn.seed}"), made(self))[1]
+    )
+    with torch.no_grad():
+        towers.features_of(anatomy.decoder(seeing.scorer.model), sample.media)
+    assert asked == ["expect 0", "expect 1", "tensors 0", "tensors 1"]
 
 
 def test_noise_in_a_tower_is_refused(tmp_path: Path) -> None:
