@@ -1,37 +1,26 @@
 """Runs that are killed at an exact point (``tests.points``) and resumed. What they leave is read by ``tests.left``.
 
-Runs are forked from a process that has only imported (multiprocessing's fork server): no kernel ran in it and it has
-one thread. Some are resumed in a process of their own all the same (``is_fresh``). ``num_ranks``: so many processes,
-with what torchrun would tell them. ``is_power_lost``: with the process goes all that was not synced.
+Runs are forked (``tests.forked``). Some are resumed in a process of their own all the same (``is_fresh``).
+``num_ranks``: so many processes, with what torchrun would tell them. ``is_power_lost``: with the process goes all that
+was not synced.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from functools import cache
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.chats import QUIET, chats, write_rows
+from tests.forked import LIMIT, fork, require_clean, worlds
 from tests.left import require_latest_is_complete
 from tests.points import NOWHERE, Counted, Operation, Point, cache_of
 
-IMPORTED = ("taut.api", "torch", "transformers", "peft")
-LIMIT = 120.0
-"""Seconds a run may take."""
-PATIENCE = 20.0
-"""Seconds that ranks are given to end by themselves."""
 PROGRAM = "import json, sys; from tests.kills import train; train(json.loads(sys.argv[1]))"
 
 
@@ -44,10 +33,7 @@ def _run(
     with out.with_name(f"{out.name}.log").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    for name in set(IMPORTED) - set(sys.modules):
-        importlib.import_module(name)  # says what the fork server kept to itself
-        raise AssertionError(f"the fork server has not imported {name}")
-    assert len(os.listdir("/proc/self/task")) == 1, "the fork server had threads"  # noqa: PTH208
+    require_clean()
     if at is None:
         train(keys)
         return
@@ -64,13 +50,6 @@ def train(keys: Mapping[str, Any]) -> None:
     getattr(taut, keys.get("method", "sft"))(**keys)
 
 
-@cache
-def _server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
-    return context
-
-
 def _operations_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.operations.json")
 
@@ -82,59 +61,14 @@ def _environment(out: Path) -> dict[str, str]:
 def _fork(
     keys: Mapping[str, Any], at: Point | None, *, num_ranks: int = 1, is_power_lost: bool = False
 ) -> list[int]:
-    """How each rank of a forked run ends: 0, 1 for an error, -9 for one that was killed. When one has failed the others
-    are asked to end (SIGTERM), as torchrun does, and later made to.
-    """
-    worlds = _worlds(num_ranks)
-    started = [
-        _server().Process(
-            target=_run,
-            args=(dict(keys), at if at and at.rank == rank else None, is_power_lost, world),
-        )
-        for rank, world in enumerate(worlds)
+    """How each rank of a forked run ends."""
+    given = [
+        (dict(keys), at if at and at.rank == rank else None, is_power_lost, world)
+        for rank, world in enumerate(worlds(num_ranks))
     ]
-    for process in started:
-        process.start()
-    has_ended = _wait(started)
-    _end(started)
-    assert has_ended, f"no end in {LIMIT:.0f} s: {log_of(Path(keys['out']))}"
-    return [int(process.exitcode or 0) for process in started]
-
-
-def _wait(started: Sequence[ForkServerProcess]) -> bool:
-    """Until one has failed or all have ended. False: neither came about."""
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        alive = [process.sentinel for process in started if process.is_alive()]
-        if not alive or any(process.exitcode for process in started):
-            return True
-        wait(alive, timeout=1.0)
-    return False
-
-
-def _worlds(num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun tells each rank; nothing to one that is alone."""
-    if num_ranks == 1:
-        return [{}]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        for rank in range(num_ranks)
-    ]
-
-
-def _end(started: Sequence[ForkServerProcess]) -> None:
-    """End those that still run, gently first."""
-    for process in started:
-        if process.is_alive():
-            process.terminate()
-    for process in started:
-        process.join(PATIENCE)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    codes = fork(_run, given)
+    assert codes is not None, f"no end in {LIMIT:.0f} s: {log_of(Path(keys['out']))}"
+    return codes
 
 
 def log_of(out: Path) -> str:
