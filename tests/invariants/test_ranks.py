@@ -25,6 +25,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.forked import run
 from tests.vision_models import tiny_vlm
 from tests.vision_samples import Drawn
 
@@ -116,7 +117,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Two processes of ``python WORDS``."""
+    """Two processes of ``python WORDS``, as they are started in earnest; ``tests.forked`` is quicker."""
     launcher = [
         sys.executable,
         "-m",
@@ -139,7 +140,7 @@ def two_ranks(place: Path, todo: Sequence[Mapping[str, Any]]) -> None:
     """The runs that ``todo`` has the keys of, one after another, in one process group of two."""
     (place / "program.py").write_text(PROGRAM)
     (place / "todo.json").write_text(json.dumps(todo))
-    done = torchrun(place / "program.py", place / "todo.json")
+    done = run(place / "program.py", place / "todo.json", num_ranks=2)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
 
@@ -188,7 +189,7 @@ def approx(asked: Mapping[str, float]) -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) -> Path:
-    """Every run by one process, and then by two ranks, of one torchrun."""
+    """Every run by one process, and then by two ranks, in one process group."""
     place = tmp_path_factory.mktemp("runs")
     save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
     todo = []
@@ -204,26 +205,26 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) ->
     return place
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_two_ranks_equal_one_process(run: str, place: Path, model: Path, train: Path) -> None:
-    one, two = place / "one" / run, place / "two" / run
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_equal_one_process(name: str, place: Path, model: Path, train: Path) -> None:
+    one, two = place / "one" / name, place / "two" / name
     assert events(two, "start")[0]["num_ranks"] == 2
-    for name in ("loss", "grad_norm"):
-        assert column(two, name) == pytest.approx(column(one, name), rel=LIMIT)
-    for name in ("sample_ids", "num_targets", "num_tokens_unshared", "step"):
-        assert column(two, name) == column(one, name)
+    for field in ("loss", "grad_norm"):
+        assert column(two, field) == pytest.approx(column(one, field), rel=LIMIT)
+    for field in ("sample_ids", "num_targets", "num_tokens_unshared", "step"):
+        assert column(two, field) == column(one, field)
     asked = [events(out, "end")[0]["stop"] for out in (one, two)]
     assert asked[1] == (asked[0] and {**asked[0], "end_probability": approx(asked[0])})
     held_out = [[event["loss"] for event in events(out, "eval")] for out in (one, two)]
     assert held_out[1] == pytest.approx(held_out[0], rel=LIMIT)
     assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
-    if "lora.rank" in RUNS[run]:
+    if "lora.rank" in RUNS[name]:
         assert largest_difference(weights(two / "adapter"), weights(one / "adapter")) < LIMIT
-    if "checkpoint.every" in RUNS[run]:  # a checkpoint of two ranks goes on in one process
+    if "checkpoint.every" in RUNS[name]:  # a checkpoint of two ranks goes on in one process
         for path in (two / "checkpoints" / "step-000004").iterdir():
             path.unlink()
         shutil.rmtree(two / "model")  # as if it had been killed before its end
-        sft(model, train, two, **{"data.eval": held_out_of(train), **RUNS[run]}, resume=True)
+        sft(model, train, two, **{"data.eval": held_out_of(train), **RUNS[name]}, resume=True)
         assert events(two, "resume")[0]["from_step"] == 2
         assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=LIMIT)
         assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
@@ -244,7 +245,7 @@ def test_an_error_on_one_rank_ends_all_with_its_message(
 
 def test_an_error_on_every_rank_is_told_once(model: Path, tmp_path: Path) -> None:
     keys = keys_of(model, tmp_path / "none.jsonl", tmp_path / "out", RUNS["uneven bins"])
-    done = torchrun("-m", "taut", "sft", *words_of(keys))
+    done = run("-m", "taut", "sft", *words_of(keys), num_ranks=2)
     assert done.returncode != 0
     assert done.stderr.count("taut: error: ") == 1
     assert "none.jsonl" in done.stderr

@@ -1,6 +1,6 @@
 """Two gloo ranks are one process where answers are judged: references, statistics of the step, scalar heads.
 
-All runs are of one torchrun, one after another, in one process group.
+All runs of two ranks are made one after another in one process group.
 """
 
 from __future__ import annotations
