@@ -1,6 +1,6 @@
 """A policy with a critic beside it, the states it is read in, and a few steps of both, by however many ranks.
 
-As a program, under torchrun: ``python -m tests.critics PLACE`` takes the steps on every rank and leaves what was seen.
+As a program, by ranks: ``python -m tests.critics PLACE`` takes the steps on every rank and leaves what was seen.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from tests.critics import (
     steps,
     values_of,
 )
+from tests.forked import run
 from tests.invariants.test_layout_invariance import relative
-from tests.invariants.test_ranks import torchrun
 from tests.left import read_checkpoint
 
 from taut.data.pack import ALONE, pack
@@ -74,8 +74,8 @@ def test_states_on_a_shared_prefix_have_the_values_they_have_alone(kind: str, pl
 
 @pytest.fixture(scope="module")
 def seen(place: Path) -> dict[str, Any]:
-    """What two ranks saw, both kinds in one torchrun."""
-    done = torchrun("-m", "tests.critics", place)
+    """What two ranks saw, both kinds in one process group."""
+    done = run("-m", "tests.critics", place, num_ranks=2)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((place / "seen.json").read_text())
     return found
