@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import torch
 from tests.chats import QUIET, chats, events, save_model, sft, weights, words_of, write_rows
 from tests.checks.planting import Place
+from tests.forked import run
 
 from taut.checks import CHECKS, Check
 from taut.checks.examine import Examination, as_fields, examine
@@ -298,28 +296,16 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def torchrun(program: Path, *words: str, faulty: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [sys.executable, *launcher, str(program), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULTY": faulty},
-    )
-
-
 def test_two_ranks_give_one_finding(model: Path, train: Path, tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(ON_ONE_RANK)
     words = words_of({**QUIET, "model": model, "data.train": train, "out": out, "steps": 1})
-    done = torchrun(program, "sft", *words, faulty="1")
+    done = run(program, "sft", *words, num_ranks=2, FAULTY="1")
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("taut: error")]
     assert told == ["taut: error: a.rank: rank 1 is not well; mend it"]
     assert not out.exists()
-    done = torchrun(program, "sft", *words, faulty="none")
+    done = run(program, "sft", *words, num_ranks=2, FAULTY="none")
     assert done.returncode == 0, done.stderr
     asked = [event["name"] for event in events(out, "check")]
     assert [asked.count(name) for name in ("a.rank", "attention.packed", "run.steps")] == [1, 1, 1]
