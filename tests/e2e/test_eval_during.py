@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.forked import run
 
 import taut
 from taut.cli import main
@@ -250,10 +249,7 @@ def test_two_ranks_measure_what_one_does(
     fixed = {"model": model, "data.train": train, "data.eval": held_out, "steps": 5}
     out = tmp_path / "two"
     words = words_of({**QUIET, **fixed, **dotted, "out": out})
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "taut", "sft", *words], capture_output=True, text=True, check=False
-    )
+    done = run("-m", "taut", "sft", *words, num_ranks=2)
     assert done.returncode == 0, done.stderr[-2000:]
     for mine, theirs in zip(answered(one.out), answered(out), strict=True):
         assert {**mine, "time": 0} == {**theirs, "time": 0}
