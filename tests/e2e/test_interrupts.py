@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.forked import run
 
 import taut
 from taut.errors import Interrupted
@@ -176,15 +176,9 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_exit_codes(times: str, model: Path, train: Path, tmp_path: Path) -> None:
     keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 6}
     keys |= {"batch.tokens_per_microbatch": 90}
-    environment = {**os.environ, **({"TWICE": "1"} if times == "twice" else {})}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "sft", *words_of(keys)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=120,
-    )
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {"TWICE": "1"} if times == "twice" else {}
+    done = run(tmp_path / "program.py", "sft", *words_of(keys), **environment)
     saved = list((tmp_path / "out").glob("checkpoints/step-*"))
     if times == "twice":
         assert (done.returncode, done.stderr, saved) == (128 + signal.SIGTERM, "", [])
@@ -200,17 +194,10 @@ def test_a_signal_to_one_rank_ends_all_and_loses_nothing(
     model: Path, train: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    keys = {**QUIET, "model": model, "data.train": train, "steps": 6, "check": "off"}
+    keys = {**QUIET, "model": model, "data.train": train, "out": out, "steps": 6, "check": "off"}
     program = PROGRAM.replace("len(calls) == 11", 'len(calls) == 4 and os.environ["RANK"] == "1"')
     (tmp_path / "program.py").write_text(program)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, tmp_path / "program.py", "sft", *words_of({**keys, "out": out})],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
+    done = run(tmp_path / "program.py", "sft", *words_of(keys), num_ranks=2)
     assert done.returncode != 0
     assert done.stderr.count("interrupted by SIGTERM: the state after step 3 is in") == 1
     assert column(out, "step") == [1, 2, 3]
