@@ -173,7 +173,9 @@ def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
     optimizer.step()  # the first AdamW step moves each weight by its rate
     for name, parameter in model.named_parameters():
         rate = 1e-3 if name.startswith("tower") else 1e-2
-        assert float((before[name] - parameter.detach()).abs().max()) == pytest.approx(rate, rel=1e-3)
+        assert float((before[name] - parameter.detach()).abs().max()) == pytest.approx(
+            rate, rel=1e-3
+        )
 
 
 def test_a_rate_of_zero_is_refused() -> None:
