@@ -194,7 +194,8 @@ class _Reading:
 
     def _leave_out(self, place: str, error: PictureError) -> None:
         if self.left_out is None:
-            raise error
+            key = f"{self.columns.prefix}images.bad"
+            raise PictureError(f"{error}; or leave such rows out with {key}=drop") from None
         reason = str(error).removeprefix(f"{place}: ")
         self.left_out.append(Incident(place, "dropped", reason))
 
