@@ -98,7 +98,10 @@ def test_another_picture_is_another_prompt(folder: Path) -> None:
 def test_rows_whose_pictures_cannot_be_read(folder: Path) -> None:
     (folder / "cut.png").write_bytes((folder / "red.png").read_bytes()[:40])
     given = [{"id": name, "messages": shown(f"{name}.png")} for name in ("red", "cut", "gone")]
-    with pytest.raises(PictureError, match=r"bad\.jsonl:2: messages\[0\]\.content\[0\].*rows out with images\.bad=drop"):
+    with pytest.raises(
+        PictureError,
+        match=r"bad\.jsonl:2: messages\[0\]\.content\[0\].*rows out with images\.bad=drop",
+    ):
         generate(asked(folder, given, "bad"))
     config = asked(folder, given, "bad", **{"images.bad": "drop"})
     assert generate(config).num_prompts == 1

@@ -130,7 +130,10 @@ def test_what_is_asked_has_its_pictures(tmp_path: Path) -> None:
         for name in names
     ]
     path = write_rows(tmp_path / "rows.jsonl", asked)
-    with pytest.raises(PictureError, match=r"rows\.jsonl:2: messages\[0\]\.content\[0\]: .*gone.*data\.images\.bad=drop"):
+    with pytest.raises(
+        PictureError,
+        match=r"rows\.jsonl:2: messages\[0\]\.content\[0\]: .*gone.*data\.images\.bad=drop",
+    ):
         load_prompts(str(path), using, limit=3)
     config = from_mapping(DataConfig, {"train": str(path)})
     found = load_prompt_set(config, "train", using, Asking(40))
