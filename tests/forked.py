@@ -48,8 +48,16 @@ def run(*words: str | Path, num_ranks: int = 1, **environment: str) -> Completed
     return CompletedProcess(words, next(filter(None, codes), 0), out, err)
 
 
+def start(folder: Path, *words: str | Path) -> ForkServerProcess:
+    """``python WORDS``, left to run; what it prints goes to files in ``folder``."""
+    given = [str(word) for word in words], dict(os.environ), str(folder)
+    process = _server().Process(target=_program, args=given)
+    process.start()
+    return process
+
+
 def _program(words: list[str], environment: Mapping[str, str], folder: str) -> None:
-    """The body of a process of ``run``."""
+    """The body of a process."""
     os.environ.clear()
     os.environ.update(environment)
     rank = os.environ.get("RANK", "0")
@@ -75,13 +83,6 @@ def fork(target: Callable[..., None], given: Sequence[tuple[Any, ...]]) -> list[
     has_ended = _wait(started)
     _end(started)
     return [int(process.exitcode or 0) for process in started] if has_ended else None
-
-
-def start(target: Callable[..., None], *given: Any) -> ForkServerProcess:
-    """A process that is left to run."""
-    process = _server().Process(target=target, args=given)
-    process.start()
-    return process
 
 
 def require_clean() -> None:

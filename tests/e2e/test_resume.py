@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +25,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.forked import start
 
 import taut
 from taut import loop
@@ -150,18 +147,16 @@ def test_killed_by_the_system_and_resumed(model: Path, train: Path, tmp_path: Pa
     whole = sft(model, train, tmp_path / "whole", **keys)
     out = tmp_path / "killed"
     dotted = {"steps": 60, "checkpoint.every": 7, "out": out, "model": model, "data.train": train}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "taut", "sft", *words_of({**QUIET, **dotted})]
-    )
+    process = start(tmp_path, "-m", "taut", "sft", *words_of({**QUIET, **dotted}))
     try:
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and process.is_alive():
             if (out / "checkpoints" / "step-000014" / "meta.json").exists():
                 break
             time.sleep(0.01)
     finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     assert not (out / "model").exists(), "it was killed before its end"
     resumed = sft(model, train, out, resume=True, **keys)
     assert column(out, "step") == list(range(1, 61))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.chats import QUIET, chats, save_model, words_of, write_rows
 from tests.docs.pages import CHECK_PAGE
+from tests.forked import run
 
 import taut
 from taut.checks import CHECKS, Check
@@ -162,8 +161,7 @@ def test_no_row_of_any_check_is_wider_than_the_terminal(
 
 
 def test_piped_there_is_no_colour_and_nothing_on_stderr(model: Path, data: Path) -> None:
-    program = [sys.executable, "-m", "taut", "check", *words(model, data)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = run("-m", "taut", "check", *words(model, data))
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= WIDTH
