@@ -1,13 +1,14 @@
 """The ways a tuned model fails to stop, each planted: taut's model stops, the planted one does not (so that the fault
 matters here), and taut refuses or reports it.
 
-A tiny model learns 32 chats ("cat 3" -> "cat cat cat") in 150 steps; answers are sampled at temperature 1 by the
+A tiny model learns 32 chats ("cat 3" -> "cat cat cat") in 80 steps; answers are sampled at temperature 1 by the
 library's ``generate`` with what the saved directory says, and by taut's engine.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +42,10 @@ LONG = [(f"{word} 20", " ".join([word] * 20)) for word in WORDS]
 MOST = 32
 """Tokens an answer may have; the longest right one has 10."""
 TRAINING: dict[str, Any] = {
-    "steps": 150,
+    "steps": 80,
     "stop__prompts": 16,
     "dtype": "float32",
-    "optim__learning_rate": 3e-3,
+    "optim__learning_rate": 5e-3,
     "batch__samples_per_step": 16,
 }
 FOREIGN = "<|endoftext|>"
@@ -79,20 +80,28 @@ def sampled(model: Path, chats: list[tuple[str, str]] = CHATS, num: int = 8) -> 
     stops = np.atleast_1d(loaded.generation_config.eos_token_id)
     torch.manual_seed(0)
     ended, right = [], []
-    for ask, answer in chats:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": ask}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        out = loaded.generate(
-            **prompt, do_sample=True, max_new_tokens=MOST, num_return_sequences=num
-        )
-        for ids in out[:, prompt["input_ids"].shape[1] :]:
+    for answers, prompt in of_equal_length(tokenizer, chats):
+        out = loaded.generate(prompt, do_sample=True, max_new_tokens=MOST, num_return_sequences=num)
+        for row, ids in enumerate(out[:, prompt.shape[1] :]):
             ended.append(bool(np.isin(ids.numpy(), stops).any()))
-            right.append(tokenizer.decode(ids, skip_special_tokens=True) == answer)
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            right.append(text == answers[row // num])
     return Answers(float(np.mean(ended)), float(np.mean(right)))
+
+
+def of_equal_length(
+    tokenizer: Any, chats: list[tuple[str, str]]
+) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """The answers and prompts of chats, those of equally long prompts together: nothing is padded."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": ask}], add_generation_prompt=True, return_dict=False
+        )
+        for ask, _ in chats
+    ]
+    for num_tokens in sorted(set(map(len, prompts))):
+        mine = [at for at, ids in enumerate(prompts) if len(ids) == num_tokens]
+        yield [chats[at][1] for at in mine], torch.tensor([prompts[at] for at in mine])
 
 
 def ended_in_engine(model: Path, chats: list[tuple[str, str]] = CHATS, num: int = 8) -> float:
@@ -137,9 +146,9 @@ def test_a_pad_that_is_the_end_does_not_unteach_it(
 
     whole = Renderer._sample
 
-    def masked(self: Renderer, name: str, ids: list[int], target_at: Any) -> Sample:
+    def masked(self: Renderer, name: str, ids: list[int], target_at: Any, *more: Any) -> Sample:
         pad = self.tokenizer.pad_token_id
-        return whole(self, name, ids, [at for at in target_at if ids[at] != pad])
+        return whole(self, name, ids, [at for at in target_at if ids[at] != pad], *more)
 
     monkeypatch.setattr(Renderer, "_sample", masked)
     cache = {"data__cache": str(tmp_path / "planted-cache")}
@@ -276,13 +285,13 @@ def shortened(model: Path) -> float:
     with quiet_library():
         loaded: Any = AutoModelForCausalLM.from_pretrained(model).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    renderer, early = Renderer(tokenizer), []
-    for ask, answer in LONG:
-        prompt = torch.from_numpy(renderer.prompt_ids([{"role": "user", "content": ask}]))[None]
-        ids = loaded.generate(prompt, do_sample=False, max_new_tokens=MOST)[0, prompt.shape[1] :]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        has_ended = int(ids[-1]) == tokenizer.eos_token_id
-        early.append(has_ended and answer.startswith(text) and text != answer)
+    early = []
+    for answers, prompt in of_equal_length(tokenizer, LONG):
+        out = loaded.generate(prompt, do_sample=False, max_new_tokens=MOST)
+        for answer, ids in zip(answers, out[:, prompt.shape[1] :], strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            has_ended = bool((ids == tokenizer.eos_token_id).any())
+            early.append(has_ended and answer.startswith(text) and text != answer)
     return float(np.mean(early))
 
 
