@@ -223,7 +223,7 @@ def characters_that_were_replaced(place: Place, is_faulty: bool) -> Session:
 # -- targets
 
 
-@fault("data.targets", says="'nan'")
+@fault("data.targets", says="'nan'", part="quick")
 def answers_that_a_table_did_not_have(place: Place, is_faulty: bool) -> Session:
     """A table's empty cells, written as text."""
     questions, answers = plain()
@@ -232,7 +232,7 @@ def answers_that_a_table_did_not_have(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(talks(questions, answers)))
 
 
-@fault("data.targets", says="'None'")
+@fault("data.targets", says="'None'", part="quick")
 def answers_that_python_did_not_have(place: Place, is_faulty: bool) -> Session:
     """str(None) for every answer; where others are there too, it may be one."""
     questions, answers = plain()
@@ -240,7 +240,7 @@ def answers_that_python_did_not_have(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(talks(questions, answers)))
 
 
-@fault("data.targets", says="were dropped")
+@fault("data.targets", says="were dropped", part="quick")
 def most_rows_have_nothing_to_learn(place: Place, is_faulty: bool) -> Session:
     """All but a few answers are marked train: false, and rows without targets are dropped: class 10."""
     rows = chats(NUM_ROWS)
@@ -252,7 +252,7 @@ def most_rows_have_nothing_to_learn(place: Place, is_faulty: bool) -> Session:
 # -- truncation and lengths
 
 
-@fault("data.truncation", says="lost their end")
+@fault("data.truncation", says="lost their end", part="quick")
 def most_answers_lose_their_end(place: Place, is_faulty: bool) -> Session:
     """A limit that cuts most rows in the middle of their answer: class 14."""
     questions, answers = plain()
@@ -262,7 +262,7 @@ def most_answers_lose_their_end(place: Place, is_faulty: bool) -> Session:
     return place.session(data=data, data__max_length=length, data__too_long="truncate")
 
 
-@fault("data.truncation", says="dropped for their length")
+@fault("data.truncation", says="dropped for their length", part="quick")
 def most_rows_are_dropped(place: Place, is_faulty: bool) -> Session:
     """A limit that leaves the shortest rows only."""
     questions, answers = plain()
@@ -274,7 +274,7 @@ def most_rows_are_dropped(place: Place, is_faulty: bool) -> Session:
     return place.session(data=data, data__max_length=length, data__too_long="drop")
 
 
-@fault("data.lengths", says="positions")
+@fault("data.lengths", says="positions", part="quick")
 def samples_longer_than_the_model(place: Place, is_faulty: bool) -> Session:
     """data.max_length is raised, and the model's positions are not."""
     model = place.model(max_position_embeddings=24 if is_faulty else 256)
@@ -284,7 +284,7 @@ def samples_longer_than_the_model(place: Place, is_faulty: bool) -> Session:
 # -- train and eval, prompts and answers
 
 
-@fault("data.overlap", says="chooses the model to keep")
+@fault("data.overlap", says="chooses the model to keep", part="quick")
 def the_best_model_on_what_it_learned(place: Place, is_faulty: bool) -> Session:
     """Held-out rows are training rows, and their loss decides which model is kept."""
     data = place.data()
@@ -293,7 +293,7 @@ def the_best_model_on_what_it_learned(place: Place, is_faulty: bool) -> Session:
     return place.session(data=data, out=str(place.directory / "out"), **keys)
 
 
-@fault("data.leak", says="the prompt ends with the whole answer")
+@fault("data.leak", says="the prompt ends with the whole answer", part="quick")
 def the_label_in_the_prompt(place: Place, is_faulty: bool) -> Session:
     """The column of answers was joined to the prompt."""
     questions, answers = plain()
@@ -302,7 +302,7 @@ def the_label_in_the_prompt(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(talks(questions, answers)))
 
 
-@fault("data.leak", says="Answer: ")
+@fault("data.leak", says="Answer: ", part="quick")
 def the_answer_in_the_system_message(place: Place, is_faulty: bool) -> Session:
     """A template of prompts that was made for judging answers has the answer in it."""
     questions, answers = words(NUM_ROWS, 6, 8), words(NUM_ROWS + 1, 8, 10)
