@@ -124,8 +124,8 @@ def every_token_is_a_target(place: Place, is_faulty: bool) -> Session:
     """A mask of assistant tokens that is all ones."""
     made = Renderer._sample
 
-    def all_ones(self: Renderer, name: str, ids: list[int], target_at: Any) -> Sample:
-        return made(self, name, ids, range(1, len(ids)))
+    def all_ones(self: Renderer, name: str, ids: list[int], _: Any, *more: Any) -> Sample:
+        return made(self, name, ids, range(1, len(ids)), *more)
 
     if is_faulty:
         place.patch.setattr(Renderer, "_sample", all_ones)
@@ -137,9 +137,9 @@ def the_first_token_of_answers_is_no_target(place: Place, is_faulty: bool) -> Se
     """Labels that are shifted once too often."""
     made = Renderer._sample
 
-    def shifted(self: Renderer, name: str, ids: list[int], target_at: Any) -> Sample:
+    def shifted(self: Renderer, name: str, ids: list[int], target_at: Any, *more: Any) -> Sample:
         at = np.asarray(list(target_at))
-        return made(self, name, ids, at[at.size > 1 :])
+        return made(self, name, ids, at[at.size > 1 :], *more)
 
     if is_faulty:
         place.patch.setattr(Renderer, "_sample", shifted)

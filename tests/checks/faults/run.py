@@ -80,10 +80,8 @@ def optimizer_settings_that_get_lost(place: Place, is_faulty: bool) -> Session:
     """The optimizer is made with its own defaults beside the learning rate."""
     make = optim.build_optimizer
 
-    def plain(
-        model: nn.Module, config: optim.OptimConfig, pace: optim.Pace | None
-    ) -> torch.optim.AdamW:
-        return make(model, optim.OptimConfig(learning_rate=config.learning_rate), pace)
+    def plain(model: nn.Module, config: optim.OptimConfig, *more: Any) -> torch.optim.AdamW:
+        return make(model, optim.OptimConfig(learning_rate=config.learning_rate), *more)
 
     if is_faulty:
         place.patch.setattr(build, "build_optimizer", plain)

@@ -101,7 +101,7 @@ def weight_decay_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
         place.patch.setattr(
             build,
             "build_optimizer",
-            lambda scorer, config, pace: make(scorer, replace(config, weight_decay=0.0), pace),
+            lambda scorer, config, *more: make(scorer, replace(config, weight_decay=0.0), *more),
         )
     return place.session(optim__weight_decay=0.1)
 

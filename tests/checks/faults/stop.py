@@ -68,9 +68,9 @@ def pads_are_masked_by_id_and_pad_is_the_end(place: Place, is_faulty: bool) -> S
     """What collators do where pad = eos: the end of every answer is a pad to them."""
     made = Renderer._sample
 
-    def masked(self: Renderer, name: str, ids: list[int], target_at: Any) -> Sample:
+    def masked(self: Renderer, name: str, ids: list[int], target_at: Any, *more: Any) -> Sample:
         pad = self.tokenizer.convert_tokens_to_ids(END)
-        return made(self, name, ids, [at for at in target_at if ids[at] != pad])
+        return made(self, name, ids, [at for at in target_at if ids[at] != pad], *more)
 
     if is_faulty:
         place.patch.setattr(Renderer, "_sample", masked)
