@@ -25,14 +25,14 @@ def _judging(place: Place, code: str | None) -> Session:
     )
 
 
-@fault("rewards.gold", says="KeyError: 'answer'")
+@fault("rewards.gold", says="KeyError: 'answer'", part="quick")
 def a_function_that_wants_another_column(place: Place, is_faulty: bool) -> Session:
     """The reward reads a column that no row has, and fails on all of them."""
     code = "def judged(text, references, row):\n    return float(text == row['answer'])\n"
     return _judging(place, code if is_faulty else None)
 
 
-@fault("rewards.gold", says="the same as any other answer")
+@fault("rewards.gold", says="the same as any other answer", part="quick")
 def a_function_that_swallows_its_own_errors(place: Place, is_faulty: bool) -> Session:
     """What the reward cannot do, it calls 0: every answer is as good as none."""
     code = (
@@ -52,7 +52,7 @@ def a_function_that_rewards_the_wrong_way(place: Place, is_faulty: bool) -> Sess
     return _judging(place, code if is_faulty else None)
 
 
-@fault("rewards.gold", says="applies to none")
+@fault("rewards.gold", says="applies to none", part="quick")
 def a_function_that_never_applies(place: Place, is_faulty: bool) -> Session:
     """The reward returns nothing for every row, so nothing is measured."""
     code = "def judged(text, references, row):\n    return None\n"
