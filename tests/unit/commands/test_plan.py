@@ -27,7 +27,7 @@ def config_of(model: Path, **keys: Any) -> Plan:
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """A directory with a configuration and no weights."""
-    tiny_config("qwen2").save_pretrained(tmp_path / "bare")
+    tiny_config("qwen2", num_hidden_layers=1).save_pretrained(tmp_path / "bare")
     return tmp_path / "bare"
 
 
@@ -102,7 +102,7 @@ def test_where_nothing_fits_it_says_so(bare: Path) -> None:
 
 
 def test_a_plan_of_data_on_this_processor_is_measured(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+    model = save_model(tmp_path / "model", num_hidden_layers=1)
     train = write_rows(tmp_path / "train.jsonl", chats(10))
     keys: dict[str, Any] = {"data__train": str(train), "batch__samples_per_step": 6}
     found = plan(config_of(model, steps=5, data__max_length=200, **keys))
@@ -117,7 +117,7 @@ def test_a_plan_of_data_on_this_processor_is_measured(tmp_path: Path) -> None:
 def test_the_plan_of_another_method_is_of_its_own_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = save_model(tmp_path / "model")
+    model = save_model(tmp_path / "model", num_hidden_layers=1)
     rows = [{"prompt": "why?", "chosen": f" a cat {n}", "rejected": " a dog"} for n in range(6)]
     words = [
         f"model={model}",
