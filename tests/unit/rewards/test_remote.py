@@ -157,14 +157,14 @@ def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) 
 
     def ask() -> None:
         answers = [Answered(text=text, prompt="") for text in texts]
-        found.extend(said("reward_server", *answers, url=server.url, timeout=1, concurrency=8))
+        found.extend(said("reward_server", *answers, url=server.url, timeout=2, concurrency=8))
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
     go.set()
-    assert found[0] == Score(error="reward_server had no answer within 1 s")
+    assert found[0] == Score(error="reward_server had no answer within 2 s")
     assert found[1:] == [Score(1.0)] * 20
     assert 1 < server.most <= 8
 
