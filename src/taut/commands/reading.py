@@ -7,15 +7,13 @@ May import what commands may. Commands that read a file of rows import it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 
-from taut.config import user_path
 from taut.data.columns import Columns, Format
 from taut.data.length import Incident
-from taut.data.sources import Source
+from taut.data.sources import Source, folder_of
 from taut.errors import DataError
 from taut.vision.picture import ImagesConfig
 
@@ -49,19 +47,11 @@ def columns_of(config: Reads, source: Source, **more: Any) -> Columns:
         config.columns,
         config.ignore_keys,
         prefix="",
-        folder=folder_of(images, source),
+        folder=folder_of(source, images.folder, "images.folder"),
         fps=images.fps,
         max_frames=images.max_frames,
         **more,
     )
-
-
-def folder_of(images: ImagesConfig, source: Source) -> str:
-    """Where relative paths of pictures begin: as it is set, else beside the data."""
-    if images.folder is not None:
-        return str(user_path(images.folder, "images.folder").absolute())
-    path = Path(source.path).expanduser().absolute()
-    return str(path if path.is_dir() else path.parent)
 
 
 def left_out(images: ImagesConfig) -> list[Incident] | None:

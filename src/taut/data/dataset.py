@@ -34,7 +34,7 @@ from taut.data.length import Limits, TooLong
 from taut.data.preferences import AnyRow, Kind
 from taut.data.render import Renderer, Targets
 from taut.data.report import DataReport
-from taut.data.sources import Opened, Source, Stamp, changes, open_source
+from taut.data.sources import Opened, Source, Stamp, changes, folder_of, open_source
 from taut.data.tokenise import row_offsets, sample_at, tokenise, why_again
 from taut.errors import ConfigError
 from taut.types import FloatArray, IntArray, Sample
@@ -371,18 +371,10 @@ def _columns(config: DataConfig, source: Source, kind: Kind) -> Columns:
         config.ignore_keys,
         kind=kind,
         step_separator=config.step_separator,
-        folder=_folder(config, source),
+        folder=folder_of(source, config.images.folder, "data.images.folder"),
         fps=config.images.fps,
         max_frames=config.images.max_frames,
     )
-
-
-def _folder(config: DataConfig, source: Source) -> str:
-    """Where relative paths of pictures begin."""
-    if config.images.folder is not None:
-        return str(user_path(config.images.folder, "data.images.folder").absolute())
-    path = Path(source.path).absolute()
-    return str(path if path.is_dir() else path.parent)
 
 
 def _key(

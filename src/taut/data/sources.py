@@ -139,6 +139,14 @@ def open_source(source: Source) -> Opened:
     )
 
 
+def folder_of(source: Source, named: str | None, key: str) -> str:
+    """Where relative paths of pictures begin: ``named`` by ``key``, else beside the data."""
+    if named is not None:
+        return str(user_path(named, key).absolute())
+    path = Path(source.path).expanduser().absolute()
+    return str(path if path.is_dir() else path.parent)
+
+
 def _open_file(source: Source, path: Path) -> Opened:
     for key in ("split", "name", "revision"):
         if getattr(source, key) is not None:

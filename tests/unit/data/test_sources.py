@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from taut.data.sources import Source, changes, open_source
+from taut.data.sources import Source, changes, folder_of, open_source
 from taut.errors import DataError, TautError
 
 ROWS = [{"text": "a"}, {"text": 'b "quoted", with\na new line'}, {"text": "ä"}]
@@ -218,3 +218,13 @@ def test_text_in_arrow_that_is_not_utf8_is_named_by_its_row(tmp_path: Path) -> N
 def test_what_cannot_be_a_path_is_refused(path: str, message: str) -> None:
     with pytest.raises(TautError, match=message):
         open_source(Source(path=path))
+
+
+def test_pictures_begin_beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved").mkdir()
+    key = "data.images.folder"
+    assert folder_of(Source(path="~/data/rows.jsonl"), None, key) == str(tmp_path / "data")
+    assert folder_of(Source(path="saved"), None, key) == str(tmp_path / "saved")
+    assert folder_of(Source(path="rows.jsonl"), "~/pictures", key) == str(tmp_path / "pictures")
