@@ -12,14 +12,18 @@ from taut.loop import Job, microbatches_of
 from taut.vision.album import Album
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lookahead:
     """Called before each step."""
 
     job: Job
     album: Album
+    expected: int = 0
+    """The last step whose pictures are expected: it was planned for that, and is not again."""
 
     def __call__(self, step: int) -> None:
-        for number in range(step, min(step + 1, self.job.num_steps) + 1):
+        first = max(step, self.expected + 1)
+        self.expected = min(step + 1, self.job.num_steps)
+        for number in range(first, self.expected + 1):
             packs = microbatches_of(self.job.method.prepare(number), self.job)
             self.album.expect([one.picture for packed in packs for one in packed.media])

@@ -72,3 +72,18 @@ def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Named, "expect", lambda self: names.append(self.source))
     filled(job_of(0, 1), prepare(1), "held-out loss")
     assert sorted(set(names)) == ["10", "11", "all"]
+
+
+def test_a_step_that_is_expected_is_not_planned_again() -> None:
+    planned: list[int] = []
+    job: Any = SimpleNamespace(
+        method=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
+        num_steps=3,
+        ranks=SimpleNamespace(rank=0, size=1),
+        budget=Budget(100),
+        policy=PackPolicy(),
+    )
+    lookahead = Lookahead(cast(Job, job), cast(Album, Expecting()))
+    for step in (2, 3):
+        lookahead(step)
+    assert planned == [2, 3]

@@ -176,7 +176,7 @@ def require_foretold(run: Run, config: PreTrainedConfig) -> None:
             f"found a run of {command_of(run.method)}: what a critic takes is not foretold; expected one "
             "without a critic; measure it with a short run instead"
         )
-    if getattr(config, "vision_config", None) is not None:
+    if anatomy.takes_pictures(config):
         raise ModelError(
             f"model={run.model} takes pictures: what a vision tower takes is not foretold; expected a model of text; "
             "measure it with a short run instead"
