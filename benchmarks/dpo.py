@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -35,7 +34,7 @@ import data
 from data import SMALL, Model
 from objectives import OBJECTIVES, SIGMOID, Objective
 from pairs import Lengths, Pair, make_pairs, write_pairs
-from report import Contender
+from report import Contender, median_of_steps, memory_of
 from sft import Bench, matches, parse_arguments
 from taut.models.lora import LoraConfig, apply_lora, save_adapter
 
@@ -119,21 +118,19 @@ class Measured:
     error: str | None = None
 
     def step(self, what: str = "seconds") -> float:
-        """Of a step, the median of all but the first, and of runs."""
-        return median(median(step[what] for step in run["steps"][1:]) for run in self.runs)
+        """Of a step."""
+        return median_of_steps(self.runs, what)
 
     @property
     def summary(self) -> Result:
         """Its line of the table."""
         if not self.runs:
             return {"error": self.error}
-        peak_mb = median(run["peak_mb"] for run in self.runs)
         return {
             "pairs_per_second": self.case.pairs_per_step / self.step(),
             "step_seconds": self.step(),
             "step_cpu_seconds": self.step("cpu_seconds"),
-            "peak_mb": peak_mb,
-            "peak_mb_above_imports": median(r["peak_mb"] - r["import_mb"] for r in self.runs),
+            **memory_of(self.runs),
             "losses": [step["loss"] for step in self.runs[0]["steps"]],
             "num_tokens": [step["num_tokens"] for step in self.runs[0]["steps"]],
             "runs": self.runs,

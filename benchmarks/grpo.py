@@ -35,7 +35,7 @@ import data
 from asked import write_prompts
 from data import SMALL, Model
 from policies import POLICIES
-from report import Contender
+from report import Contender, median_of_steps, memory_of
 from sft import Bench, matches, parse_arguments
 from taut.demo.fetch import get_model
 
@@ -115,8 +115,8 @@ class Measured:
     error: str | None = None
 
     def of_step(self, what: str) -> float:
-        """The median of all steps but the first, and of runs."""
-        return median(median(step[what] for step in run["steps"][1:]) for run in self.runs)
+        """Of a step."""
+        return median_of_steps(self.runs, what)
 
     def summary(self) -> Result:
         """Its line of the table."""
@@ -128,8 +128,7 @@ class Measured:
             **{name: self.of_step(name) for name in names},
             # Of all steps: each contender has the same prompts in an order of its own.
             "entropy": median(fmean(s["entropy"] for s in run["steps"]) for run in self.runs),
-            "peak_mb": median(run["peak_mb"] for run in self.runs),
-            "peak_mb_above_imports": median(r["peak_mb"] - r["import_mb"] for r in self.runs),
+            **memory_of(self.runs),
             "runs": self.runs,
         }
 

@@ -17,6 +17,19 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
 Result = dict[str, Any]
 
 
+def median_of_steps(runs: Sequence[Result], what: str) -> float:
+    """Of a step: the median of all but the first, and of runs."""
+    return median(median(step[what] for step in run["steps"][1:]) for run in runs)
+
+
+def memory_of(runs: Sequence[Result]) -> Result:
+    """The most of a process, and what of it the libraries alone do not take."""
+    return {
+        "peak_mb": median(run["peak_mb"] for run in runs),
+        "peak_mb_above_imports": median(run["peak_mb"] - run["import_mb"] for run in runs),
+    }
+
+
 @dataclass(frozen=True)
 class Contender:
     framework: str

@@ -28,13 +28,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import data
 from peers.environments import folder_of
 from pictures import QUESTIONS, Asked, make_rows, write_model, write_rows
-from report import Contender
+from report import Contender, median_of_steps, memory_of
 from sft import Bench, matches, parse_arguments
 
 Result = dict[str, Any]
@@ -79,8 +79,8 @@ class Measured:
     error: str | None = None
 
     def step(self, what: str = "seconds") -> float:
-        """Of a step, the median of all but the first, and of runs."""
-        return median(median(step[what] for step in run["steps"][1:]) for run in self.runs)
+        """Of a step."""
+        return median_of_steps(self.runs, what)
 
     @property
     def summary(self) -> Result:
@@ -93,8 +93,7 @@ class Measured:
             "tokens_per_second": tokens / self.step(),
             "step_seconds": self.step(),
             "step_cpu_seconds": self.step("cpu_seconds"),
-            "peak_mb": median(run["peak_mb"] for run in self.runs),
-            "peak_mb_above_imports": median(r["peak_mb"] - r["import_mb"] for r in self.runs),
+            **memory_of(self.runs),
             "losses": [step["loss"] for step in self.runs[0]["steps"]],
             "runs": self.runs,
         }

@@ -21,6 +21,13 @@ _STEPS = {
     "do_normalize": True,
 }
 _QWEN_PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+_TILED = {
+    **_HALF,
+    "max_image_size": {"longest_edge": 16},
+    "do_image_splitting": True,
+    "do_pad": True,
+    "resample": 1,
+}
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VLProcessor",
@@ -55,27 +62,13 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "idefics3": (
         "Idefics3Processor",
         "Idefics3ImageProcessor",
-        {
-            **_HALF,
-            "size": {"longest_edge": 32},
-            "max_image_size": {"longest_edge": 16},
-            "do_image_splitting": True,
-            "do_pad": True,
-            "resample": 1,
-        },
+        {**_TILED, "size": {"longest_edge": 32}},
         {"image_seq_len": 4},
     ),
     "smolvlm": (
         "SmolVLMProcessor",
         "SmolVLMImageProcessor",
-        {
-            **_HALF,
-            "size": {"longest_edge": 48},
-            "max_image_size": {"longest_edge": 16},
-            "do_image_splitting": True,
-            "do_pad": True,
-            "resample": 1,
-        },
+        {**_TILED, "size": {"longest_edge": 48}},
         {"image_seq_len": 4},
     ),
     "llava_onevision": (
