@@ -29,8 +29,15 @@ every ratio is 1, nothing is clipped and the gradient is REINFORCE's. The policy
 weights known beforehand; where there is no other term, no correction and no entropy to report, its gradient is formed
 in the forward (``linear_weights``).
 
-Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi: of a policy's own tokens an estimate of its
-entropy that costs nothing. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
+Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, of a policy's own tokens an estimate of its
+entropy that costs nothing. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would be the
+cross entropy of q and pi, which rises as the two part:
+
+    entropy_estimate = sum of w * (-log pi) / sum of w
+
+Both sums are unbiased, n times the entropy and n; their quotient has a bias of order 1 / n and a smaller spread than
+the first sum over n. q is what the engine said of the token, else old. It is the entropy after the prefixes that q
+drew. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
 say how many tokens it held; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
 
 It knows no groups and no rewards: losses/advantages.py makes the advantages.
@@ -145,7 +152,7 @@ class PolicyGradient(Loss):
             weight_N = weights(difference_N, packed, self.correction)
             cost = self._made.cost(chosen.weighted(weight_N))
             cost_N = cost.cost_N + (weight_N - 1.0) * cost.cost_N.detach()
-        metrics = self._metrics(chosen, cost)
+        metrics = self._metrics(chosen, cost, difference_N)
         if difference_N is not None:
             metrics |= engine_metrics(difference_N, packed, self.correction)
         terms = {"policy": (share_N * cost_N).sum()}
@@ -201,14 +208,18 @@ class PolicyGradient(Loss):
                 return weight_N / self.constant_length
 
     @torch.no_grad()
-    def _metrics(self, chosen: Choices, cost: Cost) -> Metrics:
+    def _metrics(self, chosen: Choices, cost: Cost, difference_N: Tensor | None) -> Metrics:
         metrics: Metrics = {
             "advantage/mean": mean(chosen.advantage_N),
             "advantage/size": mean(chosen.advantage_N.abs()),
-            "entropy_estimate": mean(-chosen.logp_N),
         }
         if self.is_fresh:
-            return metrics
+            return metrics | {"entropy_estimate": mean(-chosen.logp_N)}
+        log_weight_N = chosen.log_ratio_N.double()
+        if difference_N is not None:
+            log_weight_N = log_weight_N + difference_N.nan_to_num(nan=0.0)
+        weight_N = ratio_of(log_weight_N)
+        metrics["entropy_estimate"] = (-weight_N * chosen.logp_N).sum(), weight_N.sum()
         backward_N = -chosen.log_ratio_N
         metrics["old/kl"] = mean(estimate(backward_N, "k3"))
         metrics["old/kl_k1"] = mean(backward_N)

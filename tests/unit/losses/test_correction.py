@@ -198,6 +198,35 @@ def test_what_the_old_policy_is_told_apart_by() -> None:
     assert of["entropy_estimate"] == 1.0
 
 
+@pytest.mark.parametrize("sampler", ["old", "engine", "engine, in part"])
+def test_the_entropy_of_tokens_that_another_policy_drew(sampler: str) -> None:
+    """Eight answers of one token, as often as the sampler draws them: 4, 2, 1 and 1 times of 8. The estimate is the
+    policy's entropy to the last digits; unweighted it is the cross entropy.
+    """
+    drawn_N = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+    sampler_N = torch.tensor([4.0, 2.0, 1.0, 1.0]).double().div(8).log()[drawn_N]
+    policy = torch.tensor([0.005, 0.005, 0.19, 0.8], dtype=torch.float64)
+    entropy = -(policy * policy.log()).sum()
+    cross = -policy.log()[drawn_N].mean()
+    other_N = torch.full_like(sampler_N, -1.3)
+    streams = {"advantage_N": torch.ones_like(sampler_N), "old_logp_N": sampler_N}
+    if sampler != "old":
+        streams |= {"old_logp_N": other_N, "engine_logp_N": sampler_N.clone()}
+    if sampler == "engine, in part":
+        streams["old_logp_N"][4:] = sampler_N[4:]
+        streams["engine_logp_N"][4:] = NAN
+    packed = replace(plain_pairs([(1, 1)] * 4), streams=streams)
+    loss = PolicyGradient(is_fresh=False, has_engine_logp=sampler != "old")
+
+    def told(loss: PolicyGradient) -> float:
+        total, count = loss(Scores(policy.log()[drawn_N]), packed).metrics["entropy_estimate"]
+        return float(total / count)
+
+    assert float(entropy) < 0.6 < 3.0 < float(cross)
+    assert told(loss) == pytest.approx(float(entropy), rel=1e-12)
+    assert told(replace(loss, is_fresh=True)) == pytest.approx(float(cross), rel=1e-12)
+
+
 def test_the_critic() -> None:
     """Returns 0 and 2, values 1 and 1 that were 0 and 1: held to 0.2 the first is 0.2, whose error is the smaller."""
     packed = replace(
