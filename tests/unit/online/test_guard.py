@@ -11,14 +11,21 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.preferences import plain_pairs
 from tests.unit.online.test_credit import episode
 
 from taut.errors import CheckFailed
 from taut.loop import Job, Scored, StepReport
+from taut.losses.policy import PolicyGradient
 from taut.online.guard import (
     BEGINNING,
     DIFFERENCE,
+    DRIFT,
     EFFECTIVE,
+    ESTIMATE,
+    EXACT,
+    HIGH,
+    LOW,
     RECENT,
     WEIGHT,
     Guard,
@@ -216,6 +223,17 @@ def test_a_run_at_two_nats_with_half_its_tokens_clipped_is_warned_of_at_its_seco
     guard, log = Guard(GuardConfig()), Log()
     updates(guard, log, [update(), update(kl=2.0, clipped=0.9)])
     assert [name for name, _ in log] == ["drift", "clipped"]
+
+
+def test_the_numbers_it_reads_are_those_of_the_loss() -> None:
+    zero_N = torch.zeros(3, dtype=torch.float64)
+    names = ("advantage_N", "old_logp_N", "engine_logp_N")
+    packed = replace(plain_pairs([(2, 1)]), streams=dict.fromkeys(names, zero_N))
+    loss = PolicyGradient(is_fresh=False, has_engine_logp=True, entropy=True)
+    metrics = loss(Scores(zero_N, entropy_N=zero_N), packed).metrics
+    read = {DRIFT, LOW, HIGH, EXACT, ESTIMATE, DIFFERENCE, WEIGHT}
+    assert read <= metrics.keys()
+    assert EFFECTIVE in loss.derived({name: float(a / b) for name, (a, b) in metrics.items()})
 
 
 def test_exact_entropy_goes_before_its_estimate() -> None:
