@@ -35,7 +35,7 @@ from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.lifecycle import Asked, execute
 from taut.online.method import Online
 from taut.online.recipe import judging, require_judgeable
-from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
+from taut.outdir import BEST, MARK, Lock, require_usable
 from taut.recorded import keep_reference
 from taut.rewards import files_of
 from taut.run import Decision, Run, load_inputs, rows_of
@@ -48,7 +48,7 @@ class Result:
 
     out: Path
     model: Path
-    """The trained model, in Hugging Face format."""
+    """The trained model, in Hugging Face format; with save.merged=false the adapter."""
     steps: int
     loss: float
     """Training loss of the last step."""
@@ -89,6 +89,7 @@ def train(run: Run) -> Result:
             lock.take()
         inputs = load_inputs(run, ranks, first_day(run, out))
         start = look(run, out, inputs, ranks)
+        model = out / run.save.result
         if start.finished is None:
             built = build(run, inputs, start.plan, ranks)
             with closing(built.job.method) as method:
@@ -99,20 +100,20 @@ def train(run: Run) -> Result:
                 asked = Asked(before_training(built), evaluations, stop_check)
                 keep_reference(built)
                 ended = execute(built, start, lock, asked)
-            result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
+            result = Result(out, model, ended.steps, ended.loss, ended.metrics, ended.stops)
         else:
-            result = _as_finished(out, start.finished)
+            result = _as_finished(out, model, start.finished)
     parallel.stop(ranks)
     return result
 
 
-def _as_finished(out: Path, end: Mapping[str, Any]) -> Result:
+def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
     """A run that is over, by its last event."""
     notice = (
-        f"{out} is finished: {end['step']} steps, the model is in {out / MODEL}; nothing was changed; "
+        f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
         "raise steps or epochs to train on"
     )
-    return Result(out, out / MODEL, end["step"], end["loss"], end["metrics"], None, notice)
+    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice)
 
 
 def show(run: Run) -> None:

@@ -46,7 +46,6 @@ from taut.outdir import (
     CHECKPOINTS,
     EVENTS,
     MARK,
-    MODEL,
     Lock,
     claim,
     complete,
@@ -202,7 +201,7 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         if run.stop.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(job.done, job.random)
             raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
-        model = save_model(built, out / MODEL, questions, checkpoints)
+        model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()

@@ -44,6 +44,7 @@ from taut.models.reward import NewHead
 from taut.models.tokens import TokensConfig, add_tokens_to_tokenizer
 from taut.online.recipe import Recipe
 from taut.optim import OptimConfig
+from taut.outdir import SaveConfig
 from taut.parallel import Ranks
 from taut.runlog import LogConfig
 from taut.vision.opening import open_album
@@ -161,6 +162,7 @@ class Run:
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
+    save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
 
@@ -169,6 +171,11 @@ class Run:
             raise ConfigError(
                 f"found method={self.method} in a run of {command_of(self.METHOD)}; expected {self.METHOD}; give the "
                 f"run to {command_of(self.method)}, or take the key out"
+            )
+        if not self.save.merged and not self.lora.is_on:
+            raise ConfigError(
+                "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
+                "expected a LoRA run; set lora.rank, or remove save.merged"
             )
         if not self.has_rewards:
             self.eval.answers.require_rewards()
