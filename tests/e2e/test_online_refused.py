@@ -94,6 +94,27 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("grpo", {"grpo.dual_clip": 1.1}, r"grpo: found dual_clip=1\.1 with clip_high=0\.28"),
     ("grpo", {"grpo.loss": "reinforce", "grpo.clip_low": 0.1}, r"found grpo\.clip_low=0\.1"),
+    (
+        "ppo",
+        {"ppo.bootstrap_cut": True, "shaping.missing_stop": 0.5},
+        r"ppo\.bootstrap_cut=true replaces .* shaping\.missing_stop=0\.5 is meant for cut answers",
+    ),
+    (
+        "ppo",
+        {"ppo.bootstrap_cut": True, "shaping.soft_overlong": 4},
+        r"ppo\.bootstrap_cut=true replaces .* shaping\.soft_overlong=4 is meant for cut answers",
+    ),
+    (
+        "ppo",
+        {"ppo.bootstrap_cut": True, "rewards": ["exact_match", "stop"]},
+        r"ppo\.bootstrap_cut=true replaces .* the reward stop is meant for cut answers",
+    ),
+    (
+        "ppo",
+        {"ppo.bootstrap_cut": True, "shaping.overlong": "drop"},
+        r"ppo\.bootstrap_cut=true with shaping\.overlong=drop, which leaves cut answers out",
+    ),
+    ("grpo", {"grpo.bootstrap_cut": True}, r"bootstrap_cut"),
     ("ppo", {"critic.model": "m", "critic.kind": "shared"}, r"critic\.model"),
     ("grpo", {"critic.kind": "own"}, r"critic"),
     ("best_of_n", {"best_of_n.keep": 4}, r"best_of_n\.keep=4 and rollout\.n=3"),

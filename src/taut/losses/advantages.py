@@ -155,7 +155,7 @@ def gae(
     reward_N: Tensor, value_N: Tensor, bootstrap: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """(advantage_N, return_N) of one path. ``value_N``: V of the state in which each token was chosen. ``bootstrap``: V
-    of the state after the last; 0 where the path ended, the critic's word where it was cut.
+    of the state after the last token. 0 where ``reward_N`` holds the reward of the whole path.
     """
     rewards, values = reward_N.tolist(), value_N.tolist()
     advantages = [0.0] * len(rewards)

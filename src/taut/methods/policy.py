@@ -270,6 +270,9 @@ class PpoConfig(PolicyConfig):
     """GAE's lambda: 1 trusts what came of it, 0 the critic's next word."""
     whiten_advantages: bool = True
     """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
+    bootstrap_cut: bool = False
+    """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
+    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) stay."""
     value_coef: Positive = 0.1
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2

@@ -5,6 +5,12 @@
                         the reward (losses/kl.py); with groups its sum is charged to the path, with a critic each token
     advantage           losses/advantages.py: of a path compared with its group, or of a token by the critic's values
 
+With a critic, the reward of a path belongs to its last token, and the state after that token is worth 0, whether the
+path ended or was cut: the reward already judges the cut answer. TRL's PPOTrainer, verl (compute_gae_advantage_return)
+and OpenRLHF (get_advantages_and_returns) do the same. With ``Gae.bootstraps_cut`` a cut path is instead treated as a
+path that goes on: the critic's value of the state after its last token takes the place of the path's reward and of its
+shaping. Penalties per token stay, because they were paid for tokens that were sampled.
+
 May import losses, config and online.credit. training.py makes it.
 """
 
@@ -57,11 +63,13 @@ class ShapingConfig:
 
 
 class Gae(NamedTuple):
-    """How a critic's word becomes advantages."""
+    """How a critic's values become advantages."""
 
     gamma: float
     lam: float
     is_whitened: bool
+    bootstraps_cut: bool = False
+    """A cut path gets the critic's value of the state after its last token in place of the path's reward."""
 
 
 class KlPenalty(NamedTuple):
@@ -96,6 +104,7 @@ class Ways:
             policy=self.has_old or self.penalty is not None,
             values=isinstance(self.estimate, Gae),
             temperature=self.temperature,
+            bootstrap=isinstance(self.estimate, Gae) and self.estimate.bootstraps_cut,
         )
 
 
@@ -233,9 +242,11 @@ def _by_critic(
     for path, reward, lost_N in zip(paths, reward_S.tolist(), lost, strict=True):
         size = path.episode.sampled_at_N.size
         reward_N = lost_N.clone() if lost_N.numel() else torch.zeros(size, dtype=torch.float64)
-        reward_N[-1] += reward
-        value_R = _tensor(said[path.name][VALUE])
-        bootstrap = float(value_R[size]) if path.is_cut else 0.0
+        value_R, bootstrap = _tensor(said[path.name][VALUE]), 0.0
+        if how.bootstraps_cut and path.is_cut:
+            bootstrap = float(value_R[size])
+        else:
+            reward_N[-1] += reward
         advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
         advantages.append(advantage_N)
         returns.append(return_N.numpy())

@@ -21,7 +21,7 @@ from taut.online.rollouts import Group
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rollout.episode import Episode
-from taut.types import FinishReason
+from taut.types import FinishReason, FloatArray
 
 PROMPT = np.array([7, 8, 9])
 REWARDS = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]
@@ -62,11 +62,10 @@ def policy(**keys: Any) -> PolicyCredit:
 
 
 def said(every: Sequence[Rewarded], **values: float) -> dict[str, dict[str, Any]]:
-    """The same number for every token of every path; of ``value_R`` one more where it was cut."""
+    """The same number for every token of every path."""
     return {
         path.name: {
-            name: np.full(path.episode.sampled_at_N.size + (name == "value_R" and path.is_cut), it)
-            for name, it in values.items()
+            name: np.full(path.episode.sampled_at_N.size, value) for name, value in values.items()
         }
         for path in every
     }
@@ -112,19 +111,72 @@ def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> No
     assert other.remember() == state
 
 
-def test_a_critic_charges_each_token_and_is_asked_for_what_a_cut_path_lacks() -> None:
+def test_a_critic_charges_each_token_and_a_cut_path_gets_its_reward_alone() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
     given = made.trees(every, said(every, value_R=0.25))
     ended, cut = given.trees[0].samples
     np.testing.assert_allclose(ended.streams["advantage_N"], [0.75, 0.75])
-    np.testing.assert_allclose(cut.streams["advantage_N"], [1.0, 1.0, 1.0])
-    np.testing.assert_allclose(cut.read_values["return"], [1.25] * 3)
+    np.testing.assert_allclose(cut.streams["advantage_N"], [0.75, 0.75, 0.75])
+    np.testing.assert_allclose(cut.read_values["return"], [1.0] * 3)
     np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
     assert cut.read_at_R is not None and cut.read_at_R.tolist() == [2, 3, 4]
     (tree,) = made.bare(every)
     reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
+    assert reads == [[2, 3], [2, 3, 4]], "nothing is read that is not used"
+
+
+def test_the_value_after_a_cut_may_take_the_place_of_the_paths_reward() -> None:
+    """The penalty of 0.1 for each token stays; the reward of 1 goes."""
+    every = paths([[1.0, 1.0]], a1="length")
+    estimate = Gae(1.0, 1.0, is_whitened=False, bootstraps_cut=True)
+    made = policy(estimate=estimate, penalty=KlPenalty(0.5))
+    (tree,) = made.bare(every)
+    reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
     assert reads == [[2, 3], [2, 3, 4, 5]]
+    known = said(every, old_logp_N=-1.0, ref_logp_N=-1.2, value_R=0.25)
+    known[every[1].name]["value_R"] = np.array([0.25, 0.25, 0.25, 0.6])
+    ended, cut = made.trees(every, known).trees[0].samples
+    np.testing.assert_allclose(ended.read_values["return"], [1 - 0.2, 1 - 0.1])
+    np.testing.assert_allclose(cut.read_values["return"], [0.6 - 0.3, 0.6 - 0.2, 0.6 - 0.1])
+    np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
+
+
+def fitted(estimate: Gae, every: Sequence[Rewarded], rounds: int) -> FloatArray:
+    """V of the states 0, 1, ... tokens after the prompt: 0.3 at first, then set to the mean return ``rounds`` times."""
+    longest = max(path.episode.sampled_at_N.size for path in every)
+    value = np.full(longest + 1, 0.3)
+    for _ in range(rounds):
+        known = {}
+        for path in every:
+            reads = path.episode.sampled_at_N.size + (path.is_cut and estimate.bootstraps_cut)
+            known[path.name] = {"value_R": value[:reads]}
+        samples = [
+            s for t in policy(estimate=estimate).trees(every, known).trees for s in t.samples
+        ]
+        returns = [sample.read_values["return"] for sample in samples]
+        for at in range(longest):
+            value[at] = np.mean([return_N[at] for return_N in returns if return_N.size > at])
+        value[longest] = value[longest - 1]  # the critic has no target there and generalises
+    return value
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
+def test_a_critic_of_cut_paths_alone_learns_their_constant_reward(lam: float) -> None:
+    every = paths([[0.5, 0.5], [0.5, 0.5]], a0="length", a1="length", b0="length", b1="length")
+    estimate = Gae(1.0, lam, is_whitened=False)
+    rounds = 1 if lam == 1.0 else 60
+    np.testing.assert_allclose(fitted(estimate, every, rounds)[:-1], 0.5, rtol=0, atol=1e-12)
+
+
+def test_a_flat_reward_gives_no_reason_to_be_cut() -> None:
+    """With a critic that has converged, answers that end and answers that are cut have advantages of 0."""
+    every = paths([[0.5, 0.5], [0.5, 0.5]], a1="length", b1="length")
+    estimate = Gae(1.0, 0.95, is_whitened=False)
+    known = {p.name: {"value_R": fitted(estimate, every, 200)} for p in every}
+    given = policy(estimate=estimate).trees(every, known)
+    for path in every:
+        np.testing.assert_allclose(given.advantages[path.name], 0.0, atol=1e-12)
 
 
 def test_rewards_are_shaped_in_order() -> None:
