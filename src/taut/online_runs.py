@@ -140,6 +140,7 @@ class PolicyRun(OnlineRun):
                 is_apart=rollout.engine == "server",
             )
         )
+        decisions = config.decisions(loss.correction)
         has_penalty = config.penalty_coef > 0
         ways = Ways(
             estimate=estimate,
@@ -155,7 +156,7 @@ class PolicyRun(OnlineRun):
             loss,
             "prompt",
             reference=self.reference if config.kl_coef > 0 else None,
-            online=recipe._replace(is_reference_asked_first=is_first),
+            online=recipe._replace(is_reference_asked_first=is_first, decisions=decisions),
         )
 
 

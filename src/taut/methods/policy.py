@@ -20,7 +20,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
-from taut.losses.correction import Correction, CorrectionKind
+from taut.losses.correction import Correction, CorrectionKind, CorrectionLevel
 from taut.losses.kl import KlGradient, KlValue
 from taut.losses.policy import Average, Kl, PolicyGradient
 from taut.losses.surrogates import SURROGATES, Bounds
@@ -129,13 +129,16 @@ class PolicyConfig:
     correction: Literal["auto"] | CorrectionKind = "auto"
     """How tokens are weighted whose engine and trainer differ: truncated (TIS), masked (MIS), none; auto: truncated
     where the engine is another program, else none."""
-    correction_level: Literal["token", "sequence"] | None = None
-    """What a weight is of; None: token where truncated, sequence where masked. Of correction=auto, as the next two:
-    with a server only."""
-    correction_cap: Annotated[float, Field(ge=1)] = 2.0
-    """The largest weight; masked: beyond it there is none."""
-    correction_floor: Share = 0.0
-    """The smallest weight; masked: below it there is none."""
+    correction_level: CorrectionLevel | None = None
+    """What a weight is: a token's ratio of trainer to engine (token), the product of an answer's ratios (sequence), or
+    their geometric mean (geometric). The product fades with the answer's length; the geometric mean does not. None:
+    token with correction=truncated, geometric with correction=masked or loss=gmpo. With correction=auto this key and
+    the next two are read with a server only."""
+    correction_cap: Annotated[float, Field(ge=1)] | None = None
+    """The largest weight; with correction=masked larger weights become 0. None: 2, or 1.1 for geometric, which is 0.1
+    nats a token."""
+    correction_floor: Share | None = None
+    """The smallest weight; with correction=masked smaller weights become 0. None: 0, or 0.9 for geometric."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -195,8 +198,33 @@ class PolicyConfig:
         kind = self.correction
         if kind == "auto":
             kind = "truncated" if roll_out.is_apart and roll_out.has_engine_logp else "none"
-        level = self.correction_level or ("sequence" if kind == "masked" else "token")
-        return Correction(kind, level, self.correction_cap, self.correction_floor)
+        if kind == "none":
+            return Correction()
+        is_geometric = kind == "masked" or self.loss == "gmpo"
+        level = self.correction_level or ("geometric" if is_geometric else "token")
+        floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
+        return Correction(
+            kind,
+            level,
+            cap if self.correction_cap is None else self.correction_cap,
+            floor if self.correction_floor is None else self.correction_floor,
+        )
+
+    def decisions(self, how: Correction) -> list[tuple[str, str, str]]:
+        """(key, value, reason) of what was chosen for the user about the correction in force."""
+        found: list[tuple[str, str, str]] = []
+        if how.kind == "none":
+            return found
+        if self.correction == "auto":
+            found.append((f"{self.section}.correction", how.kind, "the engine is another program"))
+        if self.correction_level is None:
+            reason = "each token is weighted for itself"
+            if how.level == "geometric":
+                reason = (
+                    "the product over an answer fades with its length, the geometric mean does not"
+                )
+            found.append((f"{self.section}.correction_level", how.level, reason))
+        return found
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""

@@ -108,7 +108,7 @@ def _settled(
     recipe: Recipe, panel: Panel | None, engine: LocalEngine | ServerEngine, world: World | None
 ) -> list[tuple[str, str, str]]:
     """(name, value, reason) of what was chosen for the user."""
-    found = list(world.decisions) if world is not None else []
+    found = [*recipe.decisions, *(world.decisions if world is not None else [])]
     if isinstance(engine, ServerEngine):
         found += engine.decisions
     if panel is not None:
