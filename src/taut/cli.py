@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError
+from taut.printing import guarded
 
 INTERRUPTED = 130
 SPIN = "10000"
@@ -206,10 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
+    with guarded():
+        return _end_of(words, is_whole_process=arguments is None)
+
+
+def _end_of(words: Sequence[str], *, is_whole_process: bool) -> int:
     try:
         return _dispatch(words)
     except TautError as error:
-        if isinstance(error, Interrupted) and arguments is None:
+        if isinstance(error, Interrupted) and is_whole_process:
             _ignore_signals()
         if _is_told_here():
             sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple, TextIO
@@ -85,8 +84,6 @@ class Answer(NamedTuple):
 
 def run(config: Chat) -> int:
     """Chat until /exit or the end of input."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     with open_engine(config) as opened:
         chat(config, opened, _lines(sys.stdin), _write)
     return 0

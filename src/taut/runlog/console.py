@@ -14,13 +14,14 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from taut.runlog.events import Event
+from taut.printing import Printer
+from taut.runlog.events import Event, ReportLost
 
 RECENT = 20
 """Steps whose duration predicts the rest."""
@@ -35,7 +36,10 @@ class ConsoleReport:
     """A sink for people."""
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._printer = Printer.on(sys.stdout)
+        self._console = console or Console(
+            file=cast(TextIO, self._printer), highlight=False, soft_wrap=True
+        )
         self._every = every
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -66,6 +70,9 @@ class ConsoleReport:
             return
         self._show_asked()
         self._shows[event["kind"]](event)
+        if self._printer.failure is not None:
+            why = self._printer.failure.strerror
+            raise ReportLost(f"stdout cannot be written: {why}; nothing more is printed")
 
     def close(self) -> None:
         if self._progress is not None:
