@@ -333,6 +333,8 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
             value=finding.number,
             unit=finding.unit,
             detail=finding.says,
+            evidence=finding.evidence,
+            remedy=finding.remedy,
             notes=finding.notes,
             seconds=one.seconds,
         )

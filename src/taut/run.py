@@ -344,6 +344,8 @@ def inputs_of(
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
     decisions.append(Decision("stop", *described(stops, renderer.template)))
+    if (plain := _plain_text(run, renderer, train, held_out)) is not None:
+        decisions.append(plain)
     if renderer.template.asks_for_the_day:
         reason = "the chat template asks for the day; the one on which the run began"
         decisions.append(Decision("day", str(renderer.template.day), reason))
@@ -361,6 +363,21 @@ def inputs_of(
         decisions=decisions,
         grows=0 if online is None else online.rollout.grows,
     )
+
+
+def _plain_text(
+    run: Run, renderer: Renderer, train: Dataset, held_out: Dataset | None
+) -> Decision | None:
+    """How prompts and completions that are plain text are rendered; None where it does not matter."""
+    key, asked = "data.apply_chat_template", run.data.apply_chat_template
+    num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)
+    if asked:
+        return Decision(key, "true", "set; plain text becomes a user and an assistant message")
+    if not num_plain or renderer.template.template is None:
+        return None
+    rows = f"{num_plain:,} {'rows are' if num_plain > 1 else 'row is'} plain text, used as it is"
+    way_out = "set" if asked is not None else f"{key}=true renders it as messages"
+    return Decision(key, "false", f"{rows}, without the chat template; {way_out}")
 
 
 def num_rows(language: Language) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import statistics
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TextIO, cast
@@ -29,7 +29,10 @@ RECENT = 20
 LINES_SHOWN = 5
 """Samples left out or cut that are named at the start; events.jsonl names all."""
 
-STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
+EVIDENCE_SHOWN = 3
+"""Examples of a check's warning that are named at the start."""
+
+STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "yellow"}
 
 
 class ConsoleReport:
@@ -131,14 +134,18 @@ class ConsoleReport:
         return timedelta(seconds=round(seconds))
 
     def _show_asked(self) -> None:
-        """What was asked before training, in a line: all of it passed, or could not be asked."""
+        """The checks before training: each warning, and the rest counted in one line. None of them failed."""
         if not self._asked:
             return
-        passed = sum(event["outcome"] == "passed" for event in self._asked)
-        skipped = [event["name"] for event in self._asked if event["outcome"] == "skipped"]
+        number = Counter(event["outcome"] for event in self._asked)
         seconds = sum(event["seconds"] for event in self._asked)
-        beside = f"; skipped: {', '.join(skipped)}" if skipped else ""
-        self._say(f"checks  {passed} passed in {seconds:.1f} s{beside}", STYLES["passed"])
+        counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
+        self._say(f"checks  {counted}", STYLES["passed"])
+        for event in self._asked:
+            if event["outcome"] == "warning":
+                evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
+                said = f"{event['detail']}{f' ({evidence})' if evidence else ''}; {event['remedy']}"
+                self._say(f"warning {event['name']}: {said}", STYLES["warning"])
         self._asked = []
 
     def _show_check(self, event: Event) -> None:

@@ -119,7 +119,8 @@ def test_a_loss_that_is_not_finite_can_be_shown() -> None:
     assert "loss nan" in told(START, step(1, loss=float("nan")))
 
 
-def test_what_is_asked_before_training_is_one_line() -> None:
+def test_what_is_asked_before_training_is_one_line_and_one_for_each_warning() -> None:
+    outcomes = ("a.b", "passed"), ("a.c", "skipped"), ("a.d", "passed"), ("a.e", "warning")
     asked = [
         {
             "kind": "check",
@@ -128,11 +129,19 @@ def test_what_is_asked_before_training_is_one_line() -> None:
             "name": name,
             "outcome": outcome,
             "seconds": 0.25,
+            "detail": "300 of 300 eval samples are in data.train",
+            "evidence": [f"eval.jsonl:{number}" for number in range(1, 5)],
+            "remedy": "hold out other rows",
         }
-        for name, outcome in (("a.b", "passed"), ("a.c", "skipped"), ("a.d", "passed"))
+        for name, outcome in outcomes
     ]
     text = told(*asked, {"kind": "resume", "time": 0, "from_step": 3})
-    assert text.splitlines() == ["checks  2 passed in 0.8 s; skipped: a.c", "resumed after step 3"]
+    assert text.splitlines() == [
+        "checks  2 passed, 1 skipped in 1.0 s",
+        "warning a.e: 300 of 300 eval samples are in data.train (eval.jsonl:1; eval.jsonl:2; eval.jsonl:3); hold out "
+        "other rows",
+        "resumed after step 3",
+    ]
 
 
 def test_checks_warnings_and_the_rest_have_a_line_each() -> None:
