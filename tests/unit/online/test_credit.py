@@ -98,6 +98,25 @@ def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
     assert "ref_logp_N" not in given.trees[0].samples[0].streams
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_one_mean_and_one_deviation_of_all_tokens_of_a_roll_out(name: str) -> None:
+    """Before steps, micro-batches and ranks have their parts of it. Paths differ in length."""
+    every = paths([[1.0, 0.0, 0.0, 0.3], [0.5, 0.9, 0.2], [0.0, 0.0]])
+    given = policy(estimate=ESTIMATORS[name]).trees(every, said(every))
+    trees = [np.concatenate([s.streams["advantage_N"] for s in t.samples]) for t in given.trees]
+    of_all = np.concatenate(trees)
+    assert of_all.size == sum(path.episode.sampled_at_N.size for path in every)
+    assert of_all.mean() == pytest.approx(0.0, abs=1e-12)
+    assert of_all.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+    assert all(abs(of_tree.mean()) > 0.01 for of_tree in trees)
+
+
+def test_a_group_is_told_apart_by_its_rewards_also_where_all_tokens_are_shifted() -> None:
+    assert (
+        signals(policy(estimate=ESTIMATORS["reinforce_pp_baseline"]), [[1.0, 0.0], [1.0, 1.0]]) == 1
+    )
+
+
 def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> None:
     every = paths([[1.0, 0.0]])
     made = policy(penalty=KlPenalty(0.5, target=0.1))
@@ -143,7 +162,7 @@ def test_the_value_after_a_cut_may_take_the_place_of_the_paths_reward() -> None:
 
 
 def fitted(estimate: Gae, every: Sequence[Rewarded], rounds: int) -> FloatArray:
-    """V of the states 0, 1, ... tokens after the prompt: 0.3 at first, then set to the mean return ``rounds`` times."""
+    """V of the states after 0, 1, ... tokens: 0.3 at first, then set to the mean return ``rounds`` times."""
     longest = max(path.episode.sampled_at_N.size for path in every)
     value = np.full(longest + 1, 0.3)
     for _ in range(rounds):
