@@ -274,7 +274,8 @@ class PpoConfig(PolicyConfig):
     """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
     bootstrap_cut: bool = False
     """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
-    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) stay."""
+    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
+    environment's turns stay."""
     value_coef: Positive = 0.1
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2

@@ -5,11 +5,12 @@
     advantage           from both (losses/advantages.py): of a path compared with its group, or of a token by the
                         values of a critic
 
-With a critic, the reward of a path belongs to its last token, and the state after that token is worth 0, whether the
-path ended or was cut: the reward already judges the cut answer. TRL's PPOTrainer, verl (compute_gae_advantage_return)
-and OpenRLHF (get_advantages_and_returns) do the same. With ``Gae.bootstraps_cut`` a cut path is instead treated as a
-path that goes on: the critic's value of the state after its last token takes the place of the path's reward and of its
-shaping. Penalties per token stay, because they were paid for tokens that were sampled.
+With a critic, what an environment's step gives belongs to the last sampled token of the turn that it answers, and the
+rest of a path's reward (what judges the path as a whole, and shaping) to its last token. The state after the last token
+is worth 0, whether the path ended or was cut: the reward already judges the cut answer. TRL's PPOTrainer, verl
+(compute_gae_advantage_return) and OpenRLHF (get_advantages_and_returns) do the same. With ``Gae.bootstraps_cut`` a cut
+path is instead treated as a path that goes on: the critic's value of the state after its last token takes the place of
+that rest. Rewards of turns and penalties per token stay, because they were given for what was sampled.
 
 May import losses, config and online.credit. training.py makes it.
 """
@@ -121,7 +122,9 @@ class PolicyCredit(Credit):
         scale, reward_S = self._shaped(paths)
         penalties = [self._penalty(path, said[path.name]) for path in paths]
         if isinstance(self.ways.estimate, Gae):
-            advantages, returns = _by_critic(self.ways.estimate, paths, reward_S, penalties, said)
+            advantages, returns = _by_critic(
+                self.ways.estimate, paths, reward_S, scale, penalties, said
+            )
         else:
             group_S = torch.tensor([path.group for path in paths])
             estimated = self.ways.estimate(reward_S, group_S, penalties)
@@ -231,18 +234,27 @@ class PolicyCredit(Credit):
 
 
 def _by_critic(
-    how: Gae, paths: Sequence[Rewarded], reward_S: Tensor, penalties: Sequence[Tensor], said: Said
+    how: Gae,
+    paths: Sequence[Rewarded],
+    reward_S: Tensor,
+    scale: Scale,
+    penalties: Sequence[Tensor],
+    said: Said,
 ) -> tuple[list[FloatArray], list[FloatArray | None]]:
     """(advantages, returns) of each path's tokens."""
     advantages: list[Tensor] = []
     returns: list[FloatArray | None] = []
     for path, reward, penalty_N in zip(paths, reward_S.tolist(), penalties, strict=True):
-        size, reward_N = path.episode.sampled_at_N.size, penalty_N.clone()
+        size, turn_N = penalty_N.numel(), torch.zeros_like(penalty_N)
+        for n, turn_reward in path.episode.turn_rewards:
+            turn_N[n] += turn_reward
+        turn_N = scale.scaled(turn_N)  # as the whole reward was
+        reward_N = turn_N + penalty_N
         value_R, bootstrap = _tensor(said[path.name][VALUE]), 0.0
         if how.bootstraps_cut and path.is_cut:
             bootstrap = float(value_R[size])
         else:
-            reward_N[-1] += reward
+            reward_N[-1] += reward - float(turn_N.sum())
         advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
         advantages.append(advantage_N)
         returns.append(return_N.numpy())
