@@ -239,9 +239,8 @@ class GrpoRun(PolicyRun):
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
             )
-        lowering = ["grpo.kl_in=reward"] if self.grpo.penalty_coef else []
-        for name in ("missing_stop", "soft_overlong", "length_cost"):
-            lowering += [f"shaping.{name}"] if getattr(self.shaping, name) else []
+        penalties = ("missing_stop", "soft_overlong", "length_cost")
+        lowering = [f"shaping.{name}" for name in penalties if getattr(self.shaping, name)]
         if self.grpo.advantage == "maxrl" and lowering:
             raise ConfigError(
                 f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "

@@ -79,11 +79,6 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"grpo.advantage": "maxrl", "shaping.missing_stop": 0.5},
         r"maxrl divides .* shaping\.missing_stop may take that below 0",
     ),
-    (
-        "grpo",
-        {"grpo.advantage": "maxrl", "grpo.kl_coef": 0.1, "grpo.kl_in": "reward"},
-        r"maxrl divides .* grpo\.kl_in=reward may take that below 0",
-    ),
     ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, r"grpo\.pass_k=5 and rollout\.n=4"),
     ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
     ("grpo", {"grpo.kl_in": "reward"}, r"found grpo\.kl_in=reward, which nothing reads"),

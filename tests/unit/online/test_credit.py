@@ -98,6 +98,25 @@ def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
     assert "ref_logp_N" not in given.trees[0].samples[0].streams
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_one_mean_and_one_deviation_of_all_tokens_of_a_roll_out(name: str) -> None:
+    """Before steps, micro-batches and ranks have their parts of it. Paths differ in length."""
+    every = paths([[1.0, 0.0, 0.0, 0.3], [0.5, 0.9, 0.2], [0.0, 0.0]])
+    given = policy(estimate=ESTIMATORS[name]).trees(every, said(every))
+    trees = [np.concatenate([s.streams["advantage_N"] for s in t.samples]) for t in given.trees]
+    of_all = np.concatenate(trees)
+    assert of_all.size == sum(path.episode.sampled_at_N.size for path in every)
+    assert of_all.mean() == pytest.approx(0.0, abs=1e-12)
+    assert of_all.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+    assert all(abs(of_tree.mean()) > 0.01 for of_tree in trees)
+
+
+def test_a_group_is_told_apart_by_its_rewards_also_where_all_tokens_are_shifted() -> None:
+    assert (
+        signals(policy(estimate=ESTIMATORS["reinforce_pp_baseline"]), [[1.0, 0.0], [1.0, 1.0]]) == 1
+    )
+
+
 def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> None:
     every = paths([[1.0, 0.0]])
     made = policy(penalty=KlPenalty(0.5, target=0.1))
@@ -142,8 +161,53 @@ def test_the_value_after_a_cut_may_take_the_place_of_the_paths_reward() -> None:
     np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
 
 
+def of_turns(path: Rewarded, *turn_rewards: tuple[int, float]) -> Rewarded:
+    return replace(path, episode=replace(path.episode, turn_rewards=turn_rewards))
+
+
+def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None:
+    """Four tokens, two turns: 1 after the first, 0.5 after the second, and 2 from what judges the path."""
+    first, second, third = paths([[0.0, 0.0, 3.5]])
+    path = of_turns(third, (1, 1.0), (3, 0.5))
+    made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
+    given = made.trees([path], said([path], value_R=0.0))
+    assert given.advantages[path.name].tolist() == [3.5, 3.5, 2.5, 2.5]
+    discounted = policy(estimate=Gae(0.5, 1.0, is_whitened=False))
+    given = discounted.trees([path], said([path], value_R=0.0))
+    assert given.advantages[path.name].tolist() == [0.5 + 2.5 / 8, 1 + 2.5 / 4, 2.5 / 2, 2.5]
+    every = [first, second, path]
+    grouped = policy().trees(every, said(every))
+    plain = policy().trees([first, second, third], said(every))
+    for name, advantage_N in plain.advantages.items():
+        assert grouped.advantages[name].tolist() == advantage_N.tolist(), "no critic, no difference"
+
+
+def test_shaping_scales_the_rewards_of_turns_and_leaves_the_rest_to_the_last_token() -> None:
+    """Rewards 3 and 1 have a deviation of sqrt 2; clipped to 2 they would be 2 and 1."""
+    one, other = paths([[3.0, 1.0]])
+    path = of_turns(one, (0, 1.0))
+    given: dict[str, list[float]] = {}
+    for name, shaping in (
+        ("scale", ShapingConfig(scale="batch")),
+        ("clip", ShapingConfig(clip=2.0)),
+    ):
+        made = policy(estimate=Gae(1.0, 1.0, is_whitened=False), shaping=shaping)
+        trees = made.trees([path, other], said([path, other], value_R=0.0))
+        given[name] = trees.advantages[path.name].tolist()
+    assert given["scale"] == pytest.approx([3 / 2**0.5, 2 / 2**0.5])
+    assert given["clip"] == [2.0, 1.0]
+
+
+def test_where_a_value_replaces_the_reward_of_a_cut_path_its_turns_keep_theirs() -> None:
+    _, whole = paths([[0.0, 2.0]], a1="length")
+    path = of_turns(whole, (0, 1.0))
+    made = policy(estimate=Gae(1.0, 1.0, is_whitened=False, bootstraps_cut=True))
+    given = made.trees([path], {path.name: {"value_R": np.array([0.0, 0.0, 0.0, 0.25])}})
+    assert given.advantages[path.name].tolist() == [1.25, 0.25, 0.25]
+
+
 def fitted(estimate: Gae, every: Sequence[Rewarded], rounds: int) -> FloatArray:
-    """V of the states 0, 1, ... tokens after the prompt: 0.3 at first, then set to the mean return ``rounds`` times."""
+    """V of the states after 0, 1, ... tokens: 0.3 at first, then set to the mean return ``rounds`` times."""
     longest = max(path.episode.sampled_at_N.size for path in every)
     value = np.full(longest + 1, 0.3)
     for _ in range(rounds):
