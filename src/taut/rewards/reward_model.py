@@ -86,4 +86,7 @@ class RewardServer(Verifier):
         scores = said.get("scores") if isinstance(said, dict) else None
         if not isinstance(scores, list) or len(scores) != 1:
             raise EngineError(f"{url} answered {said!r:.120}; expected one score")
-        return float(scores[0])
+        if scores[0] is None:
+            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
+        score: float = scores[0]
+        return score

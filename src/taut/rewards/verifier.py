@@ -2,18 +2,23 @@
 
     verifier(answered) -> float | None
 
-A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is what it
-returns that is no finite number. Errors never become 0, and neither does what does not apply.
+A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is a number
+that is not finite. Errors never become 0, and neither does what does not apply. A value of the wrong type (a text, a
+tensor) is no error of one answer but a bug: it stops the run (``read_number``, the one rule for rewards and
+environments).
 
-Imports ``rewards.answered`` only. Every verifier imports it.
+May import ``rewards.answered`` and errors. Every verifier imports it.
 """
 
 from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
+from taut.errors import DataError, UserCodeError
 from taut.rewards.answered import Answered
 
 if TYPE_CHECKING:
@@ -36,6 +41,8 @@ class Score(NamedTuple):
 
     value: float | None = None
     error: str | None = None
+    is_wrong_type: bool = False
+    """Whether the error is a value of the wrong type, which stops the run."""
 
 
 class Verifier:
@@ -68,13 +75,30 @@ class Verifier:
         raise NotImplementedError
 
 
-def scored(name: str, value: Any) -> Score:
-    """What a verifier returned, as a score. True is 1 and False 0."""
-    if value is None:
-        return Score()
-    if not isinstance(value, Real) or not math.isfinite(value):
-        return Score(error=f"{name} returned {value!r:.60}; expected a finite number or None")
-    return Score(value=float(value))
+def read_number(value: object, name: str) -> float:
+    """A reward as a float: a number of Python or numpy, or True and False as 1 and 0.
+
+    Raises UserCodeError for any other type, and DataError for a number that is not finite. ``name``: what returned it.
+    """
+    if not isinstance(value, Real | np.bool_):
+        raise UserCodeError(
+            f"{name} returned {value!r:.60} of type {type(value).__name__}; expected a number, True, False or None; "
+            "return float(...) of it"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise DataError(f"{name} returned {number}; expected a finite number or None")
+    return number
+
+
+def scored(name: str, value: object) -> Score:
+    """The score of what a verifier returned."""
+    try:
+        return Score() if value is None else Score(read_number(value, name))
+    except UserCodeError as error:
+        return Score(error=str(error), is_wrong_type=True)
+    except DataError as error:
+        return Score(error=str(error))
 
 
 def reason(error: BaseException) -> str:
