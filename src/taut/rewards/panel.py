@@ -28,7 +28,7 @@ from taut.errors import ConfigError, UserCodeError
 from taut.rewards.answered import Answered
 from taut.rewards.registry import Part, RewardSpec, read_parts
 from taut.rewards.remote import Remotes
-from taut.rewards.verifier import Decision, Score, Verifier
+from taut.rewards.verifier import Decision, Judged, Score, Verifier
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
 
@@ -91,6 +91,8 @@ class Panel:
     ) -> None:
         self.parts = tuple(parts)
         self.decisions = decisions
+        self.judges: dict[str, Judged] = {}
+        """What each reward judges, by label; known once they are loaded (``require_loadable``)."""
         self._raters = raters
         computed = [part for part in parts if part.verifier.runs == "process"]
         self._numbers = {part.label: number for number, part in enumerate(computed)}
@@ -165,8 +167,9 @@ class Panel:
         for part in self.parts:
             if part.verifier.runs in ("here", "remote"):
                 part.verifier.prepare()
-        if self._workers is not None:
-            self._workers.require_loadable()
+        said = {} if self._workers is None else self._workers.require_loadable()
+        for part in self.parts:
+            self.judges[part.label] = part.judges or said.get(part.label) or part.verifier.judges
 
     def _drop(self, futures: Iterable[Future[Score]]) -> None:
         for future in futures:

@@ -18,7 +18,7 @@ from taut.errors import EngineError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
 from taut.rewards.pictures import sent
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Place, Verifier
 from taut.vision.picture import ImagesConfig
 
 UNREAD = ("folder", "bad", "fps", "max_frames")
@@ -30,7 +30,6 @@ class RewardModel(Verifier):
     """A reward model in this process."""
 
     runs: ClassVar[Place] = "model"
-    asks: ClassVar[Question] = "worth"
 
     model: str
     """Directory (or hub name) of the reward model."""
@@ -60,7 +59,6 @@ class RewardServer(Verifier):
     """A reward model at a server."""
 
     runs: ClassVar[Place] = "remote"
-    asks: ClassVar[Question] = "worth"
     seconds: ClassVar[float] = 60.0
 
     url: str

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 Place: TypeAlias = Literal["here", "process", "remote", "model"]
 """Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where
 it takes too long, at a server, or as a model beside the one that trains."""
-Question: TypeAlias = Literal["right", "worth", "form"]
-"""What it asks of an answer: whether it is right (then right answers get 1), what it is worth (on a scale of its own),
-or what form it has (which says nothing of right and wrong)."""
+Judged: TypeAlias = Literal["correctness", "form"]
+"""What a reward judges: correctness (right answers score higher than wrong ones), or form (length, style, format),
+which says nothing about right and wrong."""
 
 
 Decision: TypeAlias = tuple[str, str, str]
@@ -49,7 +49,9 @@ class Verifier:
     """The base of all verifiers."""
 
     runs: ClassVar[Place] = "here"
-    asks: ClassVar[Question] = "form"
+    judges: ClassVar[Judged] = "correctness"
+    full_marks: ClassVar[float | None] = None
+    """The number that a right answer gets; None: the scale is the reward's own, or it judges form."""
     needs_reference: ClassVar[bool] = False
     """Whether it does not apply to rows without a right answer."""
     seconds: ClassVar[float] = 10.0
