@@ -33,6 +33,7 @@ from taut.errors import (
     OutOfMemory,
     OutputError,
     TautError,
+    UserCodeError,
 )
 from taut.evals.best import drop_after
 from taut.evals.during import Evaluations
@@ -269,7 +270,9 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
 def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
     """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved."""
     job = built.job
-    is_sound = isinstance(error, EngineError | CheckFailed | ConfigError | DataError)
+    is_sound = isinstance(
+        error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
+    )
     if not isinstance(job.method, Online) or not is_sound:
         return error
     if job.ranks.size > 1 or not 0 < job.done < job.num_steps:

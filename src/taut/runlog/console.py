@@ -114,7 +114,8 @@ class ConsoleReport:
 
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
-        self._steps.append({key: event[key] for key in COUNTED})
+        if not event.get("skipped"):
+            self._steps.append({key: event[key] for key in COUNTED})
         step = event["step"]
         text = rollout_text(self._rollouts) + step_text(event, self._time_left(step))
         if self._progress is not None and self._task is not None:
@@ -206,7 +207,7 @@ class ConsoleReport:
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """What the summary needs of each step."""
 
-ROLLED = ("reward", "stopped", "tokens_mean")
+ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
 
 SUMMARISED = ("loss", "eval_loss", "model", "reason")
@@ -243,12 +244,20 @@ def rollout_text(rollouts: Sequence[Event]) -> str:
     if not rollouts:
         return ""
     last = rollouts[-1]
-    worth = f"reward {last['reward']:.3f}  " if "reward" in last else ""
-    return f"{worth}ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
+    parts = []
+    if "reward" in last:
+        is_whole = last.get("rewarded") == last.get("completions")
+        over = "" if is_whole else f" ({last['rewarded']} of {last['completions']})"
+        parts.append(f"reward {last['reward']:.3f}{over}")
+    if "stopped" in last:
+        parts += [f"ends {last['stopped']:.0%}", f"{last['tokens_mean']:.0f} tokens"]
+    return "".join(f"{part}  " for part in parts)
 
 
 def step_text(event: Event, left: timedelta | None) -> str:
     """A step in one line."""
+    if event.get("skipped"):
+        return "skipped: no completion has a reward"
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
     parts = [
         f"loss {event['loss']:.4f}",
@@ -344,11 +353,12 @@ def summary(
         ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
     ]
     if rollouts:
-        first, last = rollouts[0], rollouts[-1]
-        ends = f"{first['stopped']:.0%} ended by themselves, then {last['stopped']:.0%}"
-        if "reward" in first:
-            rows.append(("reward", f"{first['reward']:.4f} at first, {last['reward']:.4f} at last"))
-        rows.append(("roll-outs", f"{len(rollouts):,}: {ends}"))
+        rewards = [rollout["reward"] for rollout in rollouts if "reward" in rollout]
+        if rewards:
+            rows.append(("reward", f"{rewards[0]:.4f} at first, {rewards[-1]:.4f} at last"))
+        ends = [rollout["stopped"] for rollout in rollouts if "stopped" in rollout]
+        change = f": {ends[0]:.0%} ended by themselves, then {ends[-1]:.0%}" if ends else ""
+        rows.append(("roll-outs", f"{len(rollouts):,}{change}"))
     for name in dict.fromkeys(key for event in evals for key in measured(event)):
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"

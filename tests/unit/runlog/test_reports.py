@@ -87,6 +87,23 @@ def test_what_a_method_measures_beside_the_loss_is_told_of_each_step_and_in_the_
     assert "cursor" not in text
 
 
+def test_a_mean_reward_says_over_how_many_completions_it_is_where_some_have_none() -> None:
+    counts = {"completions": 16, "stopped": 1.0, "tokens_mean": 9.0}
+    whole = {"kind": "rollout", "time": 0, "step": 1, "reward": 0.5, "rewarded": 16, **counts}
+    some = {**whole, "reward": 1 / 3, "rewarded": 6}
+    none = {"kind": "rollout", "time": 0, "step": 3, "rewarded": 0, **counts}
+    skipped = step(3, skipped=1.0, num_targets=0, num_tokens=0, num_tokens_unshared=0, loss=0.0)
+    end = {"kind": "end", "time": 0, "step": 3}
+    lines = told(START, whole, step(1), some, step(2), none, skipped, end).splitlines()
+    shown = [line.partition("  ")[2] for line in lines if line.startswith("step ")]
+    assert shown[0].startswith("reward 0.500  ends 100%  9 tokens  loss")
+    assert shown[1].startswith("reward 0.333 (6 of 16)  ends 100%  9 tokens  loss")
+    assert shown[2] == "ends 100%  9 tokens  skipped: no completion has a reward"
+    rows = {line.split("  ")[0]: line for line in lines}
+    assert rows["reward"].endswith("0.5000 at first, 0.3333 at last")
+    assert rows["loss"].endswith("1.0000 at the first step, 0.5000 at the last")
+
+
 def test_every_thins_the_lines_and_keeps_the_first_and_the_last() -> None:
     text = told({**START, "num_steps": 7}, *(step(number) for number in range(1, 8)), every=3)
     assert [line.split()[1] for line in text.splitlines() if line.startswith("step")] == [
