@@ -25,9 +25,12 @@ from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError
+from taut.interrupts import SIGNALS, Interrupt, Interrupts
 from taut.printing import guarded
 
-INTERRUPTED = 130
+CTRL_C = 130
+ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
+"""Signals that end any command in one line; Ctrl-C is Python's own KeyboardInterrupt."""
 SPIN = "10000"
 """How long threads spin before they sleep: on a quiet machine as quick as their default, on a busy one much quicker."""
 
@@ -207,31 +210,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
-    with guarded():
-        return _end_of(words, is_whole_process=arguments is None)
+    with guarded(), Interrupts.watching(ENDING) as interrupts:
+        code = _end_of(words, interrupts)
+    if code == Interrupted.exit_code and arguments is None:
+        for number in SIGNALS:  # a notice that comes once more must not change the exit code
+            signal.signal(number, signal.SIG_IGN)
+    return code
 
 
-def _end_of(words: Sequence[str], *, is_whole_process: bool) -> int:
+def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
     try:
-        return _dispatch(words)
+        with interrupts.at_once():
+            return _dispatch(words)
     except TautError as error:
-        if isinstance(error, Interrupted) and is_whole_process:
-            _ignore_signals()
         if _is_told_here():
             sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")
         return error.exit_code
     except KeyboardInterrupt as interrupt:
+        is_ctrl_c = interrupts.received in (None, signal.SIGINT.name)
+        how = "" if is_ctrl_c else f" by {interrupts.received}"
+        kept = () if isinstance(interrupt, Interrupt) else interrupt.args
         if _is_told_here():
-            sys.stderr.write(": ".join(["taut: interrupted", *map(str, interrupt.args)]) + "\n")
-        return INTERRUPTED
-
-
-def _ignore_signals() -> None:
-    """An interrupted process is all but over: a notice that comes once more must not change its exit code."""
-    from taut.interrupts import SIGNALS
-
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+            sys.stderr.write(": ".join([f"taut: interrupted{how}", *map(str, kept)]) + "\n")
+        return CTRL_C if is_ctrl_c else Interrupted.exit_code
 
 
 def _is_told_here() -> bool:
