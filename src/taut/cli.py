@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -223,25 +224,43 @@ def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
         with interrupts.at_once():
             return _dispatch(words)
     except TautError as error:
-        if _is_told_here():
-            sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")
+        _report(f"taut: error: {' '.join(str(error).splitlines())}", error.exit_code)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         is_ctrl_c = interrupts.received in (None, signal.SIGINT.name)
         how = "" if is_ctrl_c else f" by {interrupts.received}"
         kept = () if isinstance(interrupt, Interrupt) else interrupt.args
-        if _is_told_here():
-            sys.stderr.write(": ".join([f"taut: interrupted{how}", *map(str, kept)]) + "\n")
-        return CTRL_C if is_ctrl_c else Interrupted.exit_code
+        code = CTRL_C if is_ctrl_c else Interrupted.exit_code
+        _report(": ".join([f"taut: interrupted{how}", *map(str, kept)]), code)
+        return code
+    except Exception as error:
+        if "RANK" in os.environ and "torch" in sys.modules:
+            from taut import parallel
+
+            code_of_first = parallel.exit_code_of_first_to_fail()
+            if code_of_first is not None and isinstance(error, RuntimeError):
+                return code_of_first  # a collective that a failed rank left; that rank says why
+            parallel.is_first_to_fail(1)
+        raise
 
 
-def _is_told_here() -> bool:
-    """Whether it is for this process to print the error that ends it."""
-    if "RANK" not in os.environ:
-        return True
-    from taut import parallel
+def _report(line: str, exit_code: int) -> None:
+    """Print how the command ends; of several ranks, the first to fail does, and tells torchrun."""
+    if "RANK" in os.environ:
+        if "torch" in sys.modules:
+            from taut import parallel
 
-    return parallel.is_first_to_fail()
+            is_told_here = parallel.is_first_to_fail(exit_code)
+        else:
+            is_told_here = os.environ["RANK"] == "0"
+        if not is_told_here:
+            return
+        if path := os.environ.get(
+            "TORCHELASTIC_ERROR_FILE"
+        ):  # torchrun's table of failures quotes it
+            fields = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+            Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
+    sys.stderr.write(f"{line}\n")
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -140,7 +140,8 @@ class Interrupts:
 
 
 def _is_ignored(number: signal.Signals) -> bool:
-    """Whether the process was started to ignore the signal. torchrun takes SIGHUP all the same, hands it to its ranks and
-    kills them half a minute later: there it is a notice.
+    """Whether the process was started to ignore the signal.
+
+    torchrun takes SIGHUP all the same, hands it to its ranks and kills them half a minute later: there it is a notice.
     """
     return signal.getsignal(number) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
