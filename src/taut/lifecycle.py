@@ -73,16 +73,14 @@ class Asked(NamedTuple):
     stop_check: StopCheck
 
 
-def execute(built: Built, start: Start, lock: Lock, asked: Asked) -> Ended:
+def execute(built: Built, start: Start, lock: Lock, asked: Asked, interrupts: Interrupts) -> Ended:
     """Claim the directory of ``lock``, train, measure and save."""
     run, job, out = built.run, built.job, lock.out
+    job.interrupts = interrupts
     if job.ranks.is_writer:
         _claim(built, start, lock)
     job.ranks.barrier()
-    with (
-        RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log,
-        Interrupts.watching() as job.interrupts,
-    ):
+    with RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log:
         job.emit = log.emit
         checkpoints = _checkpoints(built, out, start, asked.evaluations)
         try:

@@ -23,6 +23,7 @@ from pydantic import Field
 from taut.config import configclass, user_path
 from taut.data.formats import Message
 from taut.errors import ConfigError, EngineError, TautError
+from taut.interrupts import Interrupt
 from taut.rollout.engine import Sampling, room
 from taut.rollout.local import LocalEngine
 from taut.rollout.open import ModelUse, Opened, open_engine
@@ -183,6 +184,8 @@ class Session:
             return self._stream(engine, prompt)
         try:
             (completion,) = engine.generate([prompt], self.sampling)
+        except Interrupt:  # a signal that ends the program, no Ctrl-C
+            raise
         except KeyboardInterrupt:
             return Answer(None, "stopped; there is no answer yet")
         self.write(completion.text.translate(CONTROLS))
@@ -197,6 +200,8 @@ class Session:
         try:
             for index in engine.tokens(prompt, self.sampling):
                 stream.add(index)
+        except Interrupt:  # a signal that ends the program, no Ctrl-C
+            raise
         except KeyboardInterrupt:
             note = "stopped"
         text = stream.finish()
@@ -267,5 +272,7 @@ def _lines(stdin: TextIO) -> Iterator[str]:
             yield input("> ")
         except EOFError:
             return
+        except Interrupt:  # a signal that ends the program, no Ctrl-C
+            raise
         except KeyboardInterrupt:
             sys.stdout.write(f"\n[{HELP}]\n")
