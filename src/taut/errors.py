@@ -10,6 +10,7 @@
                               attention cannot be carried exactly
       EngineError             an endpoint that is dead, or does not answer as it must
         RequestRefused        one request it will not serve; others may go on
+      UserCodeError           a reward or environment of the user's that returns something of the wrong type
       SandboxError            no way to hold a program of the model's, or a sandbox that failed
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
@@ -63,6 +64,14 @@ class EngineError(TautError):
 
 class RequestRefused(EngineError):
     """A request that an endpoint refuses (4xx); its state may well be sound."""
+
+
+class UserCodeError(TautError):
+    """A reward or an environment that returned something of the wrong type.
+
+    It stops the run at the first one: a wrong type is a bug that often hits one kind of answer only (say, the right
+    ones), so tolerating a share of them biases what is learned.
+    """
 
 
 class SandboxError(TautError):

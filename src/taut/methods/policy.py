@@ -11,7 +11,7 @@ May import losses, config and errors. run.py names these sections.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -113,8 +113,9 @@ class PolicyConfig:
     kl_coef: NotNegative = 0.0
     """What a nat of divergence from the reference costs; 0: there is no reference. 0.001 to 0.05 are usual."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of its own, token by token; reward: a penalty on rewards. PPO charges each token, which then answers
-    for those after it too; where answers are compared, each is charged the sum of its tokens."""
+    """loss: a separate loss term, token by token. reward: a penalty. PPO and advantage=reinforce_pp charge each token
+    for its own divergence and that of later tokens. Other advantages charge each answer for the sum of its tokens,
+    compared within the group; advantage=group does not divide it by the deviation of the rewards."""
     kl_value: KlValue | None = None
     """Of kl_in=loss: the estimator that is reported; k3 where not given. (Of kl_in=reward k1 and k3 are.)"""
     kl_gradient: KlGradient | None = None
@@ -276,10 +277,11 @@ class GrpoConfig(PolicyConfig):
 
     @property
     def estimator(self) -> Estimator:
-        """(reward_S, group_S) -> advantage_S"""
+        """How rewards become advantages."""
+        found = ESTIMATORS[self.advantage]
         if self.pass_k is not None:
-            return partial(pass_at_k, k=self.pass_k)
-        return ESTIMATORS[self.advantage]
+            return replace(found, compare=partial(pass_at_k, k=self.pass_k))
+        return found
 
     def _keys(self) -> Iterator[_Key]:
         yield from PolicyConfig._keys(self)
@@ -298,6 +300,10 @@ class PpoConfig(PolicyConfig):
     """GAE's lambda: 1 trusts what came of it, 0 the critic's next word."""
     whiten_advantages: bool = True
     """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
+    bootstrap_cut: bool = False
+    """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
+    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
+    environment's turns stay."""
     value_coef: Positive = 0.1
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2

@@ -1,6 +1,7 @@
 """What is watched of roll-outs, and when a run is stopped for it.
 
-    rewards      completions without a reward (an error of the reward, the environment or the engine), by share
+    rewards      completions without a reward (an error of the reward, the environment or the engine, or a reward that
+                 does not apply), by share; roll-outs in which no completion has one
     log-probs    the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
     ends         the share of completions that end by themselves, against that of the first roll-outs
     signal       roll-outs in which no group's rewards differ, with a critic none at all: nothing is learned
@@ -53,6 +54,10 @@ class GuardConfig:
 
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of a roll-out's completions that may be without a reward because of an error; with more the run stops."""
+    warn_unrewarded: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Share of a roll-out's completions without a reward, for whatever reason, above which a warning is logged."""
+    max_unrewarded: Annotated[int, Field(ge=1)] = 3
+    """Roll-outs in a row without a single reward at which the run stops. The updates of those before it are skipped."""
     warn_difference: Annotated[float, Field(gt=0)] = 0.1
     """Mean difference (nats a token) between the engine's log-probs and the trainer's that is told,"""
     max_difference: Annotated[float, Field(gt=0)] = 0.5
@@ -90,6 +95,8 @@ class Guard:
     """and of the last."""
     silent: int = 0
     """Roll-outs in a row without a signal."""
+    unrewarded: int = 0
+    """Roll-outs in a row without a single reward."""
     told: set[str] = field(default_factory=set)
     """What is told once."""
     last: dict[str, list[float]] = field(default_factory=dict)
@@ -98,7 +105,9 @@ class Guard:
     """Entropy of the first updates."""
 
     def require_rewards(self, groups: Sequence[Group], step: int) -> None:
-        """Raise CheckFailed where too many completions have no reward because of an error, or none has any."""
+        """Raise CheckFailed where too many completions have no reward because of an error, or where none has had one
+        for ``max_unrewarded`` roll-outs.
+        """
         pairs = [
             pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
         ]
@@ -113,16 +122,19 @@ class Guard:
                 f"step {step}: {len(errors)} of {len(pairs)} completions have no reward because of an error; expected "
                 f"at most {self.config.max_errors:.0%} (guard.max_errors); nothing was updated; {shown}"
             )
-        if not any(group.judged for group in groups):
+        if self.unrewarded + 1 >= self.config.max_unrewarded and not any(g.judged for g in groups):
             raise CheckFailed(
-                f"step {step}: none of {len(pairs)} completions has a reward: {shown or 'no reward applies to them'}; "
-                "expected rewards that apply to these rows; nothing was updated; `taut check` asks right answers"
+                f"step {step}: in {self.unrewarded + 1} roll-outs in a row no completion has a reward: "
+                f"{shown or 'no reward applies to them'}; expected rewards that apply to these rows; nothing was "
+                "updated; `taut check` asks right answers (guard.max_unrewarded)"
             )
 
     def look(self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]) -> None:
         """Tell of a roll-out's numbers what is to be told. Raises CheckFailed where nothing has been learned for long;
         then nothing is remembered of it.
         """
+        if not self._look_at_rewards(step, fields, emit):
+            return
         silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
         if self.config.max_silent and silent >= self.config.max_silent:
             raise CheckFailed(
@@ -137,6 +149,33 @@ class Guard:
         self._look_at_ends(step, float(fields["stopped"]), emit)
         self._look_at_dropped(step, fields, emit)
         self._look_at_values(step, fields, emit)
+
+    def _look_at_rewards(
+        self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
+    ) -> bool:
+        """Warn where completions have no reward. Returns whether any has one."""
+        total = fields["completions"]
+        rewarded = fields.get("rewarded", total - fields["errors"])
+        why = fields.get("first_error") or "no reward applies to them"
+        if not rewarded:
+            self.unrewarded += 1
+            detail = (
+                f"none of {total} completions has a reward: {why}; the updates of this roll-out are skipped; at "
+                f"{self.config.max_unrewarded} such roll-outs in a row the run stops (guard.max_unrewarded)"
+            )
+            emit("warning", name="unrewarded", step=step, detail=detail)
+            return False
+        self.unrewarded = 0
+        if total - rewarded <= self.config.warn_unrewarded * total:
+            self.told.discard("unrewarded")
+        elif "unrewarded" not in self.told:
+            self.told.add("unrewarded")
+            detail = (
+                f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
+                f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
+            )
+            emit("warning", name="unrewarded", step=step, detail=detail)
+        return True
 
     def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
         if len(self.first) < BEGINNING:
@@ -279,6 +318,7 @@ class Guard:
             "first": list(self.first),
             "recent": list(self.recent),
             "silent": self.silent,
+            "unrewarded": self.unrewarded,
             "told": sorted(self.told),
         }
 
@@ -288,3 +328,4 @@ class Guard:
         self.first_entropy = list(remembered.get("first_entropy", ()))
         self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
         self.silent, self.told = int(remembered["silent"]), set(remembered["told"])
+        self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none

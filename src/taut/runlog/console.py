@@ -11,16 +11,17 @@ from __future__ import annotations
 import resource
 import statistics
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from taut.runlog.events import Event
+from taut.printing import Printer
+from taut.runlog.events import Event, ReportLost
 
 RECENT = 20
 """Steps whose duration predicts the rest."""
@@ -28,14 +29,20 @@ RECENT = 20
 LINES_SHOWN = 5
 """Samples left out or cut that are named at the start; events.jsonl names all."""
 
-STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
+EVIDENCE_SHOWN = 3
+"""Examples of a check's warning that are named at the start."""
+
+STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "yellow"}
 
 
 class ConsoleReport:
     """A sink for people."""
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._printer = Printer.on(sys.stdout)
+        self._console = console or Console(
+            file=cast(TextIO, self._printer), highlight=False, soft_wrap=True
+        )
         self._every = every
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -66,6 +73,9 @@ class ConsoleReport:
             return
         self._show_asked()
         self._shows[event["kind"]](event)
+        if self._printer.failure is not None:
+            why = self._printer.failure.strerror
+            raise ReportLost(f"stdout cannot be written: {why}; nothing more is printed")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -104,7 +114,8 @@ class ConsoleReport:
 
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
-        self._steps.append({key: event[key] for key in COUNTED})
+        if not event.get("skipped"):
+            self._steps.append({key: event[key] for key in COUNTED})
         step = event["step"]
         text = rollout_text(self._rollouts) + step_text(event, self._time_left(step))
         if self._progress is not None and self._task is not None:
@@ -124,14 +135,18 @@ class ConsoleReport:
         return timedelta(seconds=round(seconds))
 
     def _show_asked(self) -> None:
-        """What was asked before training, in a line: all of it passed, or could not be asked."""
+        """The checks before training: each warning, and the rest counted in one line. None of them failed."""
         if not self._asked:
             return
-        passed = sum(event["outcome"] == "passed" for event in self._asked)
-        skipped = [event["name"] for event in self._asked if event["outcome"] == "skipped"]
+        number = Counter(event["outcome"] for event in self._asked)
         seconds = sum(event["seconds"] for event in self._asked)
-        beside = f"; skipped: {', '.join(skipped)}" if skipped else ""
-        self._say(f"checks  {passed} passed in {seconds:.1f} s{beside}", STYLES["passed"])
+        counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
+        self._say(f"checks  {counted}", STYLES["passed"])
+        for event in self._asked:
+            if event["outcome"] == "warning":
+                evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
+                said = f"{event['detail']}{f' ({evidence})' if evidence else ''}; {event['remedy']}"
+                self._say(f"warning {event['name']}: {said}", STYLES["warning"])
         self._asked = []
 
     def _show_check(self, event: Event) -> None:
@@ -192,7 +207,7 @@ class ConsoleReport:
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """What the summary needs of each step."""
 
-ROLLED = ("reward", "stopped", "tokens_mean")
+ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
 
 SUMMARISED = ("loss", "eval_loss", "model", "reason")
@@ -229,12 +244,20 @@ def rollout_text(rollouts: Sequence[Event]) -> str:
     if not rollouts:
         return ""
     last = rollouts[-1]
-    worth = f"reward {last['reward']:.3f}  " if "reward" in last else ""
-    return f"{worth}ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
+    parts = []
+    if "reward" in last:
+        is_whole = last.get("rewarded") == last.get("completions")
+        over = "" if is_whole else f" ({last['rewarded']} of {last['completions']})"
+        parts.append(f"reward {last['reward']:.3f}{over}")
+    if "stopped" in last:
+        parts += [f"ends {last['stopped']:.0%}", f"{last['tokens_mean']:.0f} tokens"]
+    return "".join(f"{part}  " for part in parts)
 
 
 def step_text(event: Event, left: timedelta | None) -> str:
     """A step in one line."""
+    if event.get("skipped"):
+        return "skipped: no completion has a reward"
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
     parts = [
         f"loss {event['loss']:.4f}",
@@ -330,11 +353,12 @@ def summary(
         ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
     ]
     if rollouts:
-        first, last = rollouts[0], rollouts[-1]
-        ends = f"{first['stopped']:.0%} ended by themselves, then {last['stopped']:.0%}"
-        if "reward" in first:
-            rows.append(("reward", f"{first['reward']:.4f} at first, {last['reward']:.4f} at last"))
-        rows.append(("roll-outs", f"{len(rollouts):,}: {ends}"))
+        rewards = [rollout["reward"] for rollout in rollouts if "reward" in rollout]
+        if rewards:
+            rows.append(("reward", f"{rewards[0]:.4f} at first, {rewards[-1]:.4f} at last"))
+        ends = [rollout["stopped"] for rollout in rollouts if "stopped" in rollout]
+        change = f": {ends[0]:.0%} ended by themselves, then {ends[-1]:.0%}" if ends else ""
+        rows.append(("roll-outs", f"{len(rollouts):,}{change}"))
     for name in dict.fromkeys(key for event in evals for key in measured(event)):
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"

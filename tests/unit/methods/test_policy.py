@@ -136,7 +136,8 @@ def test_a_divergence_in_the_reward_is_not_in_the_loss() -> None:
 def test_the_best_of_how_many() -> None:
     reward_S, one_S = torch.tensor([0.0, 1.0, 0.0, 1.0]).double(), torch.zeros(4).long()
     for said, k in (((), 4), (("grpo.pass_k=2",), 2)):
-        found = sections("grpo.advantage=pass_at_k", *said).grpo.estimator(reward_S, one_S)
+        estimator = sections("grpo.advantage=pass_at_k", *said).grpo.estimator
+        found = estimator.compare(reward_S, one_S)
         assert found.tolist() == pass_at_k(reward_S, one_S, k=k).tolist()
 
 

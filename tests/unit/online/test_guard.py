@@ -45,7 +45,8 @@ def group(*totals: float | None, error: str | None = None) -> Group:
 
 
 def told(**fields: Any) -> dict[str, Any]:
-    return {"errors": 0, "stopped": 1.0, "groups_with_signal": 1, "reward": 0.5, **fields}
+    counts = {"errors": 0, "completions": 16, "rewarded": 16}
+    return {**counts, "stopped": 1.0, "groups_with_signal": 1, "reward": 0.5, **fields}
 
 
 class Log(list[tuple[str, str]]):
@@ -67,11 +68,38 @@ def test_errors_are_bounded_by_their_share() -> None:
         guard.require_rewards([lost], 3)
 
 
-def test_what_no_reward_applies_to_is_no_error_unless_it_is_all() -> None:
-    guard = Guard(GuardConfig(max_errors=0.0))
+def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_for_long() -> None:
+    guard, log = Guard(GuardConfig(max_errors=0.0, max_unrewarded=3)), Log()
     guard.require_rewards([group(None, None), group(1.0, None)], 1)
-    with pytest.raises(CheckFailed, match="none of 2 completions has a reward: no reward applies"):
-        guard.require_rewards([group(None, None)], 1)
+    nothing = told(completions=2, rewarded=0, groups_with_signal=0)
+    for step in (2, 3):
+        guard.require_rewards([group(None, None)], step)
+        guard.look(step, nothing, log)
+    before = guard.remember()
+    with pytest.raises(
+        CheckFailed, match=r"step 4: in 3 roll-outs in a row no completion has a reward: no reward"
+    ):
+        guard.require_rewards([group(None, None)], 4)
+    assert guard.remember() == before and guard.unrewarded == 2
+    assert [name for name, _ in log] == ["unrewarded"] * 2
+    assert "none of 2 completions has a reward: no reward applies to them; the updates" in log[0][1]
+    guard.look(4, told(), log)
+    assert guard.unrewarded == 0
+    with pytest.raises(CheckFailed, match="in 1 roll-outs in a row"):
+        Guard(GuardConfig(max_unrewarded=1)).require_rewards([group(None, None)], 1)
+
+
+def test_many_completions_without_a_reward_are_warned_of_once_until_they_are_few_again() -> None:
+    guard, log = Guard(GuardConfig(warn_unrewarded=0.2)), Log()
+    for rewarded in (16, 13, 6, 6, 13, 12):
+        guard.look(1, told(rewarded=rewarded), log)
+    assert [detail.partition(" have")[0] for _, detail in log] == [
+        "10 of 16 completions",
+        "4 of 16 completions",
+    ]
+    assert "the mean reward is over the other 6" in log[0][1]
+    guard.look(1, told(rewarded=6, first_error="a#0: late"), log)
+    assert len(log) == 2, "still the same episode"
 
 
 def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
