@@ -338,5 +338,6 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
             unit=finding.unit,
             detail=finding.says,
             notes=finding.notes,
+            left_out=one.is_left_out,
             seconds=one.seconds,
         )

@@ -24,9 +24,9 @@ WIDTHS = (7, 21, 17)
 
 def show_row(console: Console, one: Answered) -> None:
     """One question and its answer: evidence and remedy where it failed, notes where there are any. What was not asked
-    because of a failure is left to the end.
+    because of a failure, or was left out by name, is left to the end.
     """
-    if one.cause is not None:
+    if one.cause is not None or one.is_left_out:
         return
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for width in WIDTHS:
@@ -50,11 +50,15 @@ def show_row(console: Console, one: Answered) -> None:
 
 
 def show_end(console: Console, examination: Examination) -> None:
-    """What was not asked because of a failure; how many passed, failed and were skipped."""
+    """What was not asked because of a failure, or was left out by name; how many passed, failed and were skipped."""
     causes = dict.fromkeys(one.cause for one in examination.answered if one.cause is not None)
     for cause in causes:
         names = [one.name for one in examination.answered if one.cause == cause]
         text = f"\nnot asked, since {cause} failed: {', '.join(names)}"
+        console.print(Text(text, STYLES["skipped"]))
+    left_out = [one.name for one in examination.answered if one.is_left_out]
+    if left_out:
+        text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
         console.print(Text(text, STYLES["skipped"]))
     counts = [
         f"{examination.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")

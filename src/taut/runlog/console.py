@@ -129,10 +129,17 @@ class ConsoleReport:
         if not self._asked:
             return
         passed = sum(event["outcome"] == "passed" for event in self._asked)
-        skipped = [event["name"] for event in self._asked if event["outcome"] == "skipped"]
+        left_out = [event["name"] for event in self._asked if event.get("left_out")]
+        skipped = [
+            event["name"]
+            for event in self._asked
+            if event["outcome"] == "skipped" and event["name"] not in left_out
+        ]
         seconds = sum(event["seconds"] for event in self._asked)
         beside = f"; skipped: {', '.join(skipped)}" if skipped else ""
         self._say(f"checks  {passed} passed in {seconds:.1f} s{beside}", STYLES["passed"])
+        if left_out:
+            self._say(f"checks  left out by name (checks.skip): {', '.join(left_out)}", "yellow")
         self._asked = []
 
     def _show_check(self, event: Event) -> None:
