@@ -7,7 +7,7 @@ mistake found before training leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from taut.evals.during import (
     require_best,
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
+from taut.interrupts import Interrupts
 from taut.lifecycle import Asked, execute
 from taut.online.method import Online
 from taut.online.recipe import judging, require_judgeable
-from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
+from taut.outdir import BEST, MARK, Lock, require_usable
 from taut.recorded import keep_reference
 from taut.rewards import files_of
 from taut.run import Decision, Run, load_inputs, rows_of
@@ -48,7 +49,7 @@ class Result:
 
     out: Path
     model: Path
-    """The trained model, in Hugging Face format."""
+    """The trained model, in Hugging Face format; with save.merged=false the adapter."""
     steps: int
     loss: float
     """Training loss of the last step."""
@@ -83,37 +84,41 @@ def train(run: Run) -> Result:
         raise ConfigError("out is not set; expected a directory; set out=DIR")
     require_known(run.checks.skip)
     out = user_path(run.out, "out")
-    ranks = parallel.start(run.device)
-    require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
-    with Lock(out) as lock:
-        if ranks.is_writer and (out / MARK).is_file():
-            lock.take()
-        inputs = load_inputs(run, ranks, first_day(run, out))
-        start = look(run, out, inputs, ranks)
-        if start.finished is None:
-            built = build(run, inputs, start.plan, ranks)
-            with closing(built.job.method) as method:
-                if isinstance(method, Online):  # what cannot be had is refused now
-                    built.decisions.extend(Decision(*it) for it in method.roller.settled)
-                built.decisions.extend(_told_of_environment(run))
-                evaluations, stop_check = _evaluations(built, out), _stop_check(built)
-                asked = Asked(before_training(built), evaluations, stop_check)
-                keep_reference(built)
-                ended = execute(built, start, lock, asked)
-            result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
-        else:
-            result = _as_finished(out, start.finished)
-    parallel.stop(ranks)
+    with Interrupts.watching() as interrupts, ExitStack() as preparation:
+        preparation.enter_context(interrupts.before_training())
+        ranks = parallel.start(run.device)
+        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
+        with Lock(out) as lock:
+            if ranks.is_writer and (out / MARK).is_file():
+                lock.take()
+            inputs = load_inputs(run, ranks, first_day(run, out))
+            start = look(run, out, inputs, ranks)
+            model = out / run.save.result
+            if start.finished is None:
+                built = build(run, inputs, start.plan, ranks)
+                with closing(built.job.method) as method:
+                    if isinstance(method, Online):  # what cannot be had is refused now
+                        built.decisions.extend(Decision(*it) for it in method.roller.settled)
+                    built.decisions.extend(_told_of_environment(run))
+                    evaluations, stop_check = _evaluations(built, out), _stop_check(built)
+                    asked = Asked(before_training(built), evaluations, stop_check)
+                    keep_reference(built)
+                    preparation.close()  # from here on a signal saves the state
+                    ended = execute(built, start, lock, asked, interrupts)
+                result = Result(out, model, ended.steps, ended.loss, ended.metrics, ended.stops)
+            else:
+                result = _as_finished(out, model, start.finished)
+        parallel.stop(ranks)
     return result
 
 
-def _as_finished(out: Path, end: Mapping[str, Any]) -> Result:
+def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
     """A run that is over, by its last event."""
     notice = (
-        f"{out} is finished: {end['step']} steps, the model is in {out / MODEL}; nothing was changed; "
+        f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
         "raise steps or epochs to train on"
     )
-    return Result(out, out / MODEL, end["step"], end["loss"], end["metrics"], None, notice)
+    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice)
 
 
 def show(run: Run) -> None:

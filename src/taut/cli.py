@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +26,12 @@ from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError
+from taut.interrupts import SIGNALS, Interrupt, Interrupts
+from taut.printing import guarded
 
-INTERRUPTED = 130
+CTRL_C = 130
+ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
+"""Signals that end any command in one line; Ctrl-C is Python's own KeyboardInterrupt."""
 SPIN = "10000"
 """How long threads spin before they sleep: on a quiet machine as quick as their default, on a busy one much quicker."""
 
@@ -206,35 +211,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
+    with guarded(), Interrupts.watching(ENDING) as interrupts:
+        code = _end_of(words, interrupts)
+    if code == Interrupted.exit_code and arguments is None:
+        for number in SIGNALS:  # a notice that comes once more must not change the exit code
+            signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
     try:
-        return _dispatch(words)
+        with interrupts.at_once():
+            return _dispatch(words)
     except TautError as error:
-        if isinstance(error, Interrupted) and arguments is None:
-            _ignore_signals()
-        if _is_told_here():
-            sys.stderr.write(f"taut: error: {' '.join(str(error).splitlines())}\n")
+        _report(f"taut: error: {' '.join(str(error).splitlines())}", error.exit_code)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        if _is_told_here():
-            sys.stderr.write(": ".join(["taut: interrupted", *map(str, interrupt.args)]) + "\n")
-        return INTERRUPTED
+        is_ctrl_c = interrupts.received in (None, signal.SIGINT.name)
+        how = "" if is_ctrl_c else f" by {interrupts.received}"
+        kept = () if isinstance(interrupt, Interrupt) else interrupt.args
+        code = CTRL_C if is_ctrl_c else Interrupted.exit_code
+        _report(": ".join([f"taut: interrupted{how}", *map(str, kept)]), code)
+        return code
+    except Exception as error:
+        if "RANK" in os.environ and "torch" in sys.modules:
+            from taut import parallel
+
+            code_of_first = parallel.exit_code_of_first_to_fail()
+            if code_of_first is not None and isinstance(error, RuntimeError):
+                return code_of_first  # a collective that a failed rank left; that rank says why
+            parallel.is_first_to_fail(1)
+        raise
 
 
-def _ignore_signals() -> None:
-    """An interrupted process is all but over: a notice that comes once more must not change its exit code."""
-    from taut.interrupts import SIGNALS
+def _report(line: str, exit_code: int) -> None:
+    """Print how the command ends; of several ranks, the first to fail does, and tells torchrun."""
+    if "RANK" in os.environ:
+        if "torch" in sys.modules:
+            from taut import parallel
 
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _is_told_here() -> bool:
-    """Whether it is for this process to print the error that ends it."""
-    if "RANK" not in os.environ:
-        return True
-    from taut import parallel
-
-    return parallel.is_first_to_fail()
+            is_told_here = parallel.is_first_to_fail(exit_code)
+        else:
+            is_told_here = os.environ["RANK"] == "0"
+        if not is_told_here:
+            return
+        if path := os.environ.get(
+            "TORCHELASTIC_ERROR_FILE"
+        ):  # torchrun's table of failures quotes it
+            fields = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+            Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
+    sys.stderr.write(f"{line}\n")
 
 
 def _dispatch(words: Sequence[str]) -> int:

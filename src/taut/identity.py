@@ -49,6 +49,7 @@ FREE = (
     "log",
     "checkpoint",
     "contract",
+    "save",
     "stop",
     "eval",
     "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again

@@ -47,7 +47,6 @@ from taut.outdir import (
     CHECKPOINTS,
     EVENTS,
     MARK,
-    MODEL,
     Lock,
     claim,
     complete,
@@ -74,16 +73,14 @@ class Asked(NamedTuple):
     stop_check: StopCheck
 
 
-def execute(built: Built, start: Start, lock: Lock, asked: Asked) -> Ended:
+def execute(built: Built, start: Start, lock: Lock, asked: Asked, interrupts: Interrupts) -> Ended:
     """Claim the directory of ``lock``, train, measure and save."""
     run, job, out = built.run, built.job, lock.out
+    job.interrupts = interrupts
     if job.ranks.is_writer:
         _claim(built, start, lock)
     job.ranks.barrier()
-    with (
-        RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log,
-        Interrupts.watching() as job.interrupts,
-    ):
+    with RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log:
         job.emit = log.emit
         checkpoints = _checkpoints(built, out, start, asked.evaluations)
         try:
@@ -203,7 +200,7 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         if run.stop.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(job.done, job.random)
             raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
-        model = save_model(built, out / MODEL, questions, checkpoints)
+        model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()
@@ -337,6 +334,8 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
             value=finding.number,
             unit=finding.unit,
             detail=finding.says,
+            evidence=finding.evidence,
+            remedy=finding.remedy,
             notes=finding.notes,
             left_out=one.is_left_out,
             seconds=one.seconds,

@@ -44,6 +44,7 @@ from taut.models.reward import NewHead
 from taut.models.tokens import TokensConfig, add_tokens_to_tokenizer
 from taut.online.recipe import Recipe
 from taut.optim import OptimConfig
+from taut.outdir import SaveConfig
 from taut.parallel import Ranks
 from taut.runlog import LogConfig
 from taut.vision.opening import open_album
@@ -171,6 +172,7 @@ class Run:
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
+    save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
 
@@ -179,6 +181,11 @@ class Run:
             raise ConfigError(
                 f"found method={self.method} in a run of {command_of(self.METHOD)}; expected {self.METHOD}; give the "
                 f"run to {command_of(self.method)}, or take the key out"
+            )
+        if not self.save.merged and not self.lora.is_on:
+            raise ConfigError(
+                "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
+                "expected a LoRA run; set lora.rank, or remove save.merged"
             )
         if not self.has_rewards:
             self.eval.answers.require_rewards()
@@ -347,6 +354,8 @@ def inputs_of(
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
     decisions.append(Decision("stop", *described(stops, renderer.template)))
+    if (plain := _plain_text(run, renderer, train, held_out)) is not None:
+        decisions.append(plain)
     if renderer.template.asks_for_the_day:
         reason = "the chat template asks for the day; the one on which the run began"
         decisions.append(Decision("day", str(renderer.template.day), reason))
@@ -364,6 +373,21 @@ def inputs_of(
         decisions=decisions,
         grows=0 if online is None else online.rollout.grows,
     )
+
+
+def _plain_text(
+    run: Run, renderer: Renderer, train: Dataset, held_out: Dataset | None
+) -> Decision | None:
+    """How prompts and completions that are plain text are rendered; None where it does not matter."""
+    key, asked = "data.apply_chat_template", run.data.apply_chat_template
+    num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)
+    if asked:
+        return Decision(key, "true", "set; plain text becomes a user and an assistant message")
+    if not num_plain or renderer.template.template is None:
+        return None
+    rows = f"{num_plain:,} {'rows are' if num_plain > 1 else 'row is'} plain text, used as it is"
+    way_out = "set" if asked is not None else f"{key}=true renders it as messages"
+    return Decision(key, "false", f"{rows}, without the chat template; {way_out}")
 
 
 def num_rows(language: Language) -> int:

@@ -2,8 +2,8 @@
 
 A fault is a function ``(place, is_faulty) -> Session`` marked with the check that has to catch it. With ``is_faulty``
 the session has the fault, without it the same session has not. ``tests/checks/test_planted.py`` asks every check of
-both: of the first exactly that check fails, of the second none does. A fault is planted in the user's things (data,
-template, model, settings) or in the library's or our code that is under test, never in the check.
+both: of the first exactly that check fails (or warns), of the second none does. A fault is planted in the user's things
+(data, template, model, settings) or in the library's or our code that is under test, never in the check.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
 from taut.checks import Part
+from taut.checks.finding import Outcome
 from taut.checks.session import Session
 from taut.config import from_mapping
 from taut.training import METHODS
@@ -65,6 +66,8 @@ class Fault:
     """Words of the finding: the evidence or the remedy must name the cause."""
     part: Part = "full"
     """What is asked of both: quick where the fault is one of data, of which the full part asks no more."""
+    outcome: Outcome = "failed"
+    """What the check answers: failed, or warning where only the user knows whether it is a fault."""
 
     @property
     def name(self) -> str:
@@ -74,11 +77,13 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(check: str, says: str, part: Part = "full") -> Callable[[Plant], Plant]:
+def fault(
+    check: str, says: str, part: Part = "full", outcome: Outcome = "failed"
+) -> Callable[[Plant], Plant]:
     """Lists a function as a fault that ``check`` catches; ``says`` occurs in what the finding says."""
 
     def mark(plant: Plant) -> Plant:
-        FAULTS.append(Fault(check, plant, says, part))
+        FAULTS.append(Fault(check, plant, says, part, outcome))
         return plant
 
     return mark

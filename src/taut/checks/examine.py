@@ -53,6 +53,10 @@ class Examination:
         return [one for one in self.answered if one.finding.outcome == "failed"]
 
     @property
+    def warnings(self) -> list[Answered]:
+        return [one for one in self.answered if one.finding.outcome == "warning"]
+
+    @property
     def seconds(self) -> float:
         return sum(one.seconds for one in self.answered)
 
@@ -128,9 +132,10 @@ def _refused(error: TautError) -> Finding:
 
 
 def _together(session: Session, finding: Finding) -> Finding:
-    """The ranks' findings as one: the first failure, else this one."""
+    """The ranks' findings as one: the first failure, else the first warning, else the first rank's."""
     every: list[Finding] = session.ranks.gather(finding)
-    return next((one for one in every if one.outcome == "failed"), every[0])
+    worst = [one for outcome in ("failed", "warning") for one in every if one.outcome == outcome]
+    return (*worst, *every)[0]
 
 
 def before_training(built: Built) -> Examination | None:

@@ -1,7 +1,9 @@
-"""What a check answers with: passed, failed or skipped, a number, the evidence, and what to do.
+"""What a check answers with: passed, a warning, failed or skipped; a number, the evidence, and what to do.
 
-A check fails only on what would make the run wrong. What taut mends by itself, and what a user may want, passes: with
-its number, and a note where people should know.
+    failed    the run would be wrong: it does not start
+    warning   the run is likely not what is meant, and only the user knows: it starts, and the finding is shown first
+    passed    nothing is wrong; what taut mends by itself passes too, with a note
+    skipped   the question does not apply to this run, or could not be asked
 
 Imports nothing of ours. Every check imports it.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Outcome = Literal["passed", "failed", "skipped"]
+Outcome = Literal["passed", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +28,15 @@ class Finding:
     unit: str = ""
     """Of the number: "nats", "tokens", "of 128 rows"."""
     evidence: tuple[str, ...] = ()
-    """Of a failure: the sample, the token, the layer, one a line."""
+    """Of a failure or a warning: the sample, the token, the layer, one a line."""
     remedy: str = ""
-    """Of a failure: what to do."""
+    """Of a failure or a warning: what to do."""
     notes: tuple[str, ...] = ()
-    """What people should know although nothing is wrong, one a line."""
+    """Details of an answer that asks nothing of the user, one a line."""
 
     def __post_init__(self) -> None:
-        assert (self.outcome == "failed") == bool(self.remedy), (
-            "failures, and they alone, say what to do"
+        assert (self.outcome in ("failed", "warning")) == bool(self.remedy), (
+            "failures and warnings, and they alone, say what to do"
         )
 
     def as_fields(self) -> dict[str, Any]:
@@ -59,6 +61,19 @@ def failed(
 ) -> Finding:
     """The run would be wrong."""
     return Finding("failed", says, number, unit, tuple(evidence), remedy)
+
+
+def warned(
+    says: str,
+    *,
+    remedy: str,
+    number: float | None = None,
+    unit: str = "",
+    evidence: tuple[str, ...] | list[str] = (),
+    notes: tuple[str, ...] | list[str] = (),
+) -> Finding:
+    """The run may start, and is likely not what is meant."""
+    return Finding("warning", says, number, unit, tuple(evidence), remedy, tuple(notes))
 
 
 def skipped(reason: str) -> Finding:

@@ -1,30 +1,34 @@
-"""An examination for people, one row a question in 100 columns; and for programs, as JSON with a named schema.
+"""An examination for people, in 100 columns: what failed and what is warned of, then one line that counts the rest; and
+for programs, as JSON with a named schema.
 
 Says nothing that is not in the examination. Commands import it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from taut.checks.examine import Answered, Examination, as_fields
-from taut.checks.finding import Finding
+from taut.checks.finding import Finding, Outcome
 
-SCHEMA = "taut.check/1"
+SCHEMA = "taut.check/2"
 """Raised whenever a field changes its meaning or goes; docs/check.md says what there is."""
-STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+STYLES = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "skipped": "dim"}
+FINDINGS = ("failed", "warning")
+"""Outcomes that ask something of the user."""
 WIDTHS = (7, 21, 17)
 """Of outcome, name and number; the rest is for what is said."""
 
 
 def show_row(console: Console, one: Answered) -> None:
-    """One question and its answer: evidence and remedy where it failed, notes where there are any. What was not asked
-    because of a failure, or was left out by name, is left to the end.
+    """One question and its answer, with evidence and remedy of a finding and the notes of a check that passed. What was
+    not asked because of a failure, or was left out by name, is left to the end.
     """
     if one.cause is not None or one.is_left_out:
         return
@@ -34,13 +38,12 @@ def show_row(console: Console, one: Answered) -> None:
     table.add_column(overflow="fold")
     finding = one.finding
     style = STYLES[finding.outcome]
-    is_failed = finding.outcome == "failed"
-    said = Text(finding.says, style if is_failed else "dim" if finding.outcome == "skipped" else "")
+    is_finding = finding.outcome in FINDINGS
+    said = Text(finding.says, style if finding.outcome != "passed" else "")
     number = Text("" if finding.outcome == "skipped" else written(finding))
-    table.add_row(
-        Text(finding.outcome, style), Text(one.name, style if is_failed else "bold"), number, said
-    )
-    if is_failed:
+    name = Text(one.name, style if is_finding else "bold")
+    table.add_row(Text(finding.outcome, style), name, number, said)
+    if finding.outcome == "failed":
         table.add_row("", "", "", Text(one.question, "italic"))
     for line in (*finding.evidence, *finding.notes):
         table.add_row("", "", "", Text(line, "dim"))
@@ -49,22 +52,31 @@ def show_row(console: Console, one: Answered) -> None:
     console.print(table)
 
 
-def show_end(console: Console, examination: Examination) -> None:
-    """What was not asked because of a failure, or was left out by name; how many passed, failed and were skipped."""
-    causes = dict.fromkeys(one.cause for one in examination.answered if one.cause is not None)
-    for cause in causes:
-        names = [one.name for one in examination.answered if one.cause == cause]
-        text = f"\nnot asked, since {cause} failed: {', '.join(names)}"
-        console.print(Text(text, STYLES["skipped"]))
+def show_end(console: Console, examination: Examination, *, lists_all: bool) -> None:
+    """How many checks there are of each outcome, and how to see those that were not shown."""
+    num_asked = Counter(one.cause for one in examination.answered if one.cause is not None)
+    for cause, number in num_asked.items():
+        counted = f"{number} {'check' if number == 1 else 'checks'}"
+        console.print(Text(f"\n{counted} not asked, since {cause} failed", STYLES["skipped"]))
     left_out = [one.name for one in examination.answered if one.is_left_out]
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
-        console.print(Text(text, STYLES["skipped"]))
-    counts = [
-        f"{examination.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")
-    ]
+        console.print(Text(text, STYLES["warning"]))
     style = STYLES["failed" if examination.failures else "passed"]
-    console.print(Text(f"\n{', '.join(counts)} in {examination.seconds:.1f} s", style))
+    hint = "" if lists_all else "; --all shows every check"
+    said = f"{counts(examination)} in {examination.seconds:.1f} s{hint}"
+    console.print(Text(f"\n{said}", style))
+
+
+def counts(examination: Examination) -> str:
+    """``1 failed, 2 warnings, 44 passed, 30 skipped``: findings only where there are any."""
+    number = {outcome: examination.count(outcome) for outcome in get_args(Outcome)}
+    warnings = "1 warning" if number["warning"] == 1 else f"{number['warning']} warnings"
+    found = [f"{number['failed']} failed"] if number["failed"] else []
+    found += [warnings] if number["warning"] else []
+    found.append(f"{number['passed']} passed")
+    found += [f"{number['skipped']} skipped"] if number["skipped"] else []
+    return ", ".join(found)
 
 
 def written(finding: Finding) -> str:

@@ -1,10 +1,11 @@
 """``taut check``: is this run honest, before it costs anything?
 
-    taut check RUN.toml [key=value ...] [--full] [--json]      a run, as ``taut sft`` would take it
+    taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, as ``taut sft`` would take it
     taut check --model DIR --data FILE                         a model and data, with the defaults
     taut check --recipe trl:FILE                               another framework's recipe (open-r1, swift, openrlhf)
 
-One row a question; exit code 1 where one failed. Nothing is trained and nothing is written. The command line imports
+What failed and what is warned of, then how many checks passed; with --all one row a question. Exit code 1 where one
+failed; warnings do not change it. Nothing is trained and nothing is written. The command line imports
 it.
 """
 
@@ -20,7 +21,7 @@ from rich.console import Console
 from taut import parallel
 from taut.checks import Part
 from taut.checks.examine import Answered, Examination, examine
-from taut.checks.report import as_json, show_end, show_row
+from taut.checks.report import FINDINGS, as_json, show_end, show_row
 from taut.checks.rollout.opened import close
 from taut.checks.session import Session
 from taut.config import configclass, load
@@ -37,6 +38,8 @@ class Looking:
 
     full: bool = False
     """Ask what takes minutes too."""
+    all: bool = False
+    """Show every check, those that passed or were skipped included, with their numbers and notes."""
     json: bool = False
     """Print one JSON object (docs/check.md says what is in it) in place of the table."""
 
@@ -52,13 +55,13 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     if recipe:
         return _recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
     named = [f"data.train={word[5:]}" if word.startswith("data=") else word for word in overrides]
-    ours = [word for word in named if word.partition("=")[0].strip() in ("full", "json")]
+    ours = [word for word in named if word.partition("=")[0].strip() in ("full", "all", "json")]
     rest = [word for word in named if word not in ours]
     return run(load(class_of(path, rest), path, rest), load(Looking, None, ours))
 
 
 def run(config: Run, how: Looking) -> int:
-    """Print every question and its answer; 1 if one failed."""
+    """Print what was found; 1 if a check failed."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     session = session_of(config)
     part: Part = "full" if how.full else "quick"
@@ -69,8 +72,13 @@ def run(config: Run, how: Looking) -> int:
         )
         return 1 if found.failures else 0
     console.print(f"{config.model}, {part} part\n", markup=False)
-    found = _examined(session, part, lambda one: show_row(console, one))
-    show_end(console, found)
+
+    def show(one: Answered) -> None:
+        if how.all or one.finding.outcome in FINDINGS:
+            show_row(console, one)
+
+    found = _examined(session, part, show)
+    show_end(console, found, lists_all=how.all)
     return 1 if found.failures else 0
 
 

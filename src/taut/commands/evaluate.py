@@ -65,6 +65,9 @@ class Evaluate(ModelUse):
     """taut's name of a column -> its name in the data."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    apply_chat_template: bool = False
+    """Render prompts that are plain text with the chat template, as a user message. By default they are used as they
+    are."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many rows."""
     out: str | None = None

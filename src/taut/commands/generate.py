@@ -66,6 +66,9 @@ class Generate(ModelUse):
     """taut's name of a column -> its name in the data."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
+    apply_chat_template: bool = False
+    """Render prompts that are plain text with the chat template, as a user message. By default they are used as they
+    are."""
     reference: str | None = None
     """The column with the right answer, copied beside each completion; by default one of the usual names, if there."""
     limit: Annotated[int, Field(ge=1)] | None = None

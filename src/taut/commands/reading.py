@@ -31,6 +31,8 @@ class Reads(Protocol):
     @property
     def ignore_keys(self) -> tuple[str, ...]: ...
     @property
+    def apply_chat_template(self) -> bool: ...
+    @property
     def images(self) -> ImagesConfig: ...
 
 
@@ -50,6 +52,7 @@ def columns_of(config: Reads, source: Source, **more: Any) -> Columns:
         folder=folder_of(source, images.folder, "images.folder"),
         fps=images.fps,
         max_frames=images.max_frames,
+        apply_chat_template=config.apply_chat_template,
         **more,
     )
 

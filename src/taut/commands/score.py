@@ -65,6 +65,9 @@ class Score(JudgeUse):
     """taut's name of a column -> its name in the data."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of messages, and columns, that may be there and are not used."""
+    apply_chat_template: bool = False
+    """Render prompts that are plain text with the chat template, as a user message. By default they are used as they
+    are."""
     step_separator: str = "\n"
     """What joins the steps of an answer."""
     limit: Annotated[int, Field(ge=1)] | None = None

@@ -7,7 +7,7 @@ on.
                   target_offsets.npy  int64 [S+1]
                   line.npy            int64 [S]     the line or record each sample comes from
                   part.npy            int32 [S]     which sample of that row; 0: the only one
-                  meta.json           rows read, incidents, and the SHA-256 of each array
+                  meta.json           rows read, their forms, incidents, and the SHA-256 of each array
 
 and, where answers are judged,
 
@@ -34,7 +34,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from taut import durable
 from taut.config import user_path
+from taut.data.formats import RowForm
 from taut.data.length import Incident
 from taut.errors import OutputError
 
@@ -72,6 +73,8 @@ class Entry:
     """Places relative to the source: ``17`` or ``17#2``."""
     is_fleeting: bool = False
     """Whether rows were left out for a reason that may be gone the next time: a picture that could not be read."""
+    forms: Mapping[RowForm, int] = field(default_factory=dict)
+    """How many rows have each form."""
     digest: str = ""
     """Of the arrays as they are on the disk: equal where the samples are, wherever their pictures lie."""
 
@@ -97,6 +100,8 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         return None, "not in the cache"
     try:
         meta = json.loads((entry / "meta.json").read_text())
+        if "forms" not in meta:
+            return None, "the cached entry is of an older version"
         names = [*ARRAYS, *sorted(set(meta["sha256"]) - set(ARRAYS))]
         for name in names:
             if durable.digest(entry / f"{name}.npy") != meta["sha256"][name]:
@@ -106,7 +111,8 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         what = [meta["sha256"][name] for name in names if name not in PLACES]
         digest = hashlib.sha256(json.dumps(what).encode())
         num_rows, is_fleeting = int(meta["num_rows"]), bool(meta["is_fleeting"])
-        return Entry(arrays, num_rows, incidents, is_fleeting, digest.hexdigest()), ""
+        forms = dict(meta["forms"])
+        return Entry(arrays, num_rows, incidents, is_fleeting, forms, digest.hexdigest()), ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"the cached entry is damaged ({type(error).__name__})"
 
@@ -127,6 +133,7 @@ def save(directory: Path, key: str, entry: Entry) -> None:
             "num_rows": entry.num_rows,
             "incidents": incidents,
             "is_fleeting": entry.is_fleeting,
+            "forms": dict(entry.forms),
             "sha256": digests,
         }
         (fresh / "meta.json").write_text(json.dumps(meta))

@@ -110,6 +110,8 @@ class Columns:
     """Frames a second that are taken of a video's file."""
     max_frames: int = HERE.max_frames
     """Frames a video may have; of a file so many are taken, evenly spread."""
+    apply_chat_template: bool = field(default=False, repr=False)
+    """Whether a prompt and its completion given as text become a user and an assistant message."""
 
     @property
     def finding(self) -> Finding:
@@ -153,7 +155,8 @@ def recognise(record: object, place: str, columns: Columns) -> Recognised:
         )
     chosen = _recognise(named, place, columns, REQUIRED)
     read = {*REQUIRED[chosen], *READS[chosen], *judged}
-    if chosen == "completion" and isinstance(named["prompt"], str):
+    is_plain = chosen == "completion" and isinstance(named["prompt"], str)
+    if is_plain and not columns.apply_chat_template:
         read -= {"tools", *COLUMNS_OF_MEDIA}
     return Recognised(chosen, {name: it for name, it in named.items() if name not in read})
 
@@ -187,8 +190,13 @@ def read_prompt(record: object, place: str, columns: Columns) -> Conversation | 
     column = PROMPT_REQUIRED[chosen][0]
     value = named[column]
     if chosen == "text" or (chosen == "completion" and isinstance(value, str)):
+        text = read_text(value, f"{place}: {column}")
+        if columns.apply_chat_template:
+            return _read_turns(
+                {**named, column: [as_message("user", text)]}, place, column, columns
+            )
         refuse_beside_text(named, place, columns.prefix)
-        return Document(place, read_text(value, f"{place}: {column}"))
+        return Document(place, text)
     if chosen == "alpaca":
         return _read_instruction(alpaca_prompt(named, place), named, place, columns)
     answer = named.get("completion")
@@ -223,6 +231,11 @@ def with_media(named: dict[str, Any], place: str, columns: Columns) -> dict[str,
     """The row without the pictures that data.ignore_keys leaves out."""
     ignored = set(columns.ignore_keys) - set(columns.mapping)
     return usable(named, place, ignored, columns.prefix)
+
+
+def as_message(role: str, text: str) -> Message:
+    """A plain text as the message that a chat template renders."""
+    return {"role": role, "content": text}
 
 
 def of_other_kind(named: Mapping[str, Any], kind: Kind) -> str:
@@ -283,6 +296,9 @@ def _read_turns(named: dict[str, Any], place: str, column: str, columns: Columns
 
 def _read_completion(named: dict[str, Any], place: str, columns: Columns) -> Row:
     prompt, completion = named["prompt"], named["completion"]
+    if columns.apply_chat_template and isinstance(prompt, str) and isinstance(completion, str):
+        prompt = [as_message("user", read_text(prompt, f"{place}: prompt"))]
+        completion = [as_message("assistant", read_text(completion, f"{place}: completion"))]
     if isinstance(prompt, list) and isinstance(completion, list):
         if not completion:
             raise DataError(f"{place}: completion is an empty list; expected messages")

@@ -28,7 +28,7 @@ from pydantic import Field
 from taut.config import configclass, user_path
 from taut.data import cache
 from taut.data.columns import Columns, Format
-from taut.data.formats import Row
+from taut.data.formats import Row, RowForm
 from taut.data.judged import read_any
 from taut.data.length import Limits, TooLong
 from taut.data.preferences import AnyRow, Kind
@@ -69,6 +69,10 @@ class DataConfig:
     """What is learned of a conversation: all assistant turns, the last one, or all tokens."""
     template: str | None = None
     """A file with a chat template to use in place of the tokenizer's own."""
+    apply_chat_template: bool | None = None
+    """Render prompts and completions that are plain text with the chat template, as a user message and an assistant
+    message. By default they are used as they are, and taut check warns if the tokenizer has a chat template. Documents
+    (the column text) are never rendered."""
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens a sample may have; by default the model's context."""
     too_long: TooLong = "error"
@@ -196,6 +200,11 @@ class Dataset(Sequence[Sample]):
         """Whether a value is said of any sample that is not 0."""
         arrays = [part.entry.arrays[f"value.{name}"] for part in self.parts]
         return any(bool(values.any()) for values in arrays)
+
+    @property
+    def forms(self) -> Counter[RowForm]:
+        """How many rows are conversations, completions of a plain text, or documents."""
+        return sum((Counter(part.entry.forms) for part in self.parts), Counter[RowForm]())
 
     def changed_sources(self) -> list[str]:
         """The paths of the sources whose files are no longer what was read, or gone. A look at each file's size,
@@ -374,6 +383,7 @@ def _columns(config: DataConfig, source: Source, kind: Kind) -> Columns:
         folder=folder_of(source, config.images.folder, "data.images.folder"),
         fps=config.images.fps,
         max_frames=config.images.max_frames,
+        apply_chat_template=bool(config.apply_chat_template),
     )
 
 
@@ -383,6 +393,8 @@ def _key(
     parts = [CACHE_VERSION, found.digest, identity, repr(columns), repr(limits)]
     if names_files:
         parts += [columns.folder, str(Path.cwd())]
+    if columns.apply_chat_template:
+        parts.append("apply_chat_template")
     if columns.kind != "sft":
         parts += [columns.kind, columns.step_separator]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

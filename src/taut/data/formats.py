@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from taut.data.media import HERE, MEDIA, Finding, read_content
 from taut.data.media import images_of as images_of
@@ -65,6 +65,16 @@ class Document:
 
 
 Row: TypeAlias = Conversation | Completion | Document
+RowForm: TypeAlias = Literal["conversation", "completion", "document"]
+"""Whether a row goes through the chat template (a conversation) or is plain text."""
+
+
+def form_of(row: Row) -> RowForm:
+    """Which of the three a row is."""
+    if isinstance(row, Conversation):
+        return "conversation"
+    return "completion" if isinstance(row, Completion) else "document"
+
 
 ROLES = ("system", "user", "assistant", "tool")
 KEYS_OF_ROLE = {

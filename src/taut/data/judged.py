@@ -31,6 +31,7 @@ from taut.data.columns import (
     PROMPTS,
     REJECTED_SCORES,
     Columns,
+    as_message,
     of_other_kind,
     read_named,
     read_prompt,
@@ -190,6 +191,8 @@ def _read_stepwise(named: dict[str, Any], place: str, columns: Columns) -> Stepw
             f"{place}: completions has {len(steps)} steps and labels has {len(labels)}; expected one label a step, and "
             "at least one"
         )
+    if prompt.text is not None and columns.apply_chat_template:
+        prompt = _Prompt(prompt.column, turns=[as_message("user", prompt.text)])
     if prompt.text is None:
         joined, spans = _join(steps, "", columns.step_separator)
         answer: Row = _after(prompt, joined, "completions", named, place, columns)
@@ -260,9 +263,17 @@ def _read_answers(
     if columns.format == "messages":
         given = {name: parse_if_text(value, f"{place}: {name}") for name, value in given.items()}
     rows: list[Row]
+    are_texts = all(isinstance(value, str) for value in given.values())
+    if columns.apply_chat_template and are_texts and prompt.turns is None:
+        if prompt.text is None:
+            raise DataError(
+                f"{place}: {' and '.join(given)} are whole texts, of which {columns.prefix}apply_chat_template cannot "
+                "tell what the user says; expected a column prompt; add it, or take the key out"
+            )
+        prompt = _Prompt(prompt.column, turns=[as_message("user", prompt.text)])
     if prompt.turns is not None:
         rows = [_after(prompt, it, name, named, place, columns) for name, it in given.items()]
-    elif all(isinstance(value, str) for value in given.values()) and columns.format != "messages":
+    elif are_texts and columns.format != "messages":
         rows = list(_texts(prompt.text, named, place, columns, given))
     elif all(isinstance(value, list) for value in given.values()) and columns.format != "text":
         rows = list(_whole_conversations(prompt.text, named, place, columns, given))

@@ -22,7 +22,7 @@ import numpy as np
 
 from taut.data.cache import Entry
 from taut.data.dataset import DataConfig, Dataset, Part, Split, sources
-from taut.data.formats import Completion, Conversation, Row
+from taut.data.formats import Completion, Conversation, Row, RowForm
 from taut.data.length import Incident
 from taut.data.media_arrays import media_arrays
 from taut.data.prompts import PromptRow, load_prompts
@@ -165,7 +165,9 @@ def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Inciden
     digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["offsets"].tobytes() + told.encode())
     for row in rows:
         digest.update("".join(one.picture.digest for one in row.media).encode())
-    return Entry(arrays, num_rows, tuple(incidents), digest=digest.hexdigest())
+    num_plain = sum(isinstance(row.prompt, str) for row in rows)
+    forms: dict[RowForm, int] = {"completion": num_plain, "conversation": len(rows) - num_plain}
+    return Entry(arrays, num_rows, tuple(incidents), forms=forms, digest=digest.hexdigest())
 
 
 def _targets(row: PromptRow) -> IntArray:

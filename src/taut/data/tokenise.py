@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from taut.data import cache
 from taut.data.answers import answers_of, fit_any, render_any, render_each
 from taut.data.columns import Columns
-from taut.data.formats import Conversation, images_of
+from taut.data.formats import Conversation, RowForm, form_of, images_of
 from taut.data.judged import read_any
 from taut.data.length import Incident, Limits
 from taut.data.media_arrays import changed_source, media_arrays, media_at
 from taut.data.pictures import in_batches
-from taut.data.preferences import AnyRow
+from taut.data.preferences import AnyRow, best_row
 from taut.data.render import Renderer
 from taut.data.sources import Opened
 from taut.errors import DataError, PictureError, TautError
@@ -52,6 +53,7 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
             elif isinstance(samples := next(rendered), PictureError):
                 flat.leave_out(number, row.place, samples)
             else:
+                flat.forms[form_of(best_row(row))] += 1
                 flat.add(number, row.place, *fit_any(row, samples, limits))
     if not flat.num_rows:
         raise DataError(
@@ -107,6 +109,7 @@ class _Flat:
 
     def __init__(self) -> None:
         self.num_rows = 0
+        self.forms: Counter[RowForm] = Counter()
         self.ids: list[NDArray[np.int32]] = []
         self.target_at: list[NDArray[np.int32]] = []
         self.lines: list[int] = []
@@ -161,7 +164,8 @@ class _Flat:
         for name, given in self.read_values.items():
             arrays[READ_VALUE + name] = np.concatenate(given)
         arrays |= media_arrays(self.media, list(self.films))
-        return cache.Entry(arrays, self.num_rows, tuple(self.incidents), self.is_fleeting)
+        incidents = tuple(self.incidents)
+        return cache.Entry(arrays, self.num_rows, incidents, self.is_fleeting, self.forms)
 
 
 def why_again(entry: cache.Entry) -> str:

@@ -31,8 +31,9 @@ RECENT = 5
 """Roll-outs that are averaged for that."""
 SHOWN = 3
 """Errors that a message names."""
-DIFFERENCE, EFFECTIVE = "engine/difference", "engine/effective"
-"""Metrics of the loss: mean |difference| of log-probs, and effective sample size by number of tokens."""
+DIFFERENCE, EFFECTIVE, WEIGHT = "engine/difference", "engine/effective", "engine/weight"
+"""Metrics of the loss: mean |difference| of log-probs; effective sample size of the correction's weights by number of
+tokens; their mean."""
 
 
 @configclass
@@ -50,7 +51,8 @@ class GuardConfig:
     max_difference: Annotated[float, Field(gt=0)] = 0.5
     """and the one that stops the run before the update: the engine runs another model."""
     warn_effective: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """Effective sample size (by number of tokens) of the correction for that difference, below which it is told."""
+    """Warn before the update when the weights of tokens by trainer over engine have a lower mean, or a lower effective
+    sample size as a share of the tokens. An honest engine has 1 of both."""
     warn_stops: Annotated[float, Field(ge=0, le=1)] = 0.1
     """How far the share of completions that end by themselves may fall below that of the first roll-outs untold."""
     max_silent: Annotated[int, Field(ge=0)] = 20
@@ -176,7 +178,7 @@ class Guard:
                 "updated; the engine runs another model, other weights or another precision, or with rollout.ahead the "
                 "policy moves too fast"
             )
-        effective = report.metrics.get(EFFECTIVE, 1.0)
+        effective, weight = (report.metrics.get(name, 1.0) for name in (EFFECTIVE, WEIGHT))
         for name, is_bad, detail in (
             (
                 "engine",
@@ -185,8 +187,10 @@ class Guard:
             ),
             (
                 "effective",
-                effective < self.config.warn_effective,
-                f"the correction for it leaves {effective:.0%} of the tokens' weight",
+                min(effective, weight) < self.config.warn_effective,
+                f"the weights of tokens have a mean of {weight:.2f} and an effective sample size of {effective:.0%} "
+                f"of the tokens; expected at least {self.config.warn_effective:g} of both (guard.warn_effective); "
+                "products over an answer fade with its length: correction_level=geometric or token does not",
             ),
         ):
             if is_bad and name not in self.told:

@@ -17,9 +17,10 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO, cast
 
 from taut.errors import TautError
+from taut.printing import Printer
 from taut.rewards.answered import Answered
 from taut.rewards.user import Own
 from taut.rewards.verifier import Judged, Score, Verifier, reason, scored
@@ -51,6 +52,7 @@ def main(descriptor: int) -> None:
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _be_killed_first()
+    sys.stdout, sys.stderr = (cast(TextIO, Printer.on(it)) for it in (sys.stdout, sys.stderr))
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     path, verifiers = pipe.recv()

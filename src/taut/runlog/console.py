@@ -11,16 +11,17 @@ from __future__ import annotations
 import resource
 import statistics
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from taut.runlog.events import Event
+from taut.printing import Printer
+from taut.runlog.events import Event, ReportLost
 
 RECENT = 20
 """Steps whose duration predicts the rest."""
@@ -28,14 +29,20 @@ RECENT = 20
 LINES_SHOWN = 5
 """Samples left out or cut that are named at the start; events.jsonl names all."""
 
-STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
+EVIDENCE_SHOWN = 3
+"""Examples of a check's warning that are named at the start."""
+
+STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "yellow"}
 
 
 class ConsoleReport:
     """A sink for people."""
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._printer = Printer.on(sys.stdout)
+        self._console = console or Console(
+            file=cast(TextIO, self._printer), highlight=False, soft_wrap=True
+        )
         self._every = every
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -66,6 +73,9 @@ class ConsoleReport:
             return
         self._show_asked()
         self._shows[event["kind"]](event)
+        if self._printer.failure is not None:
+            why = self._printer.failure.strerror
+            raise ReportLost(f"stdout cannot be written: {why}; nothing more is printed")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -125,21 +135,21 @@ class ConsoleReport:
         return timedelta(seconds=round(seconds))
 
     def _show_asked(self) -> None:
-        """What was asked before training, in a line: all of it passed, or could not be asked."""
+        """The checks before training: each warning, and the rest counted in one line. None of them failed."""
         if not self._asked:
             return
-        passed = sum(event["outcome"] == "passed" for event in self._asked)
-        left_out = [event["name"] for event in self._asked if event.get("left_out")]
-        skipped = [
-            event["name"]
-            for event in self._asked
-            if event["outcome"] == "skipped" and event["name"] not in left_out
-        ]
+        number = Counter(event["outcome"] for event in self._asked)
         seconds = sum(event["seconds"] for event in self._asked)
-        beside = f"; skipped: {', '.join(skipped)}" if skipped else ""
-        self._say(f"checks  {passed} passed in {seconds:.1f} s{beside}", STYLES["passed"])
-        if left_out:
-            self._say(f"checks  left out by name (checks.skip): {', '.join(left_out)}", "yellow")
+        counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
+        self._say(f"checks  {counted}", STYLES["passed"])
+        if left_out := [event["name"] for event in self._asked if event.get("left_out")]:
+            said = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
+            self._say(said, STYLES["warning"])
+        for event in self._asked:
+            if event["outcome"] == "warning":
+                evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
+                said = f"{event['detail']}{f' ({evidence})' if evidence else ''}; {event['remedy']}"
+                self._say(f"warning {event['name']}: {said}", STYLES["warning"])
         self._asked = []
 
     def _show_check(self, event: Event) -> None:

@@ -103,6 +103,38 @@ def a_slip_in_the_template(place: Place, is_faulty: bool) -> Session:
     return templated(place, CHATML.replace("['content']", "['contents']") if is_faulty else CHATML)
 
 
+# -- template.plain
+
+
+def plainly(rows: Rows) -> list[dict[str, Any]]:
+    """The same questions and answers as plain text."""
+    texts = [[message["content"] for message in row["messages"]] for row in rows]
+    return [{"prompt": f"{prompt}?", "completion": f" {text}"} for prompt, text in texts]
+
+
+@fault("template.plain", says="data.apply_chat_template=true", outcome="warning")
+def plain_text_for_a_model_that_chats(place: Place, is_faulty: bool) -> Session:
+    """Prompts and completions as text, which are used without the template of the chat model."""
+    keys = {} if is_faulty else {"data__apply_chat_template": True}
+    return place.session(data=place.data(plainly(PLAIN)), **keys)
+
+
+@fault("template.plain", says="4 completions, 4 conversations")
+def plain_text_among_conversations(place: Place, is_faulty: bool) -> Session:
+    """Half of the rows are messages and go through the template, half are plain text and do not."""
+    keys = {} if is_faulty else {"data__apply_chat_template": False}
+    return place.session(data=place.data([*PLAIN[:4], *plainly(PLAIN[4:])]), **keys)
+
+
+@fault("template.plain", says="data.eval: 4 conversations")
+def plain_text_to_train_on_and_conversations_to_measure(place: Place, is_faulty: bool) -> Session:
+    """What is held out goes through the template, what is trained on does not."""
+    held_out = place.data(LONGER[:4], "eval.jsonl")
+    rows = plainly(PLAIN) if is_faulty else PLAIN
+    keys = {} if is_faulty else {"data__apply_chat_template": True}
+    return place.session(data=place.data(rows), data__eval=str(held_out), **keys)
+
+
 # -- template.lossless
 
 

@@ -14,7 +14,7 @@ from tests.forked import run
 
 import taut
 from taut.checks import CHECKS, Check
-from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.cli import main
 from taut.errors import ConfigError
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three checks, one of each outcome, with all that an answer may have, and much of it."""
+    """Four checks, one of each outcome, with all that an answer may have, and much of it."""
 
     def fails(session: Session) -> Finding:
         """Is everything short?"""
@@ -52,6 +52,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         """Is there room for notes?"""
         return passed(LONG, 3, "tokens", [LONG, UNBROKEN])
 
+    def warns(session: Session) -> Finding:
+        """Is nothing said twice?"""
+        return warned("said twice", remedy="say it once", evidence=["train.jsonl:3"], notes=["so"])
+
     def skips(session: Session) -> Finding:
         """Is it asked?"""
         return skipped(LONG)
@@ -59,6 +63,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = {
         "group.with_a_name_that_is_long": Check(fails),
         "group.passes": Check(passes),
+        "group.warns": Check(warns),
         "group.full": Check(skips, "full"),
     }
     monkeypatch.setattr("taut.checks.examine.CHECKS", checks)
@@ -81,18 +86,18 @@ def documented(heading: str) -> set[str]:
 def held_to_the_page(read: dict[str, Any]) -> None:
     """One object, with the documented fields and no others, each of its kind."""
     assert set(read) == documented("| field | what |\n|---|---|\n| `schema`")
-    assert read["schema"] == "taut.check/1"
+    assert read["schema"] == "taut.check/2"
     assert read["part"] in ("quick", "full")
     for check in read["checks"]:
         assert set(check) == documented("| field of a check | what |")
-        assert check["outcome"] in ("passed", "failed", "skipped")
+        assert check["outcome"] in ("passed", "warning", "failed", "skipped")
         assert re.fullmatch(r"[a-z]+\.[a-z_0-9]+", check["name"])
         assert check["question"].endswith("?")
         assert all(isinstance(check[key], str) for key in ("says", "unit", "remedy"))
         assert all(isinstance(line, str) for key in ("evidence", "notes") for line in check[key])
         number = check["number"]
         assert number in (None, "inf", "-inf", "nan") or isinstance(number, int | float)
-        assert bool(check["remedy"]) == (check["outcome"] == "failed")
+        assert bool(check["remedy"]) == (check["outcome"] in ("failed", "warning"))
         assert check["seconds"] >= 0
     is_failed = any(check["outcome"] == "failed" for check in read["checks"])
     assert read["outcome"] == ("failed" if is_failed else "passed")
@@ -130,11 +135,11 @@ def test_the_json_of_a_failure(model: Path, tmp_path: Path, capsys: Any) -> None
 
 @pytest.mark.usefixtures("few")
 def test_the_table_fits_and_has_everything(model: Path, data: Path, capsys: Any) -> None:
-    assert main(["check", *words(model, data), "--full"]) == 1
+    assert main(["check", *words(model, data), "--full", "--all"]) == 1
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= WIDTH
     assert "\x1b" not in said
-    assert said.splitlines()[-1].startswith("1 passed, 1 failed, 1 skipped in ")
+    assert said.splitlines()[-1].startswith("1 failed, 1 warning, 1 passed, 1 skipped in ")
     right = "".join(line[51:].strip() for line in said.splitlines())
     for text in (
         LONG,
@@ -142,6 +147,9 @@ def test_the_table_fits_and_has_everything(model: Path, data: Path, capsys: Any)
         "a [bold]bracket[/bold]",
         f"-> cut {LONG}",
         "Is everything short?",
+        "said twice",
+        "train.jsonl:3",
+        "-> say it once",
     ):
         assert text.replace(" ", "") in right.replace(" ", "")
     assert "Is there room for notes?" not in said  # a question is shown where the answer is no
@@ -149,10 +157,36 @@ def test_the_table_fits_and_has_everything(model: Path, data: Path, capsys: Any)
     assert "group.with_a_name_that_is_long" in names
 
 
+@pytest.mark.usefixtures("few")
+def test_without_all_only_findings_are_shown(model: Path, data: Path, capsys: Any) -> None:
+    assert main(["check", *words(model, data), "--full"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    outcomes = [line.split()[0] for line in lines[2:] if line and not line.startswith(" ")]
+    assert outcomes[:2] == ["failed", "warning"]
+    assert not any(word in line for line in lines for word in ("group.passes", "group.full"))
+    assert lines[-1].startswith("1 failed, 1 warning, 1 passed, 1 skipped in ")
+    assert lines[-1].endswith("; --all shows every check")
+
+
+def test_a_sound_run_is_one_line_and_names_no_check(model: Path, data: Path, capsys: Any) -> None:
+    assert main(["check", *words(model, data)]) == 0
+    head, empty, blank, counted = capsys.readouterr().out.splitlines()
+    assert head == f"{model}, quick part" and not empty and not blank
+    assert re.fullmatch(r"\d+ passed, \d+ skipped in [\d.]+ s; --all shows every check", counted)
+
+
+def test_what_a_failure_hides_is_counted(model: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = write_rows(tmp_path / "bad.jsonl", [*chats(3), {"messages": "hello"}])
+    assert main(["check", *words(model, rows)]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^\d+ checks not asked, since data.rows failed$", said, re.MULTILINE)
+    assert "data.truncation" not in said
+
+
 def test_no_row_of_any_check_is_wider_than_the_terminal(
     model: Path, data: Path, capsys: Any
 ) -> None:
-    assert main(["check", *words(model, data), "--full"]) == 0
+    assert main(["check", *words(model, data), "--full", "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert str(model) in "".join(lines[:3])

@@ -14,7 +14,15 @@ from tests.unit.online.test_credit import episode
 
 from taut.errors import CheckFailed
 from taut.loop import Job, Scored, StepReport
-from taut.online.guard import BEGINNING, DIFFERENCE, EFFECTIVE, RECENT, Guard, GuardConfig
+from taut.online.guard import (
+    BEGINNING,
+    DIFFERENCE,
+    EFFECTIVE,
+    RECENT,
+    WEIGHT,
+    Guard,
+    GuardConfig,
+)
 from taut.online.rollouts import Group
 from taut.parallel import Ranks
 from taut.rewards.panel import Verdict
@@ -119,12 +127,14 @@ def test_errors_are_told() -> None:
     assert log == [("rewards", "3 completions have no reward because of an error; a#0: late")]
 
 
-def report(found: float, effective: float = 1.0, step: int = 1) -> StepReport:
+def report(
+    found: float, effective: float = 1.0, step: int = 1, *, weight: float = 1.0
+) -> StepReport:
     """A step in which one token is off by a nat."""
     streams = {"engine_logp_N": torch.tensor([-1.0, -2.0])}
     packed = cast(Packed, SimpleNamespace(streams=streams))
     scored = [Scored(packed, Scores(torch.tensor([-1.0, -3.0])))]
-    metrics = {DIFFERENCE: found, EFFECTIVE: effective}
+    metrics = {DIFFERENCE: found, EFFECTIVE: effective, WEIGHT: weight}
     return StepReport(step, 0.0, metrics, 2, 2, 2, ["a"], scored)
 
 
@@ -144,6 +154,18 @@ def test_an_engine_that_is_far_off_stops_the_run() -> None:
     for value in (0.6, float("nan")):
         with pytest.raises(CheckFailed, match=r"step 7: .* nothing was updated"):
             watched(guard, log, report(value, step=7))
+
+
+def test_a_correction_that_leaves_little_weight_is_told_at_the_first_update() -> None:
+    """Also where all weights are alike, so that the effective sample size is that of all tokens."""
+    for effective, weight in ((0.19, 0.9), (1.0, 0.15)):
+        guard, log = Guard(GuardConfig()), Log()
+        watched(guard, log, report(0.016, effective, weight=weight))
+        ((name, detail),) = log
+        assert name == "rollout_effective" and "correction_level=geometric" in detail
+    guard, log = Guard(GuardConfig()), Log()
+    watched(guard, log, report(0.016, 0.99, weight=0.98))
+    assert log == []
 
 
 def test_a_loss_that_knows_no_engine_is_not_watched() -> None:

@@ -61,6 +61,10 @@ def everything(text, references, row, num_tokens, finish_reason, prompt, message
     assert isinstance(references, list)
     return len(text) + len(references) + row["n"] + num_tokens + len(prompt) + len(messages)
 
+def talks(text):
+    print("a reward that prints:", text, flush=True)
+    return 1.0
+
 def drawn():
     return random.random()
 
@@ -279,6 +283,19 @@ def test_threads_of_a_function_s_own_have_the_time_of_all_cores(own: Path) -> No
     with open_panel([RewardSpec(name=f"{own}:left", timeout=100)], ONE) as alone:
         (score,) = said(alone, "left", "a")
     assert score.value == pytest.approx(SPARE * 101 * (os.cpu_count() or 1), rel=0.1)
+
+
+def test_a_reward_may_print_where_nothing_can_be_printed(own: Path) -> None:
+    kept, full = os.dup(1), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    try:
+        with open_panel(f"{own}:talks", ONE) as alone:
+            found = said(alone, "talks", "a", "b")
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(full)
+    assert found == [Score(1.0), Score(1.0)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

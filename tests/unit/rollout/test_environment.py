@@ -193,6 +193,9 @@ def test_a_class_of_ones_own(tmp_path: Path) -> None:
     )
     assert (long.rewards, long.num_turns) == ({"steps": 3.0, "end": 2.5}, 3)
     assert (short.rewards, short.num_turns) == ({"steps": 1.0, "end": 2.5}, 1)
+    ends = (np.cumsum([engine.drawn[i].ids_N.size for i in (0, 2, 3)]) - 1).tolist()
+    assert long.turn_rewards == tuple(zip(ends, [1.0, 1.0, 3.5], strict=True))
+    assert short.turn_rewards == ((short.sampled_at_N.size - 1, 3.5),)
     assert renderer.template.decode(long.ids_T.tolist()) == (
         "<|im_start|>user\nCount down from 3<|im_end|>\n<|im_start|>assistant\nturn 0<|im_end|>\n"
         "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\nturn 1<|im_end|>\n"
@@ -369,6 +372,7 @@ def test_an_environment_says_what_a_cut_path_is_worth() -> None:
     world.make.cut = lambda self: -1.0  # type: ignore[attr-defined]
     (found,) = played(world, lambda *_: "yes")
     assert (found.finish_reason, found.rewards) == ("length", {"environment": -1.0})
+    assert found.turn_rewards == (), "it is of the path, not of its last turn"
 
 
 def test_a_prompt_beyond_the_context_is_an_error_of_its_path() -> None:

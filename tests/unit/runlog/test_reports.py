@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.runlog import Event, LogConfig, RunLog, Sink
+from taut.runlog import Event, LogConfig, RunLog, Sink, read_events
 from taut.runlog import config as log_config
 from taut.runlog.console import ConsoleReport
 from taut.runlog.scalars import scalars
@@ -112,7 +112,7 @@ def test_checks_that_were_left_out_by_name_have_a_line_of_their_own() -> None:
         {**asked, "name": "rewards.gold", "outcome": "skipped", "left_out": True},
     ]
     lines = told(START, *checks, step(1)).splitlines()
-    assert "checks  1 passed in 1.5 s; skipped: data.flips" in lines
+    assert "checks  1 passed, 2 skipped in 1.5 s" in lines
     assert "checks  left out by name (checks.skip): rewards.gold" in lines
 
 
@@ -148,7 +148,8 @@ def test_a_loss_that_is_not_finite_can_be_shown() -> None:
     assert "loss nan" in told(START, step(1, loss=float("nan")))
 
 
-def test_what_is_asked_before_training_is_one_line() -> None:
+def test_what_is_asked_before_training_is_one_line_and_one_for_each_warning() -> None:
+    outcomes = ("a.b", "passed"), ("a.c", "skipped"), ("a.d", "passed"), ("a.e", "warning")
     asked = [
         {
             "kind": "check",
@@ -157,11 +158,19 @@ def test_what_is_asked_before_training_is_one_line() -> None:
             "name": name,
             "outcome": outcome,
             "seconds": 0.25,
+            "detail": "300 of 300 eval samples are in data.train",
+            "evidence": [f"eval.jsonl:{number}" for number in range(1, 5)],
+            "remedy": "hold out other rows",
         }
-        for name, outcome in (("a.b", "passed"), ("a.c", "skipped"), ("a.d", "passed"))
+        for name, outcome in outcomes
     ]
     text = told(*asked, {"kind": "resume", "time": 0, "from_step": 3})
-    assert text.splitlines() == ["checks  2 passed in 0.8 s; skipped: a.c", "resumed after step 3"]
+    assert text.splitlines() == [
+        "checks  2 passed, 1 skipped in 1.0 s",
+        "warning a.e: 300 of 300 eval samples are in data.train (eval.jsonl:1; eval.jsonl:2; eval.jsonl:3); hold out "
+        "other rows",
+        "resumed after step 3",
+    ]
 
 
 def test_checks_warnings_and_the_rest_have_a_line_each() -> None:
@@ -283,12 +292,53 @@ def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         log=lambda values, step: told_wandb.append((step, values["train/loss"])),
         finish=lambda: told_wandb.append("finished"),
     )
-    module = SimpleNamespace(init=lambda **fields: told_wandb.append(fields["project"]) or run)
+    module = SimpleNamespace(
+        init=lambda **fields: told_wandb.append(fields["project"]) or run, Error=ValueError
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delitem(sys.modules, "taut.runlog.wandb", raising=False)
     from taut.runlog.wandb import WeightsAndBiases
 
     write(WeightsAndBiases("p", tmp_path), START, step(1))
     assert told_wandb == ["p", 4, (1, 1.0), "finished"]
+
+
+def test_a_report_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped with a warning in events.jsonl, in front of the event it could not take."""
+
+    class Lost(Exception):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Lost("no connection")
+
+    run = SimpleNamespace(
+        config=SimpleNamespace(update=lambda _: None), log=fail, finish=lambda: None
+    )
+    module = SimpleNamespace(init=lambda **_: run, Error=Lost)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(log_config, "find_spec", lambda _: True)
+    monkeypatch.delitem(sys.modules, "taut.runlog.wandb", raising=False)
+    config = LogConfig(console=False, tensorboard=True, wandb="p")
+    with RunLog.open(tmp_path, config) as log:
+        for sink in log._sinks:
+            if isinstance(sink, TensorBoard):
+                monkeypatch.setattr(sink._writer, "flush", _full)
+        log.emit("step", step=1, loss=0.5)
+        log.emit("end", outcome="finished", step=1)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(event["kind"], event.get("detail")) for event in events] == [
+        ("warning", "Weights & Biases takes no more: no connection"),
+        ("step", None),
+        ("warning", "TensorBoard's file cannot be written: No space left on device"),
+        ("end", None),
+    ]
+
+
+def _full() -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_no_report_loads_torch() -> None:
