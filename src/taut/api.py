@@ -15,7 +15,7 @@ from typing import Any
 
 from taut import parallel
 from taut.build import Built, build, engine_of
-from taut.checks.examine import before_training
+from taut.checks.examine import before_training, require_known
 from taut.config import user_path
 from taut.data.dataset import input_paths
 from taut.data.groups import Good
@@ -82,6 +82,7 @@ def train(run: Run) -> Result:
     """
     if run.out is None:
         raise ConfigError("out is not set; expected a directory; set out=DIR")
+    require_known(run.checks.skip)
     out = user_path(run.out, "out")
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         preparation.enter_context(interrupts.before_training())

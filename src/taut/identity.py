@@ -45,6 +45,7 @@ FREE = (
     "steps",
     "epochs",
     "check",
+    "checks",
     "log",
     "checkpoint",
     "contract",

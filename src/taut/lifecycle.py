@@ -337,5 +337,6 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
             evidence=finding.evidence,
             remedy=finding.remedy,
             notes=finding.notes,
+            left_out=one.is_left_out,
             seconds=one.seconds,
         )

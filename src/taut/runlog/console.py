@@ -142,6 +142,9 @@ class ConsoleReport:
         seconds = sum(event["seconds"] for event in self._asked)
         counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
         self._say(f"checks  {counted}", STYLES["passed"])
+        if left_out := [event["name"] for event in self._asked if event.get("left_out")]:
+            said = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
+            self._say(said, STYLES["warning"])
         for event in self._asked:
             if event["outcome"] == "warning":
                 evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
