@@ -56,6 +56,8 @@ class Result:
     """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
     stops: Stops | None
     """Whether the model ends its answers; None where it could not be asked, or was not to be."""
+    divergence: str | None = None
+    """A sign of divergence that was reported and still held after the last step."""
     notice: str | None = None
     """What there is to know beside what the run's log says: that there was nothing to do."""
 
@@ -67,9 +69,12 @@ class Result:
     @property
     def warning(self) -> str | None:
         """What has to be said when all is done."""
-        if self.stops is None or self.stops.is_enough:
-            return None
-        return f"{self.model} may not stop: {self.stops}"
+        said = []
+        if self.divergence is not None:
+            said.append(f"training may have diverged: {self.divergence}")
+        if self.stops is not None and not self.stops.is_enough:
+            said.append(f"{self.model} may not stop: {self.stops}")
+        return "; ".join(said) or None
 
 
 def train(run: Run) -> Result:
@@ -99,7 +104,15 @@ def train(run: Run) -> Result:
                 asked = Asked(before_training(built), evaluations, stop_check)
                 keep_reference(built)
                 ended = execute(built, start, lock, asked)
-            result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
+            result = Result(
+                out,
+                out / MODEL,
+                ended.steps,
+                ended.loss,
+                ended.metrics,
+                ended.stops,
+                ended.divergence,
+            )
         else:
             result = _as_finished(out, start.finished)
     parallel.stop(ranks)
@@ -112,7 +125,7 @@ def _as_finished(out: Path, end: Mapping[str, Any]) -> Result:
         f"{out} is finished: {end['step']} steps, the model is in {out / MODEL}; nothing was changed; "
         "raise steps or epochs to train on"
     )
-    return Result(out, out / MODEL, end["step"], end["loss"], end["metrics"], None, notice)
+    return Result(out, out / MODEL, end["step"], end["loss"], end["metrics"], None, notice=notice)
 
 
 def show(run: Run) -> None:

@@ -48,6 +48,7 @@ FREE = (
     "log",
     "checkpoint",
     "contract",
+    "divergence",
     "stop",
     "eval",
     "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
