@@ -237,6 +237,7 @@ def test_the_public_surface_is_pinned() -> None:
         "CheckFailed",
         "ConfigError",
         "DataError",
+        "DivergenceError",
         "ModelError",
         "NonFiniteError",
         "OutputError",
