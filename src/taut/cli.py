@@ -105,7 +105,7 @@ COMMANDS = {
         has_method=True,
     ),
     "check": Command(
-        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE] [--full] [--json]",
+        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--json]",
         "is this run honest: one row a question, before it costs anything",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
