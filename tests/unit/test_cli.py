@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,39 @@ def test_every_command_has_its_configuration_and_its_help(
 )
 def test_words_alone_set_the_keys_of_the_command(words: list[str], expected: Words) -> None:
     assert sort_words(words, {"resume"}, ("model", "adapter")) == expected
+
+
+def test_a_switch_of_another_framework_takes_no_word() -> None:
+    words = ["--packing", "--lr", "1e-4", "--bf16", "seed=1", "--use_peft"]
+    expected = ["packing=true", "lr=1e-4", "bf16=true", "seed=1", "use_peft=true"]
+    assert (
+        sort_words(words, set(), foreign={"packing", "lr", "bf16", "use_peft"}).overrides
+        == expected
+    )
+    assert main(["sft", *MINIMAL, "--load_in_4bit", "--packing"]) == 2
+
+
+@pytest.mark.parametrize("words", [["data=a.jsonl"], ["--data", "a.jsonl"], ["data.train=a.jsonl"]])
+def test_data_is_short_for_data_train(words: list[str], runs: list[run.Run]) -> None:
+    assert main(["sft", "model=m", "out=o", *words]) == 0
+    assert runs[0].data.train == "a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [("check", "taut.commands.check:main"), ("plan", "taut.commands.plan:main")],
+)
+def test_data_is_short_for_data_train_in_commands_that_look_at_a_run(
+    command: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    module, _, name = call.partition(":")
+    monkeypatch.setattr(
+        import_module(module), name, lambda _, overrides: found.append(overrides) or 0
+    )
+    assert main([command, "model=m", "--data", "a.jsonl"]) == 0
+    assert main([command, "model=m", "data.train=a.jsonl"]) == 0
+    assert found == [["model=m", "data.train=a.jsonl"]] * 2
 
 
 def test_words_alone_are_put_in_a_list() -> None:
