@@ -57,8 +57,11 @@ class Command(NamedTuple):
     """It takes a run of any method, by the key ``method``."""
 
 
+TRAIN = "taut.api:train"
+
+
 def _training(about: str, config: str) -> Command:
-    return Command("[RUN.toml] [key=value ...]", about, "taut.api:train", config)
+    return Command("[RUN.toml] [key=value ...]", about, TRAIN, config)
 
 
 COMMANDS = {
@@ -300,6 +303,8 @@ def config_class(command: Command) -> type[Any]:
 
 
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
+    if command.call == TRAIN:
+        _require_free_out(words)
     from taut.config import load
     from taut.explain import ELSEWHERE, INSTEAD
 
@@ -326,6 +331,23 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         _tell(getattr(result, "notice", None), getattr(result, "warning", None))
     return result if isinstance(result, int) else 0
+
+
+def _require_free_out(words: Sequence[str]) -> None:
+    """Refuse an ``out`` that is taken before torch is imported: seconds sooner than ``train``, which asks again."""
+    from taut.config import read_toml, user_path
+    from taut.outdir import require_usable
+
+    files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
+    settings = read_toml(files[0]) if len(files) == 1 else {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        key, equals, value = word.removeprefix("--").partition("=")
+        settings[key] = value if equals else following
+    is_replaced = any(
+        settings.get(key, "false") not in (False, "false") for key in ("resume", "overwrite")
+    )
+    if not is_replaced and isinstance(settings.get("out"), str):
+        require_usable(user_path(settings["out"], "out"), resume=False, overwrite=False)
 
 
 def _data(override: str) -> str:

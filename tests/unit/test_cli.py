@@ -326,3 +326,35 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, excused: tuple[s
         [sys.executable, "-c", report], capture_output=True, text=True, check=True
     )
     assert set(json.loads(done.stdout.splitlines()[-1])) <= {*excused}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "is_early"),
+    [
+        (["out=DIR"], 2, True),
+        (["--out", "DIR"], 2, True),
+        (["run.toml"], 2, True),
+        (["out=DIR", "--resume", "nokey=1"], 2, False),
+        (["run.toml", "overwrite=true", "nokey=1"], 2, False),
+        (["out=other", "nokey=1"], 2, False),
+    ],
+)
+def test_an_out_that_is_taken_is_refused_before_torch_is_imported(
+    words: list[str], code: int, is_early: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "taken"
+    out.mkdir()
+    (out / "resolved.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(f'model = "m"\nout = "{out}"\ndata.train = "a.jsonl"\n')
+    given = [word.replace("DIR", str(out)) for word in words]
+    program = (
+        "import sys; from taut.cli import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "sft", *given],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert ("exists and is not empty" in done.stderr) == is_early
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == f"{code} {not is_early} {not is_early}\n"
