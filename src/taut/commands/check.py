@@ -54,9 +54,8 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     recipe = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
     if recipe:
         return _recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
-    named = [f"data.train={word[5:]}" if word.startswith("data=") else word for word in overrides]
-    ours = [word for word in named if word.partition("=")[0].strip() in ("full", "all", "json")]
-    rest = [word for word in named if word not in ours]
+    ours = [word for word in overrides if word.partition("=")[0].strip() in ("full", "all", "json")]
+    rest = [word for word in overrides if word not in ours]
     return run(load(class_of(path, rest), path, rest), load(Looking, None, ours))
 
 
