@@ -14,6 +14,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.alarms import DivergenceConfig
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
 from taut.data.cache import directory_of
@@ -114,6 +115,14 @@ class EvalConfig:
 
 
 @configclass
+class ChecksConfig:
+    """Which checks are asked."""
+
+    skip: list[str] = field(default_factory=list)
+    """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
+
+
+@configclass
 class Run:
     """A training run: of ``taut sft``, and what is common to all (taut/training.py has the others)."""
 
@@ -138,7 +147,8 @@ class Run:
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32."""
     check: Literal["quick", "off"] = "quick"
-    """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records."""
+    """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records.
+    checks.skip leaves out single checks."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
@@ -156,11 +166,13 @@ class Run:
     """Replace the run that is in out."""
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
+    checks: ChecksConfig = ChecksConfig()
     lora: LoraConfig = LoraConfig()
     tokens: TokensConfig = TokensConfig()
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
     stop: StopConfig = StopConfig()
     save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()

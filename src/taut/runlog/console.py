@@ -142,6 +142,9 @@ class ConsoleReport:
         seconds = sum(event["seconds"] for event in self._asked)
         counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
         self._say(f"checks  {counted}", STYLES["passed"])
+        if left_out := [event["name"] for event in self._asked if event.get("left_out")]:
+            said = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
+            self._say(said, STYLES["warning"])
         for event in self._asked:
             if event["outcome"] == "warning":
                 evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
@@ -188,6 +191,8 @@ class ConsoleReport:
     def _show_end(self, event: Event) -> None:
         self.close()
         rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
+        if event.get("divergence"):
+            rows.append(("divergence", f"may have diverged: {event['divergence']}"))
         if event.get("stop"):
             rows.append(("stops", stops_text(event["stop"])))
         if event.get("model"):
@@ -210,7 +215,7 @@ COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets"
 ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
 
-SUMMARISED = ("loss", "eval_loss", "model", "reason")
+SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
 """Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
 
 WIDTH = 60

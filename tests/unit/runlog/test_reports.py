@@ -104,6 +104,18 @@ def test_a_mean_reward_says_over_how_many_completions_it_is_where_some_have_none
     assert rows["loss"].endswith("1.0000 at the first step, 0.5000 at the last")
 
 
+def test_checks_that_were_left_out_by_name_have_a_line_of_their_own() -> None:
+    asked = {"kind": "check", "time": 0, "part": "quick", "seconds": 0.5, "left_out": False}
+    checks = [
+        {**asked, "name": "run.steps", "outcome": "passed"},
+        {**asked, "name": "data.flips", "outcome": "skipped"},
+        {**asked, "name": "rewards.gold", "outcome": "skipped", "left_out": True},
+    ]
+    lines = told(START, *checks, step(1)).splitlines()
+    assert "checks  1 passed, 2 skipped in 1.5 s" in lines
+    assert "checks  left out by name (checks.skip): rewards.gold" in lines
+
+
 def test_every_thins_the_lines_and_keeps_the_first_and_the_last() -> None:
     text = told({**START, "num_steps": 7}, *(step(number) for number in range(1, 8)), every=3)
     assert [line.split()[1] for line in text.splitlines() if line.startswith("step")] == [
