@@ -307,7 +307,7 @@ def _online(run: Run, recipe: Recipe, prompts: Dataset, cursor: Cursor) -> Plan:
     size = run.batch.samples_per_step * recipe.rollout.minibatches
     order = Order(prompts.weights, run.seed, size, run.batch.shuffle, groups)
     num_steps = run.steps or order.num_steps(run.epochs or 1.0) * updates
-    guard = Guard(recipe.guard)
+    guard = Guard(recipe.guard, run.method, recipe.ends_remedy)
     method = Online(recipe.rollout, prompts, order, recipe.make_credit(), guard, run.seed)
     return Plan(method, num_steps, cursor)
 

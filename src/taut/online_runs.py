@@ -40,6 +40,10 @@ AT_A_CUT = ("stop", "length_overlong")
 """Rewards that are meant for answers that were cut."""
 
 
+REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
+"""What to do where a method has no setting against cut answers."""
+
+
 @configclass
 class OnlineRun(Comparing):
     """What runs have in common that learn from what the model generates."""
@@ -110,7 +114,13 @@ class OnlineRun(Comparing):
             guard=self.guard,
             critic=critic,
             is_judged=self.is_judged,
+            ends_remedy=self.ends_remedy,
         )
+
+    @property
+    def ends_remedy(self) -> str:
+        """What to do where the policy ends fewer of its answers, in keys that this method has."""
+        return REWARD_ENDS
 
 
 @configclass
@@ -129,6 +139,10 @@ class PolicyRun(OnlineRun):
         _require_meant(self.reference, f"{self.METHOD}.kl_coef=0", is_read=config.kl_coef > 0)
         if self.rollout.engine == "local":
             config.require_no_auto()
+
+    @property
+    def ends_remedy(self) -> str:
+        return f"{'raise' if self.shaping.missing_stop else 'set'} shaping.missing_stop"
 
     def policy(
         self, config: PolicyConfig, estimate: Estimator | Gae, critic: CriticConfig | None = None
@@ -266,6 +280,11 @@ class GrpoRun(PolicyRun):
     def objective(self) -> Objective:
         return self.policy(self.grpo, self.grpo.estimator)
 
+    @property
+    def ends_remedy(self) -> str:
+        # maxrl refuses what may take a reward below 0
+        return REWARD_ENDS if self.grpo.advantage == "maxrl" else super().ends_remedy
+
 
 @configclass
 class PpoRun(PolicyRun):
@@ -305,6 +324,10 @@ class PpoRun(PolicyRun):
         config = self.ppo
         gae = Gae(config.gamma, config.lam, config.whiten_advantages, config.bootstrap_cut)
         return self.policy(config, gae, self.critic)
+
+    @property
+    def ends_remedy(self) -> str:
+        return "set ppo.bootstrap_cut=false" if self.ppo.bootstrap_cut else super().ends_remedy
 
 
 @configclass
@@ -347,16 +370,18 @@ class BestOfNRun(OnlineRun):
                 f"best_of_n.keep={self.best_of_n.keep} and rollout.n={self.rollout.n}; expected to keep at most as "
                 "many as there are; raise rollout.n"
             )
-        if self.rollout.refills and self.best_of_n.at_least is None:
+        config = self.best_of_n
+        if self.rollout.refills and config.at_least is None and config.overlong == "keep":
             raise ConfigError(
-                f"rollout.refills={self.rollout.refills} replaces prompts whose answers are all not good enough, and "
-                "without best_of_n.at_least the best is always good enough; set that, or take rollout.refills out"
+                f"rollout.refills={self.rollout.refills} replaces prompts without an answer that may be learned, and "
+                "with best_of_n.overlong=keep and no best_of_n.at_least every answer may; set that, or take "
+                "rollout.refills out"
             )
 
     @property
     def objective(self) -> Objective:
         config, loss = self.best_of_n, CrossEntropy()
-        online = self.recipe(partial(Best, loss, config.keep, config.at_least))
+        online = self.recipe(partial(Best, loss, config))
         return Objective(loss, "prompt", online=online)
 
 
@@ -397,6 +422,10 @@ class GkdRun(OnlineRun):
     @property
     def is_judged(self) -> bool:
         return False
+
+    @property
+    def ends_remedy(self) -> str:
+        return "take a distill.teacher that ends its answers, or lower optim.learning_rate"
 
     @property
     def objective(self) -> Objective:

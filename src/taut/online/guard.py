@@ -36,6 +36,8 @@ BEGINNING = 3
 """Roll-outs, or updates, that later ones are compared with."""
 RECENT = 5
 """Roll-outs, or updates, that are averaged for that."""
+WARN_SILENT = 3
+"""Roll-outs in a row without a signal after which that is warned of."""
 SHOWN = 3
 """Errors that a message names."""
 DRIFT, LOW, HIGH = "old/kl_k1", "clip/low", "clip/high"
@@ -89,6 +91,10 @@ class Guard:
     """The watch over one run."""
 
     config: GuardConfig
+    section: str = "grpo"
+    """The method's own section of the configuration, for the keys that warnings name."""
+    ends_remedy: str = "lower optim.learning_rate"
+    """What to do where the policy ends fewer of its answers, in keys that the method has."""
     first: list[float] = field(default_factory=list)
     """Shares of ends of the first roll-outs,"""
     recent: list[float] = field(default_factory=list)
@@ -143,6 +149,15 @@ class Guard:
                 "to one prompt; take easier or harder prompts, or a model that gets some right (guard.max_silent)"
             )
         self.silent = silent
+        if silent == WARN_SILENT:
+            detail = (
+                f"in the last {silent} roll-outs the rewards of every group were equal (the last mean is "
+                f"{fields['reward']:g}), so rewards teach nothing; take easier or harder prompts, a larger rollout.n, "
+                "or rewards that tell answers apart"
+            )
+            if self.config.max_silent:
+                detail += f"; at {self.config.max_silent} in a row the run stops (guard.max_silent)"
+            emit("warning", name="equal_rewards", step=step, detail=detail)
         if fields["errors"]:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
@@ -190,7 +205,7 @@ class Guard:
             self.told.add("stops")
             detail = (
                 f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
-                "to run on; raise rollout.max_new_tokens if they need it, else set shaping.missing_stop"
+                f"to run on; raise rollout.max_new_tokens if they need it, else {self.ends_remedy}"
             )
             emit("warning", name="stops", step=step, detail=detail)
 
@@ -303,7 +318,8 @@ class Guard:
                 min(effective, weight) < self.config.warn_effective,
                 f"the weights of tokens have a mean of {weight:.2f} and an effective sample size of {effective:.0%} "
                 f"of the tokens; expected at least {self.config.warn_effective:g} of both (guard.warn_effective); "
-                "products over an answer fade with its length: correction_level=geometric or token does not",
+                f"products over an answer fade with its length: {self.section}.correction_level=geometric or token "
+                "does not",
             ),
         ):
             if is_bad and name not in self.told:

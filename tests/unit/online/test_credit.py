@@ -15,7 +15,7 @@ from taut.errors import CheckFailed
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.losses.sft import CrossEntropy
-from taut.online.credit import All, Best, Pairs, Rewarded, paths_of
+from taut.online.credit import All, Best, BestOfNConfig, Pairs, Rewarded, paths_of
 from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.rollouts import Group
 from taut.rewards.panel import Verdict
@@ -312,12 +312,33 @@ def test_the_best_and_the_worst_are_a_pair() -> None:
 
 
 def test_the_best_that_are_good_enough_are_kept() -> None:
-    made = Best(CrossEntropy(), keep=2, at_least=0.4)
+    made = Best(CrossEntropy(), BestOfNConfig(keep=2, at_least=0.4))
     given = made.trees(paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
     (tree,) = given.trees
     assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
     with pytest.raises(CheckFailed, match="at_least"):
         made.trees(paths([[0.1, 0.2]]), {})
+
+
+def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> None:
+    """Learned as it is, the best of all would teach the model to run on."""
+    every = paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]], a1="length", b1="length")
+    made = Best(CrossEntropy(), BestOfNConfig())
+    names = [s.id for tree in made.trees(every, {}).trees for s in tree.samples]
+    assert names == ["a#2 of roll-out 1", "b#2 of roll-out 1"]
+    keeping = Best(CrossEntropy(), BestOfNConfig(overlong="keep"))
+    names = [s.id for tree in keeping.trees(every, {}).trees for s in tree.samples]
+    assert names == ["a#1 of roll-out 1", "b#1 of roll-out 1"]
+    cut = paths([[0.9, 0.5]], a0="length", a1="length")
+    with pytest.raises(
+        CheckFailed, match=r"all 2 completions .* were cut, and best_of_n\.overlong"
+    ):
+        made.trees(cut, {})
+    group = Group(tuple(p.episode for p in cut), tuple(p.verdict for p in cut))
+    assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
+    good = Best(CrossEntropy(), BestOfNConfig(at_least=0.6))
+    with pytest.raises(CheckFailed, match=r"at_least=0\.6; the best has 0\.5"):
+        good.trees(paths([[0.9, 0.5]], a0="length"), {})
 
 
 def test_all_are_kept_as_they_are() -> None:

@@ -112,7 +112,9 @@ def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
     never = Guard(GuardConfig(max_silent=0))
     for _ in range(30):
         never.look(1, told(groups_with_signal=0), log)
-    assert log == []
+    ((name, detail),) = log
+    assert name == "equal_rewards" and "max_silent" not in detail
+    assert detail.startswith("in the last 3 roll-outs the rewards of every group were equal (the")
 
 
 def test_answers_that_cease_to_end_are_told_once_until_they_end_again() -> None:
