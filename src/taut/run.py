@@ -14,6 +14,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut import hub
 from taut.alarms import DivergenceConfig
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
@@ -352,6 +353,8 @@ def inputs_of(
     """What has been loaded, together, and what was decided on the way."""
     config, tokenizer, new_ids, renderer = language
     decisions = []
+    if reason := hub.settled():
+        decisions.append(Decision("hub", "cached files only", reason))
     max_length = longest_sample(run, config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))

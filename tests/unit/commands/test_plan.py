@@ -63,7 +63,7 @@ def test_a_plan_needs_neither_weights_nor_data(bare: Path) -> None:
     assert "fits: " in text
     assert "on 2 x H100 of 80.00 GiB, of which 72.00 may be used" in text
     assert "no data given" in text
-    assert "40% of its peak is assumed, not measured" in text
+    assert "40% of its peak and 5 us an operator are assumed, not measured" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
