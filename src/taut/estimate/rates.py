@@ -220,7 +220,7 @@ def _time_layers(
     flops, scorer, small = anatomy.flops(model), Scorer(model), _with_few_targets(packed)
     seconds = fastest(lambda: _step(scorer, small, kernels.dtype))
     done = work_of(small, flops.window).layers(flops)
-    optimizer = build_optimizer(scorer, run.optim)
+    optimizer = build_optimizer(scorer, run.optim_in_force)
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
     done *= 1 + _again(is_full) * run.activation_checkpointing
