@@ -205,10 +205,12 @@ class StopCheck:
             examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
             is_taught=self.is_taught,
         )
+        bad = "failed" if self.config.required else "warning"
+        outcome = "passed" if stops.is_enough else bad
         self.job.emit(
             "check",
             name="stop",
-            outcome="passed" if stops.is_enough else "failed",
+            outcome=outcome,
             value=stops.num_ended / stops.num_asked,
             detail=str(stops),
         )
