@@ -6,9 +6,9 @@ import sys
 from taut.cli import main
 
 code = main()
-if "RANK" in os.environ and code == 0:
-    # Threads of the process group may outlive it; now and then they abort a rank in its last moments, all work done,
-    # and torchrun then ends the others.
+if "RANK" in os.environ:
+    # Threads of the process group may outlive it; now and then they abort a rank in its last moments, all work done or
+    # its error told, and torchrun then ends the others.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

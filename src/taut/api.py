@@ -7,7 +7,7 @@ mistake found before training leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from taut import parallel
 from taut.build import Built, build, engine_of
-from taut.checks.examine import before_training
+from taut.checks.examine import before_training, require_known
 from taut.config import user_path
 from taut.data.dataset import input_paths
 from taut.data.groups import Good
@@ -32,10 +32,11 @@ from taut.evals.during import (
     require_best,
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
+from taut.interrupts import Interrupts
 from taut.lifecycle import Asked, execute
 from taut.online.method import Online
 from taut.online.recipe import judging, require_judgeable
-from taut.outdir import BEST, MARK, MODEL, Lock, require_usable
+from taut.outdir import BEST, MARK, Lock, require_usable
 from taut.recorded import keep_reference
 from taut.rewards import files_of
 from taut.run import Decision, Run, load_inputs, rows_of
@@ -48,7 +49,7 @@ class Result:
 
     out: Path
     model: Path
-    """The trained model, in Hugging Face format."""
+    """The trained model, in Hugging Face format; with save.merged=false the adapter."""
     steps: int
     loss: float
     """Training loss of the last step."""
@@ -56,6 +57,8 @@ class Result:
     """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
     stops: Stops | None
     """Whether the model ends its answers; None where it could not be asked, or was not to be."""
+    divergence: str | None = None
+    """A sign of divergence that was reported and still held after the last step."""
     notice: str | None = None
     """What there is to know beside what the run's log says: that there was nothing to do."""
 
@@ -67,9 +70,12 @@ class Result:
     @property
     def warning(self) -> str | None:
         """What has to be said when all is done."""
-        if self.stops is None or self.stops.is_enough:
-            return None
-        return f"{self.model} may not stop: {self.stops}"
+        said = []
+        if self.divergence is not None:
+            said.append(f"training may have diverged: {self.divergence}")
+        if self.stops is not None and not self.stops.is_enough:
+            said.append(f"{self.model} may not stop: {self.stops}")
+        return "; ".join(said) or None
 
 
 def train(run: Run) -> Result:
@@ -81,38 +87,43 @@ def train(run: Run) -> Result:
     """
     if run.out is None:
         raise ConfigError("out is not set; expected a directory; set out=DIR")
+    require_known(run.checks.skip)
     out = user_path(run.out, "out")
-    ranks = parallel.start(run.device)
-    require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
-    with Lock(out) as lock:
-        if ranks.is_writer and (out / MARK).is_file():
-            lock.take()
-        inputs = load_inputs(run, ranks, first_day(run, out))
-        start = look(run, out, inputs, ranks)
-        if start.finished is None:
-            built = build(run, inputs, start.plan, ranks)
-            with closing(built.job.method) as method:
-                if isinstance(method, Online):  # what cannot be had is refused now
-                    built.decisions.extend(Decision(*it) for it in method.roller.settled)
-                built.decisions.extend(_told_of_environment(run))
-                evaluations, stop_check = _evaluations(built, out), _stop_check(built)
-                asked = Asked(before_training(built), evaluations, stop_check)
-                keep_reference(built)
-                ended = execute(built, start, lock, asked)
-            result = Result(out, out / MODEL, ended.steps, ended.loss, ended.metrics, ended.stops)
-        else:
-            result = _as_finished(out, start.finished)
-    parallel.stop(ranks)
+    with Interrupts.watching() as interrupts, ExitStack() as preparation:
+        preparation.enter_context(interrupts.before_training())
+        ranks = parallel.start(run.device)
+        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
+        with Lock(out) as lock:
+            if ranks.is_writer and (out / MARK).is_file():
+                lock.take()
+            inputs = load_inputs(run, ranks, first_day(run, out))
+            start = look(run, out, inputs, ranks)
+            model = out / run.save.result
+            if start.finished is None:
+                built = build(run, inputs, start.plan, ranks)
+                with closing(built.job.method) as method:
+                    if isinstance(method, Online):  # what cannot be had is refused now
+                        built.decisions.extend(Decision(*it) for it in method.roller.settled)
+                    built.decisions.extend(_told_of_environment(run))
+                    evaluations, stop_check = _evaluations(built, out), _stop_check(built)
+                    asked = Asked(before_training(built), evaluations, stop_check)
+                    keep_reference(built)
+                    preparation.close()  # from here on a signal saves the state
+                    ended = execute(built, start, lock, asked, interrupts)
+                result = Result(out, model, *ended)
+            else:
+                result = _as_finished(out, model, start.finished)
+        parallel.stop(ranks)
     return result
 
 
-def _as_finished(out: Path, end: Mapping[str, Any]) -> Result:
+def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
     """A run that is over, by its last event."""
     notice = (
-        f"{out} is finished: {end['step']} steps, the model is in {out / MODEL}; nothing was changed; "
+        f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
         "raise steps or epochs to train on"
     )
-    return Result(out, out / MODEL, end["step"], end["loss"], end["metrics"], None, notice)
+    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
 
 
 def show(run: Run) -> None:

@@ -42,12 +42,11 @@ from taut.models.score import Scorer
 from taut.reloaded import (
     Comparison,
     Trained,
-    compare,
+    compare_adapted,
     compare_saved,
     load_anew,
     require_sound,
     room_for,
-    score,
 )
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
@@ -136,9 +135,7 @@ def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) 
     checks = compare_saved(trained, reloaded)
     del reloaded  # before another model is loaded
     if origin.adapted is not None:
-        said = score(origin.adapted(), trained.samples)
-        what = "trained, and the base model with the saved adapter"
-        checks.append(compare("adapter", what, trained, said))
+        checks.append(compare_adapted(trained, origin.adapted()))
     for check in checks:
         report(check)
     require_sound(checks)

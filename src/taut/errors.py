@@ -10,10 +10,12 @@
                               attention cannot be carried exactly
       EngineError             an endpoint that is dead, or does not answer as it must
         RequestRefused        one request it will not serve; others may go on
+      UserCodeError           a reward or environment of the user's that returns something of the wrong type
       SandboxError            no way to hold a program of the model's, or a sandbox that failed
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
+        DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
       OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
       Interrupted             a signal ended the run; its state is saved; exit code 75
 
@@ -65,6 +67,14 @@ class RequestRefused(EngineError):
     """A request that an endpoint refuses (4xx); its state may well be sound."""
 
 
+class UserCodeError(TautError):
+    """A reward or an environment that returned something of the wrong type.
+
+    It stops the run at the first one: a wrong type is a bug that often hits one kind of answer only (say, the right
+    ones), so tolerating a share of them biases what is learned.
+    """
+
+
 class SandboxError(TautError):
     """A sandbox that cannot be had, or that failed: not what the program in it did."""
 
@@ -81,6 +91,10 @@ class CheckFailed(TautError):
 
 class NonFiniteError(CheckFailed):
     """A loss, gradient or logit that is not finite."""
+
+
+class DivergenceError(CheckFailed):
+    """Training that has diverged: its latest weights are not worth keeping."""
 
 
 class OutOfMemory(TautError):

@@ -45,9 +45,12 @@ FREE = (
     "steps",
     "epochs",
     "check",
+    "checks",
     "log",
     "checkpoint",
     "contract",
+    "save",
+    "divergence",
     "stop",
     "eval",
     "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again

@@ -1,6 +1,8 @@
-"""Signals that ask a run to end: Ctrl-C (SIGINT), SIGTERM, and SIGUSR1, by which Slurm announces a pre-emption.
+"""Signals that ask a run to end: Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal or the connection is gone) and SIGUSR1
+(Slurm announces a pre-emption).
 
     with Interrupts.watching() as interrupts:
+        with interrupts.before_training(): ...    a signal ends the process: there is nothing to save
         interrupts.check()              raises Interrupt once a signal has come; between micro-batches
         interrupts.agree(ranks)         the same, on all ranks alike; before the update
         with interrupts.at_once(ranks): ...   a signal raises Interrupt right there
@@ -8,8 +10,10 @@
 
 The first signal is only noted, so that no update is cut in two. A second one ends the process at once, without saving;
 what comes within ``SAME_NOTICE`` of the first is the same notice, since a launcher passes on what its ranks got too.
+A signal that the process was started to ignore (``nohup``) stays ignored. SIGINT does not: shells ignore it for every
+job in the background.
 
-May be imported by loop and what is above it.
+No torch here. May be imported by loop and what is above it.
 """
 
 from __future__ import annotations
@@ -18,13 +22,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from taut.parallel import Ranks
+from taut.errors import Interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+if TYPE_CHECKING:
+    from taut.parallel import Ranks
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_NOTICE = 1.0
 """Seconds."""
 
@@ -43,17 +51,24 @@ class Interrupts:
 
     @classmethod
     @contextmanager
-    def watching(cls) -> Iterator[Interrupts]:
-        """Take the signals over; given back at the end. In a thread beside the main one Python hands out no signals."""
+    def watching(cls, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[Interrupts]:
+        """Take the signals over; given back at the end. Python delivers signals to the main thread only."""
         watch = cls()
         if threading.current_thread() is not threading.main_thread():
             yield watch
             return
-        before = {number: signal.signal(number, watch.notice) for number in SIGNALS}
+        before = {
+            number: signal.signal(number, watch.notice)
+            for number in numbers
+            if number == signal.SIGINT or not _is_ignored(number)
+        }
         try:
             yield watch
         finally:
             for number, handler in before.items():
+                outer = getattr(handler, "__self__", None)
+                if isinstance(outer, Interrupts) and outer.received is None:  # it was one notice
+                    outer.received, outer._since = watch.received, watch._since
                 signal.signal(number, handler)
 
     def notice(self, number: int, _: FrameType | None) -> None:
@@ -81,9 +96,28 @@ class Interrupts:
             raise Interrupt(came[0])
 
     @contextmanager
-    def at_once(self, ranks: Ranks) -> Iterator[None]:
+    def before_training(self) -> Iterator[None]:
+        """Where there is nothing to save: a signal ends the process right there; other ranks end with it.
+
+        Ctrl-C stays a KeyboardInterrupt; the others raise Interrupted.
+        """
+        self._is_urgent = True
+        try:
+            yield
+        except Interrupt:
+            if self.received == signal.SIGINT.name:
+                raise KeyboardInterrupt from None
+            raise Interrupted(
+                f"interrupted by {self.received} before training began; nothing was changed in out; the same command "
+                "begins again"
+            ) from None
+        finally:
+            self._is_urgent = False
+
+    @contextmanager
+    def at_once(self, ranks: Ranks | None = None) -> Iterator[None]:
         """Where nothing can be left half done. With several ranks nothing changes: they must not lose each other."""
-        if ranks.size > 1:
+        if ranks is not None and ranks.size > 1:
             yield
             return
         self.check()
@@ -103,3 +137,11 @@ class Interrupts:
             self._is_urgent = was
         if was:
             self.check()
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    """Whether the process was started to ignore the signal.
+
+    torchrun takes SIGHUP all the same, hands it to its ranks and kills them half a minute later: there it is a notice.
+    """
+    return signal.getsignal(number) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import checkpoint
-from taut.alarms import ChangedSources, Spikes, Untouched
+from taut.alarms import ChangedSources, Divergence, Spikes, Untouched
 from taut.build import Built
 from taut.checkpoint import Checkpoints, Memory
 from taut.checks.examine import Examination
@@ -28,11 +28,13 @@ from taut.errors import (
     CheckFailed,
     ConfigError,
     DataError,
+    DivergenceError,
     EngineError,
     Interrupted,
     OutOfMemory,
     OutputError,
     TautError,
+    UserCodeError,
 )
 from taut.evals.best import drop_after
 from taut.evals.during import Evaluations
@@ -46,7 +48,6 @@ from taut.outdir import (
     CHECKPOINTS,
     EVENTS,
     MARK,
-    MODEL,
     Lock,
     claim,
     complete,
@@ -62,6 +63,8 @@ class Ended(NamedTuple):
     loss: float
     metrics: Mapping[str, float]
     stops: Stops | None
+    divergence: str | None
+    """What was reported as divergence and still held after the last step."""
 
 
 class Asked(NamedTuple):
@@ -73,16 +76,14 @@ class Asked(NamedTuple):
     stop_check: StopCheck
 
 
-def execute(built: Built, start: Start, lock: Lock, asked: Asked) -> Ended:
+def execute(built: Built, start: Start, lock: Lock, asked: Asked, interrupts: Interrupts) -> Ended:
     """Claim the directory of ``lock``, train, measure and save."""
     run, job, out = built.run, built.job, lock.out
+    job.interrupts = interrupts
     if job.ranks.is_writer:
         _claim(built, start, lock)
     job.ranks.barrier()
-    with (
-        RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log,
-        Interrupts.watching() as job.interrupts,
-    ):
+    with RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log:
         job.emit = log.emit
         checkpoints = _checkpoints(built, out, start, asked.evaluations)
         try:
@@ -121,7 +122,9 @@ def _claim(built: Built, start: Start, lock: Lock) -> None:
 def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
     job, best = built.job, evaluations.best
     memories: dict[str, Memory] = {
-        type(alarm).__name__: alarm for alarm in job.alarms if isinstance(alarm, Untouched | Spikes)
+        type(alarm).__name__: alarm
+        for alarm in job.alarms
+        if isinstance(alarm, Untouched | Spikes | Divergence)
     }
     if isinstance(job.method, Online):
         memories["online"] = job.method
@@ -140,6 +143,7 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         },
         memories=memories if best is None else {**memories, "best": best},
         best_step=lambda: None if best is None else best.step,
+        is_sound=lambda: not _divergence(job).is_suspected,
     )
 
 
@@ -202,11 +206,12 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         if run.stop.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(job.done, job.random)
             raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
-        model = save_model(built, out / MODEL, questions, checkpoints)
+        model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()
     watch.look()
+    divergence = _divergence(job).found
     job.emit(
         "end",
         outcome="finished",
@@ -218,8 +223,13 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         seconds=time.perf_counter() - began,
         model=str(model),
         stop=stops.as_fields() if stops is not None else None,
+        divergence=divergence,
     )
-    return Ended(job.done, job.loss, metrics, stops)
+    return Ended(job.done, job.loss, metrics, stops, divergence)
+
+
+def _divergence(job: Job) -> Divergence:
+    return next(alarm for alarm in job.alarms if isinstance(alarm, Divergence))
 
 
 def _asked_at_end(
@@ -256,8 +266,7 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
     """The error that ends a run for want of memory, its last whole step saved."""
     job, kept = built.job, "nothing was to be saved: the first step was not over"
     if job.ranks.size > 1:  # the others are in the middle of the step, and would not save
-        paths = complete(checkpoints.folder)
-        kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
+        kept = _newest(checkpoints)
     elif job.done:
         try:
             kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
@@ -267,10 +276,25 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
     return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
 
 
+def _newest(checkpoints: Checkpoints) -> str:
+    paths = complete(checkpoints.folder)
+    return f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
+
+
 def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
-    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved."""
+    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved; where training
+    has diverged it is not, and checkpoints of diverged weights lose their names.
+    """
     job = built.job
-    is_sound = isinstance(error, EngineError | CheckFailed | ConfigError | DataError)
+    if isinstance(error, DivergenceError):
+        checkpoints.settle_or_tell()
+        if job.ranks.is_writer:
+            checkpoint.set_aside(checkpoints.folder, _divergence(job).sound_step)
+        job.ranks.barrier()
+        return DivergenceError(f"{error}; {_newest(checkpoints)}")
+    is_sound = isinstance(
+        error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
+    )
     if not isinstance(job.method, Online) or not is_sound:
         return error
     if job.ranks.size > 1 or not 0 < job.done < job.num_steps:
@@ -337,5 +361,6 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
             evidence=finding.evidence,
             remedy=finding.remedy,
             notes=finding.notes,
+            left_out=one.is_left_out,
             seconds=one.seconds,
         )

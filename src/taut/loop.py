@@ -45,7 +45,7 @@ class Method(Protocol):
         """What is minimised."""
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1), with the streams that no role fills in."""
+        """The trees of a step (counted from 1), with the streams that no role fills in. None: the step is skipped."""
 
     def observed(self, step: int) -> list[Tree] | None:
         """The trees that the loss's statistics are taken over; None: those of the step."""
@@ -134,7 +134,7 @@ class Job:
     followed: int = 0
     """The step after which ``after_step`` has been called."""
     loss: float = float("nan")
-    """Of the step last done."""
+    """Of the last step that was not skipped."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     emit: Callable[..., None] = field(init=False)
     """Writes an event: ``emit(kind, **fields)``. Set once the output directory is claimed."""
@@ -163,7 +163,9 @@ def train(job: Job) -> None:
 def _take_step(job: Job, step: int) -> None:
     began = time.perf_counter()
     report = _fitted_step(job, step)
-    job.done, job.loss = step, report.loss
+    job.done = step
+    if report.sample_ids:
+        job.loss = report.loss
     job.emit(
         "step",
         step=step,
@@ -209,10 +211,13 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
 
 
 def train_step(job: Job, step: int) -> StepReport:
-    """One optimizer step."""
+    """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule goes on."""
     for act in job.before_step:
         act(step)
-    report = add_gradients(job, job.method.prepare(step), step, job.method.observed(step))
+    trees = job.method.prepare(step)
+    if not trees:
+        return _skipped(job, step)
+    report = add_gradients(job, trees, step, job.method.observed(step))
     require_finite(report.loss, "loss", report, job)
     norms = optim.clip(job.optimizer, job.clip_grad_norm)
     report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
@@ -226,6 +231,15 @@ def train_step(job: Job, step: int) -> StepReport:
     for role in job.roles:
         role.follow(step)
     return report
+
+
+def _skipped(job: Job, step: int) -> StepReport:
+    """A step from which nothing can be learned. Monitors do not see it: it has no gradient to look at."""
+    job.interrupts.agree(job.ranks)
+    optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
+    for role in job.roles:
+        role.follow(step)
+    return StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
 
 
 def add_gradients(

@@ -33,8 +33,11 @@ from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfi
 from taut.online.recipe import Recipe
 from taut.online.rollouts import RolloutConfig
 from taut.rewards.panel import PanelConfig
-from taut.rewards.registry import RewardSpec
+from taut.rewards.registry import RewardSpec, listed
 from taut.run import Comparing, Method, Objective, command_of
+
+AT_A_CUT = ("stop", "length_overlong")
+"""Rewards that are meant for answers that were cut."""
 
 
 @configclass
@@ -46,6 +49,11 @@ class OnlineRun(Comparing):
         "max_difference",
         "warn_effective",
         "max_silent",
+        "warn_kl",
+        "warn_clipped",
+        "warn_entropy",
+        "warn_dropped",
+        "warn_values",
     )
     """Keys of guard that nothing would read: of what policy gradients learn from."""
 
@@ -137,6 +145,7 @@ class PolicyRun(OnlineRun):
                 is_apart=rollout.engine == "server",
             )
         )
+        decisions = config.decisions(loss.correction)
         has_penalty = config.penalty_coef > 0
         ways = Ways(
             estimate=estimate,
@@ -152,7 +161,7 @@ class PolicyRun(OnlineRun):
             loss,
             "prompt",
             reference=self.reference if config.kl_coef > 0 else None,
-            online=recipe._replace(is_reference_asked_first=is_first),
+            online=recipe._replace(is_reference_asked_first=is_first, decisions=decisions),
         )
 
 
@@ -235,13 +244,17 @@ class GrpoRun(PolicyRun):
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
             )
-        lowering = ["grpo.kl_in=reward"] if self.grpo.penalty_coef else []
-        for name in ("missing_stop", "soft_overlong", "length_cost"):
-            lowering += [f"shaping.{name}"] if getattr(self.shaping, name) else []
+        penalties = ("missing_stop", "soft_overlong", "length_cost")
+        lowering = [f"shaping.{name}" for name in penalties if getattr(self.shaping, name)]
         if self.grpo.advantage == "maxrl" and lowering:
             raise ConfigError(
                 f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
                 "expected rewards of at least 0; name another advantage, or take it out"
+            )
+        if self.guard.warn_values != GuardConfig.warn_values:
+            raise ConfigError(
+                f"guard.warn_values={self.guard.warn_values:g} watches a critic, and taut grpo has none; taut ppo "
+                "has one; take it out"
             )
         if (self.grpo.pass_k or 0) > self.rollout.n:
             raise ConfigError(
@@ -265,10 +278,32 @@ class PpoRun(PolicyRun):
     ppo: PpoConfig = PpoConfig()
     critic: CriticConfig = CriticConfig()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ppo.bootstrap_cut:
+            return
+        at_a_cut = [
+            f"shaping.{name}={getattr(self.shaping, name):g}"
+            for name in ("missing_stop", "soft_overlong")
+            if getattr(self.shaping, name)
+        ]
+        named = [spec.name for spec in listed(self.rewards) if spec.weight]
+        at_a_cut += [f"the reward {name}" for name in named if name in AT_A_CUT]
+        if at_a_cut:
+            raise ConfigError(
+                f"ppo.bootstrap_cut=true replaces the reward of a cut answer by the critic's value, and {at_a_cut[0]} "
+                "is meant for cut answers, where it would be lost; expected one of the two; take one out"
+            )
+        if self.shaping.overlong == "drop":
+            raise ConfigError(
+                "ppo.bootstrap_cut=true with shaping.overlong=drop, which leaves cut answers out of training: there is "
+                "nothing to replace; expected one of the two; take one out"
+            )
+
     @property
     def objective(self) -> Objective:
         config = self.ppo
-        gae = Gae(config.gamma, config.lam, config.whiten_advantages)
+        gae = Gae(config.gamma, config.lam, config.whiten_advantages, config.bootstrap_cut)
         return self.policy(config, gae, self.critic)
 
 

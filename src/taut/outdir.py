@@ -3,7 +3,8 @@
     out/resolved.json    the configuration in force, decisions included; its presence makes a directory a run
     out/events.jsonl     what happened
     out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file that names the newest
-    out/model/           the result, in Hugging Face format; out/adapter/ and out/best/ where asked for
+    out/model/           the result, in Hugging Face format; with LoRA also out/adapter/, or that alone
+    out/best/            the best model so far, where asked for
     out/.lock            locked by the kernel while a process writes to the run; nothing if no process has it
 
 ``require_usable`` only looks, so that it can be called before anything is loaded; ``claim`` writes. A checkpoint is
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from taut import durable
+from taut.config import configclass
 from taut.errors import OutputError
 
 MARK = "resolved.json"
@@ -45,6 +47,20 @@ HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """What the system says of a lock that another process has."""
 WRITTEN = (MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, EVENTS, "tensorboard", "wandb", MARK)
 """What a run writes, and so what ``overwrite`` removes: the mark last, so that what a kill leaves is still a run."""
+
+
+@configclass
+class SaveConfig:
+    """What a run saves when it ends."""
+
+    merged: bool = True
+    """Merge a LoRA adapter and save the whole model in out/model, next to the adapter in out/adapter. false: save only
+    the adapter, in out/adapter (and out/best); `taut merge` makes the model later."""
+
+    @property
+    def result(self) -> str:
+        """The directory in ``out`` that a finished run has."""
+        return MODEL if self.merged else ADAPTER
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:

@@ -26,6 +26,9 @@ PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten
 minutes. A rank that fails ends the others at once through torchrun."""
 
+EXIT_CODE = "taut/exit_code"
+"""In the store that the ranks share: how the first one that failed ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -131,7 +134,7 @@ def stop(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def is_first_to_fail() -> bool:
+def is_first_to_fail(exit_code: int) -> bool:
     """Whether no other rank has asked this before: the one that is told True prints the error that ends all.
 
     Before the ranks have met, a mistake is the same on all of them and is for rank 0 to print.
@@ -139,7 +142,21 @@ def is_first_to_fail() -> bool:
     if not dist.is_initialized():
         return os.environ.get("RANK", "0") == "0"
     store = dist.distributed_c10d._get_default_store()
-    return int(store.add("taut/failed", 1)) == 1
+    is_first = int(store.add("taut/failed", 1)) == 1
+    if is_first:
+        store.set(EXIT_CODE, str(exit_code))
+    return is_first
+
+
+def exit_code_of_first_to_fail() -> int | None:
+    """The exit code of the rank whose end broke this one's collectives; None where no rank has failed."""
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return int(store.get(EXIT_CODE)) if store.check([EXIT_CODE]) else None
+    except dist.DistError:  # the store ended with the rank that has it
+        return 1
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 import numpy as np
 from rich.console import Console
@@ -41,6 +39,7 @@ from taut.models.prove import one_sample_reasons
 from taut.online.method import Online
 from taut.parallel import Ranks
 from taut.plural import counted
+from taut.printing import Printer
 from taut.run import Decision, Inputs, Run, load_inputs
 from taut.types import Media, Sample
 
@@ -61,23 +60,9 @@ def show(run: Run, console: Console | None = None) -> None:
     ranks = parallel.start(run.device)
     inputs = load_inputs(run, ranks)
     if ranks.is_writer:
-        with escaped(sys.stdout):
-            _print(run, inputs, ranks, console or Console(highlight=False))
+        stdout = cast(TextIO, Printer.on(sys.stdout))
+        _print(run, inputs, ranks, console or Console(file=stdout, highlight=False))
     parallel.stop(ranks)
-
-
-@contextmanager
-def escaped(stream: TextIO) -> Iterator[None]:
-    """What the stream's encoding lacks is written as a backslash and a number, not raised."""
-    if not isinstance(stream, TextIOWrapper):
-        yield
-        return
-    errors = stream.errors
-    stream.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors=errors)
 
 
 def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:

@@ -201,6 +201,12 @@ def compare_saved(trained: Trained, reloaded: Scorer) -> list[Comparison]:
     return found
 
 
+def compare_adapted(trained: Trained, adapted: Scorer) -> Comparison:
+    """Compare what was trained with the base model that carries the saved adapter."""
+    said = score(adapted, trained.samples)
+    return compare("adapter", "trained, and the base model with the saved adapter", trained, said)
+
+
 def compare(
     name: str,
     what: str,

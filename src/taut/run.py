@@ -14,6 +14,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.alarms import DivergenceConfig
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
 from taut.data.cache import directory_of
@@ -44,6 +45,7 @@ from taut.models.reward import NewHead
 from taut.models.tokens import TokensConfig, add_tokens_to_tokenizer
 from taut.online.recipe import Recipe
 from taut.optim import OptimConfig
+from taut.outdir import SaveConfig
 from taut.parallel import Ranks
 from taut.plural import counted
 from taut.runlog import LogConfig
@@ -115,6 +117,14 @@ class EvalConfig:
 
 
 @configclass
+class ChecksConfig:
+    """Which checks are asked."""
+
+    skip: list[str] = field(default_factory=list)
+    """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
+
+
+@configclass
 class Run:
     """A training run: of ``taut sft``, and what is common to all (taut/training.py has the others)."""
 
@@ -139,7 +149,8 @@ class Run:
     dtype: ComputeDtype | None = None
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32."""
     check: Literal["quick", "off"] = "quick"
-    """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records."""
+    """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records.
+    checks.skip leaves out single checks."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
@@ -157,12 +168,15 @@ class Run:
     """Replace the run that is in out."""
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
+    checks: ChecksConfig = ChecksConfig()
     lora: LoraConfig = LoraConfig()
     tokens: TokensConfig = TokensConfig()
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
     stop: StopConfig = StopConfig()
+    save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
 
@@ -171,6 +185,11 @@ class Run:
             raise ConfigError(
                 f"found method={self.method} in a run of {command_of(self.METHOD)}; expected {self.METHOD}; give the "
                 f"run to {command_of(self.method)}, or take the key out"
+            )
+        if not self.save.merged and not self.lora.is_on:
+            raise ConfigError(
+                "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
+                "expected a LoRA run; set lora.rank, or remove save.merged"
             )
         if not self.has_rewards:
             self.eval.answers.require_rewards()

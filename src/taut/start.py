@@ -20,7 +20,7 @@ from taut.checkpoint import Saved
 from taut.data.plan import Cursor
 from taut.errors import ConfigError
 from taut.identity import identity_of, require_same
-from taut.outdir import CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
+from taut.outdir import CHECKPOINTS, EVENTS, MARK, read_resolved
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
 from taut.runlog.events import newest_first
@@ -62,7 +62,7 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     if not run.resume or not (out / MARK).is_file():
         return Start(build_method(run, inputs.train), mine)
     before = read_resolved(out)
-    end = _finish(out)
+    end = _finish(out, run.save.result)
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
         if plan.num_steps == end["step"]:
@@ -73,7 +73,7 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     if end is not None and saved is None:
         raise ConfigError(
             f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
-            f"steps={end['step']}; begin a new run from {out / MODEL}, with checkpoint.every set"
+            f"steps={end['step']}; begin a new run from {out / run.save.result}, with checkpoint.every set"
         )
     if saved is None:
         plan, rounding = build_method(run, inputs.train), []
@@ -83,10 +83,10 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     return Start(plan, mine, saved, rounding, damaged, None, before.get("num_steps"))
 
 
-def _finish(out: Path) -> Mapping[str, Any] | None:
-    """The event with which the run finished, where nothing has happened since and its model is there."""
+def _finish(out: Path, result: str) -> Mapping[str, Any] | None:
+    """The event with which the run finished, where nothing has happened since and its ``result`` is there."""
     path = out / EVENTS
-    last = next(newest_first(path), None) if path.is_file() and (out / MODEL).is_dir() else None
+    last = next(newest_first(path), None) if path.is_file() and (out / result).is_dir() else None
     is_finish = last is not None and last["kind"] == "end" and last["outcome"] == "finished"
     return last if is_finish else None
 

@@ -115,6 +115,77 @@ def test_data_that_cannot_be_read_fail_once_and_the_model_is_looked_at(place: Pl
     assert all(one.remedy for one in found.values() if one.outcome == "failed")
 
 
+# -- what is left out by name
+
+
+def test_a_check_is_left_out_by_name_and_the_report_says_so(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes after it is asked: it has not failed."""
+    place.patch.setattr(
+        "taut.checks.examine.CHECKS",
+        {
+            "a.one": Check(asking(faulty)),
+            "a.two": Check(asking(sound), after=("a.one",)),
+            "a.three": Check(asking(faulty), "full"),
+        },
+    )
+    words = [f"model={place.model()}", f"data.train={place.data()}", *words_of(QUIET)]
+    assert main(["check", *words]) == 1
+    capsys.readouterr()
+    assert main(["check", *words, 'checks.skip=["a.one", "a.three"]']) == 0
+    said = capsys.readouterr().out
+    assert "left out by name (checks.skip): a.one\n" in said
+    assert "1 passed, 1 skipped" in said
+    assert main(["check", *words, 'checks.skip=["a.one"]', "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)["checks"]
+    assert [(one["name"], one["outcome"]) for one in asked] == [
+        ("a.one", "skipped"),
+        ("a.two", "passed"),
+    ]
+    assert asked[0]["says"] == "left out by name (checks.skip)"
+
+
+def test_a_part_that_cannot_be_made_is_a_failure_though_its_own_check_is_left_out(
+    place: Place,
+) -> None:
+    directory = place.model()
+    (directory / "model.safetensors").unlink()
+    session = place.session(directory, checks__skip=["model.loads"])
+    found = {a.name: a.finding for a in examine(session).answered}
+    assert found["model.loads"] == skipped("left out by name (checks.skip)")
+    failures = [one for one in found.values() if one.outcome == "failed"]
+    assert "weights" in failures[0].says and failures[0].remedy
+
+
+def test_a_name_that_no_check_has_is_refused_with_the_nearest(
+    model: Path, train: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {**QUIET, "model": model, "data.train": train, "checks.skip": ["reward.gold"]}
+    out = {"out": place.directory / "out", "steps": 1, "check": "off"}
+    for words in (["check", *words_of(keys)], ["sft", *words_of({**keys, **out})]):
+        assert main(words) == 2
+        assert (
+            "'reward.gold', and there is none; expected names such as rewards.gold; did you "
+            in (said := capsys.readouterr().err)
+        )
+        assert said.rstrip().endswith("did you mean rewards.gold?")
+    assert not (place.directory / "out").exists()
+
+
+def test_a_check_that_is_left_out_does_not_stop_a_training_and_is_recorded(
+    model: Path, train: Path, place: Place
+) -> None:
+    place.patch.setitem(CHECKS, LATER, Check(asking(faulty)))
+    out = place.directory / "out"
+    sft(model, train, out, steps=1, checks__skip=[LATER])
+    found = {event["name"]: event for event in events(out, "check")}
+    assert (found[LATER]["outcome"], found[LATER]["left_out"]) == ("skipped", True)
+    assert found["run.steps"]["left_out"] is False
+    resolved = json.loads((out / "resolved.json").read_text())
+    assert resolved["config"]["checks"]["skip"] == [LATER]
+
+
 # -- nothing is left changed
 
 

@@ -34,6 +34,21 @@ def failing(row):
 
 def never():
     return None
+
+def short(text):
+    return 1 / (1 + len(text))
+
+def counted(num_tokens):
+    return float(num_tokens < 3)
+
+def silent():
+    return None
+
+def broken(row):
+    return row["absent"]
+
+for function in (short, silent, broken):
+    function.judges = "form"
 """
 
 
@@ -43,10 +58,16 @@ def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
     path = tmp_path_factory.mktemp("gold") / "own.py"
     path.write_text(OWN)
     names = ["right", "wrong", "brief", "constant", "failing", "never"]
+    names += ["short", "counted", "silent", "broken"]
     own: list[str | RewardSpec] = [f"{path}:{name}" for name in names]
     form = RewardSpec(name="format", weight=0.1)
     marked = RewardSpec(name="exact_match", label="marked", inside="answer")
-    with open_panel([*own, "numeric", form, marked], PanelConfig(workers=1)) as opened:
+    declared = RewardSpec(name=f"{path}:brief", label="declared", judges="form")
+    matched = RewardSpec(
+        name="regex", label="matched", judges="correctness", options={"pattern": "x"}
+    )
+    each = [*own, "numeric", form, marked, declared, matched]
+    with open_panel(each, PanelConfig(workers=1)) as opened:
         yield opened
 
 
@@ -64,11 +85,12 @@ def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> 
     class Some(Panel):
         def __init__(self) -> None:
             self.parts = tuple(parts)
+            self.judges = panel.judges
 
         def grade(self, answers: Any, labels: Any = None, *, are_bare: bool = False) -> Any:
             return panel.grade(answers, self.names, are_bare=are_bare)
 
-    return preflight(Some(), asked, 0.0, key)
+    return preflight(Some(), asked, 0.0, key, len)
 
 
 @pytest.mark.parametrize("key", ["", "eval.answers"])
@@ -79,7 +101,10 @@ def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> 
         (["numeric", "format", "marked"], "right answers are known as right by numeric, marked"),
         (["wrong"], "less than other rows' answers"),
         (["right", "failing"], "failing fails on 3 of 3 right answers"),
-        (["format"], "no reward says what is right"),
+        (["matched"], "the same as any other answer"),
+        (["counted"], "less than other rows' answers"),
+        (["broken"], "broken fails on 3 of 3 right answers"),
+        (["silent"], "silent applies to none of 3 rows"),
     ],
 )
 def test_what_is_said_of_rewards_on_right_answers(
@@ -90,9 +115,23 @@ def test_what_is_said_of_rewards_on_right_answers(
     assert (finding.outcome == "passed") == ("known as right" in says)
 
 
+@pytest.mark.parametrize("key", ["", "eval.answers"])
+@pytest.mark.parametrize("labels", [["format"], ["short", "format"], ["declared"]])
+def test_rewards_of_form_are_asked_only_whether_they_can_be_computed(
+    panel: Panel, labels: list[str], key: str
+) -> None:
+    """They may like an empty answer best; the function says it judges form, or the configuration does."""
+    finding = found(panel, labels, key, rows("1", "22", "333"))
+    assert (finding.outcome, finding.number) == ("passed", 3)
+    assert finding.says == f"{', '.join(labels)} can be computed; no reward judges correctness"
+
+
 @pytest.mark.parametrize(
     ("labels", "alone", "added"),
     [
+        (["numeric", "short"], "passed", "passed"),
+        (["numeric", "silent"], "failed", "failed"),
+        (["numeric", "counted"], "failed", "passed"),
         (["brief"], "failed", "failed"),
         (["numeric", "brief"], "failed", "passed"),
         (["constant"], "passed", "failed"),

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checks.faults.rollout import sums
+from tests.checks.planting import Place
 from tests.docs.pages import REWARDS_PAGE, rewards_page
 
+from taut.checks.rewards.gold import ask
+from taut.checks.rollout.opened import close
 from taut.config import describe, from_mapping
 from taut.rewards import REWARDS, RewardSpec
 from taut.rewards.registry import read_parts
@@ -50,3 +54,23 @@ def test_every_example_can_be_had(
 def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(PROGRAMS[-1], {})
     assert capsys.readouterr().out == "1.004 1.0\n"
+
+
+def test_the_function_passes_the_check_of_right_answers_because_it_says_that_it_judges_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    data = place.data([{**row, "budget": 20} for row in sums()])
+    own = tmp_path / "own.py"
+
+    def outcome(code: str) -> str:
+        own.write_text(code)
+        rewards = [{"name": f"{own}:brevity", "options": {"by": 2.0}}]
+        session = place.session(data=data, method="grpo", rewards=rewards, rollout__n=2)
+        try:
+            return ask(session).outcome
+        finally:
+            close(session)
+
+    assert outcome(PROGRAMS[0]) == "passed"
+    assert outcome(PROGRAMS[0].partition("brevity.judges")[0]) == "failed"

@@ -80,7 +80,7 @@ def require_equal(resumed: Path, whole: Path) -> None:
         assert largest_difference(weights(resumed / folder), weights(whole / folder)) == 0.0
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_open_step_is_abandoned_and_taken_again(
     which: signal.Signals, go: Go, at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +188,76 @@ def test_exit_codes(times: str, model: Path, train: Path, tmp_path: Path) -> Non
     assert done.stderr.startswith("taut: error: interrupted by SIGTERM: the state after step ")
     assert "the same command with resume=true goes on" in done.stderr
     assert len(saved) == 1
+
+
+EARLY = """\
+import importlib, os, signal, sys
+from taut import cli
+if os.environ["IGNORED"]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+module, _, name = os.environ["AT"].partition(":")
+module = importlib.import_module(module)
+real = getattr(module, name)
+def with_signal(*given, **named):
+    os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    return real(*given, **named)
+setattr(module, name, with_signal)
+sys.exit(cli.main())
+"""
+"""A program that gets a signal while a function is called."""
+
+
+def with_signal(at: str, which: signal.Signals, *words: str, ignored: str = "", place: Path) -> Any:
+    (place / "program.py").write_text(EARLY)
+    told = {"AT": at, "SIGNAL": str(int(which)), "IGNORED": ignored}
+    return run(place / "program.py", *words, **told)
+
+
+@pytest.mark.parametrize(
+    ("at", "which"),
+    [
+        ("taut.config:load", signal.SIGTERM),  # the command line is read
+        ("numpy:save", signal.SIGHUP),  # tokenised rows go to the cache
+        ("taut.build:assemble", signal.SIGUSR1),
+        ("taut.api:before_training", signal.SIGTERM),  # checks
+        ("taut.api:before_training", signal.SIGINT),
+    ],
+)
+def test_a_signal_before_training_ends_the_run_in_a_line_and_leaves_nothing(
+    at: str, which: signal.Signals, model: Path, train: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    keys = {**QUIET, "model": model, "data.train": train, "out": out, "steps": 1}
+    keys |= {"data.cache": tmp_path / "cache"}
+    done = with_signal(at, which, "sft", *words_of(keys), place=tmp_path)
+    if which == signal.SIGINT:
+        assert (done.returncode, done.stderr) == (130, "taut: interrupted\n")
+    elif at == "taut.config:load":
+        assert (done.returncode, done.stderr) == (75, "taut: interrupted by SIGTERM\n")
+    else:
+        assert (done.returncode, done.stderr) == (
+            75,
+            f"taut: error: interrupted by {which.name} before training began; nothing was changed in out; "
+            "the same command begins again\n",
+        )
+    assert not out.exists()
+    assert not list((tmp_path / "cache").glob(".*"))  # nothing half-written
+
+
+def test_an_ignored_hangup_stays_ignored(model: Path, train: Path, tmp_path: Path) -> None:
+    keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 1}
+    for at in ("taut.api:before_training", "taut.loop:backward"):
+        words = words_of({**keys, "overwrite": True})
+        done = with_signal(at, signal.SIGHUP, "sft", *words, ignored="yes", place=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_ends_another_command_in_a_line(model: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the cat"}] * 3)
+    words = [str(model), f"prompts={prompts}", f"out={tmp_path / 'answers.jsonl'}", "device=cpu"]
+    at = "taut.commands.generate:open_engine"
+    done = with_signal(at, signal.SIGHUP, "generate", *words, place=tmp_path)
+    assert (done.returncode, done.stderr) == (75, "taut: interrupted by SIGHUP\n")
 
 
 def test_a_signal_to_one_rank_ends_all_and_loses_nothing(

@@ -11,7 +11,7 @@ from tests.chats import column, events, largest_difference, weights
 from tests.online import keys_of, save_models, train
 
 import taut
-from taut.errors import CheckFailed, ConfigError
+from taut.errors import CheckFailed, ConfigError, UserCodeError
 from taut.rollout.local import LocalEngine
 
 REWARD = """
@@ -27,7 +27,7 @@ def worth(row, num_tokens, bad=()):
         case 2:
             return float("nan")
         case 3:
-            return "good"
+            raise ValueError("good")
         case _:
             return num_tokens / 8
 """
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own(place: Path, *bad: str, **spec: Any) -> list[dict[str, Any]]:
-    """A reward of the user's: rows that it raises for, hangs at, says NaN of, and a text."""
+    """A reward of the user's: rows that it raises for, hangs at, says NaN of, and raises for again."""
     (place / "own.py").write_text(REWARD)
     return [{"name": f"{place}/own.py:worth", "options": {"bad": list(bad)}, **spec}]
 
@@ -111,6 +111,44 @@ def test_too_many_errors_stop_the_run_and_it_goes_on(model: Path, tmp_path: Path
     (tmp_path / "own.py").write_text(REWARD.replace("num_tokens / 8", "num_tokens / 4"))
     with pytest.raises(ConfigError, match=r"own\.py.*other content"):
         train({**keys, **wide, "resume": True, "steps": 4})
+
+
+SOMETIMES = """
+from pathlib import Path
+
+def worth(row, num_tokens, without=(), wrong=(), mark=""):
+    if row["id"] in wrong and Path(mark).exists():
+        return "good"
+    return None if row["id"] in without else num_tokens / 8
+"""
+
+
+def test_a_skipped_step_and_a_wrong_type_after_it_are_gone_on_from_exactly(
+    model: Path, tmp_path: Path
+) -> None:
+    """No reward applies to the second roll-out: its update is skipped. A text as a reward stops the third at once."""
+    (tmp_path / "own.py").write_text(SOMETIMES)
+    mark, name = tmp_path / "mark", f"{tmp_path / 'own.py'}:worth"
+    keys = keys_of("grpo", model, tmp_path, rewards=name, grading__workers=1, steps=4)
+    keys["guard.max_errors"] = 1.0
+    train(keys | {"out": str(tmp_path / "before")})
+    asked = [{it.partition("#")[0] for it in n} for n in column(tmp_path / "before", "sample_ids")]
+    wrong = sorted(asked[2] - asked[1])[:1]
+    options = {"without": sorted(asked[1]), "wrong": wrong, "mark": str(mark)}
+    keys["rewards"] = [{"name": name, "options": options}]
+    whole, out = tmp_path / "whole", Path(keys["out"])
+    train(keys | {"out": str(whole)})
+    assert column(whole, "sample_ids")[1] == [] and column(whole, "grad_norm")[1] == 0.0
+    assert [event.get("skipped") for event in events(whole, "step")] == [None, 1.0, None, None]
+    warned = [e["step"] for e in events(whole, "warning") if "none of 16" in e["detail"]]
+    assert warned == [2]
+    mark.touch()
+    with pytest.raises(UserCodeError, match=r"worth returned 'good' of type str; .*after step 2"):
+        train(keys)
+    mark.unlink()
+    train({**keys, "resume": True})
+    assert column(out, "loss") == column(whole, "loss")
+    assert largest_difference(weights(out / "model"), weights(whole / "model")) == 0
 
 
 def test_rewards_that_never_differ_stop_the_run(model: Path, tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ def test_the_server_has_the_weights_of_each_step(
     assert pushed == [(0, False), (0, True), (0, True), (0, True)]
     assert [s["version"] for e in events(out, "rollout") for s in e["samples"][:1]] == [0, 1, 2, 3]
     assert "engine/corrected" in events(out, "step")[0]
+    (start,) = events(out, "start")
+    recorded = {name: value for name, value, _ in start["decisions"]}
+    assert recorded["grpo.correction"] == "truncated"
+    assert recorded["grpo.correction_level"] == "token"
 
 
 def test_a_roll_out_ahead_is_a_phase_old_and_corrected(

@@ -248,6 +248,43 @@ def test_lora_saves_the_adapter_and_the_merged_model(go: Go, model: Path, train:
     assert result.eval_loss == pytest.approx(mean_loss(result.model, train), rel=1e-9)
 
 
+def test_an_adapter_can_be_all_that_is_saved(go: Go, model: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "steps": 3,
+        "lora__rank": 4,
+        "data__eval": str(write_rows(tmp_path / "eval.jsonl", chats(27)[23:])),
+        "eval__every": 1,
+        "eval__best": "loss",
+        "checkpoint__every": 2,
+    }
+    whole = go("whole", **keys)
+    alone = go("alone", **keys, save__merged=False)
+    assert alone.model == alone.out / "adapter"
+    assert not (alone.out / "model").exists()
+    assert not list((alone.out / "best").glob("model*.safetensors"))
+    for name in ("adapter", "best"):
+        assert weights(alone.out / name).keys() == weights(whole.out / "adapter").keys()
+    assert largest_difference(weights(alone.out / "adapter"), weights(whole.out / "adapter")) == 0
+    checks = {event["name"]: event["outcome"] for event in events(alone.out, "check")}
+    assert (checks["adapter"], checks["contract"]) == ("passed", "skipped")
+    assert [one.state for one in taut.runs(alone.out)] == ["finished"]
+    again = go("alone", **keys, save__merged=False, resume=True)
+    assert again.notice is not None
+    assert str(alone.out / "adapter") in again.notice
+    merged = go("alone", **keys, resume=True)  # the checkpoint of the last step is enough
+    assert largest_difference(weights(merged.model), weights(whole.model)) == 0
+    taut.merge(model=str(model), adapter=str(alone.out / "adapter"), out=str(tmp_path / "merged"))
+    gap = largest_difference(weights(tmp_path / "merged"), weights(whole.model))
+    assert gap < 1e-6  # peft loads adapters in float32
+
+
+def test_only_an_adapter_can_be_saved_alone(go: Go) -> None:
+    with pytest.raises(
+        taut.ConfigError, match=r"save\.merged=false without adapters.*set lora\.rank"
+    ):
+        go(steps=1, save__merged=False)
+
+
 def test_going_on_from_an_adapter(go: Go) -> None:
     first = go("first", steps=2, lora__rank=4)
     second = go("second", steps=1, lora__adapter=str(first.out / "adapter"))

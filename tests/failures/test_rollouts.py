@@ -41,7 +41,7 @@ def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -
     credit = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=False), shaping=shaping)
     cut, ended = paths([[1.0, 1.0]], a0="length")
     sizes = {path.name: path.episode.sampled_at_N.size for path in (cut, ended)}
-    said = {name: {VALUE: np.zeros(size + 1)} for name, size in sizes.items()}
+    said = {name: {VALUE: np.zeros(size)} for name, size in sizes.items()}
     given = credit.trees([cut, ended], said)
     # without a discount every token answers for what the last one gets
     assert given.advantages[cut.name].tolist() == [0.5] * sizes[cut.name]

@@ -56,6 +56,7 @@ LAYOUTS: dict[str, Layout] = {
 CONSTANT_IN_PART = {
     "dpo_aot_unpaired",
     "policy_gspo_token",
+    "policy_gspo_truncated",
     "policy_cispo",
     "policy_kl",
 }

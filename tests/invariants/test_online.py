@@ -109,7 +109,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "shaping__missing_stop": 0.5,
         "rollout__temperature": 0.7,
     },
-    "ppo": {"ppo__kl_coef": 0.05, "ppo__kl_in": "reward", "critic__kind": "shared"},
+    "ppo": {
+        "ppo__kl_coef": 0.05,
+        "ppo__kl_in": "reward",
+        "ppo__bootstrap_cut": True,
+        "critic__kind": "shared",
+    },
     "online_dpo": {},
     "gkd": {},
 }

@@ -35,6 +35,17 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "ppo",
         {**UNEVEN, "critic.kind": "own", "critic.model": "beside", "checkpoint.every": 2},
     ),
+    "tokens whitened over the roll-out": (
+        "grpo",
+        {
+            **UNEVEN,
+            "steps": 2,
+            "rollout.minibatches": 2,
+            "grpo.advantage": "reinforce_pp",
+            "grpo.kl_coef": 0.1,
+            "grpo.kl_in": "reward",
+        },
+    ),
     "a rank without": ("grpo", {"steps": 2, "batch.samples_per_step": 1, "grpo.kl_coef": 0.1}),
     "online_dpo": ("online_dpo", UNEVEN),
     "gkd": ("gkd", {**UNEVEN, "steps": 2}),

@@ -11,6 +11,14 @@ Where the two differ on purpose they are compared in the setting in which they m
 - its entropy is a mean over tokens, whatever the loss's average, as ours
 - its ratio is not held beyond e^30
 
+GSPO and GMPO with a correction are compared with verl (its core_algos of January 2026; TRL has no correction of
+tokens for them):
+
+- its gspo writes the ratio of each token as sg(s) r / sg(r), so a token's weight is that of its own gradient
+- its gmpo multiplies a sample by the geometric mean of the weights of its tokens: our level geometric, compared where
+  no bound acts, since it takes the bounds before the mean and we take them after. Its 1e-10 inside the logarithm is
+  left out
+
 GSPO-token is not in TRL: it is compared with GSPO's gradient where advantages are one number a sample (eq. 13 of its
 paper says so), and by hand where they are not.
 """
@@ -179,13 +187,15 @@ def of_step(loss: Loss, packed: Packed, scores: Scores) -> Tensor:
     ).sum()
 
 
-def require_equal(found: Tensor, expected: Tensor, leaf: Tensor, *, values: bool = True) -> None:
+def require_equal(
+    found: Tensor, expected: Tensor, leaf: Tensor, *, values: bool = True, limit: float = LIMIT
+) -> None:
     if values:
-        torch.testing.assert_close(found, expected, rtol=LIMIT, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=limit, atol=1e-12)
     grads = [torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in (found, expected)]
     assert torch.isfinite(grads[1]).all()
     assert grads[1].any()
-    torch.testing.assert_close(*grads, rtol=LIMIT, atol=1e-12)
+    torch.testing.assert_close(*grads, rtol=limit, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.5, 3.0])
@@ -249,6 +259,46 @@ def test_engine_against_trainer(kind: Any, level: Any, is_fresh: bool) -> None:
     theirs = per_token(clipped(t, old) * ratio + 0.04 * k3(t), t)
     found = of_step(replace(loss, is_fresh=is_fresh), packed, Scores(logp_N))
     require_equal(found, theirs, logp_N)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+@pytest.mark.parametrize("is_fresh", [True, False])
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_gspo_with_weights_of_tokens(kind: Any, is_fresh: bool, scale: float) -> None:
+    """verl: compute_policy_loss_gspo with rollout_is_weights."""
+    packed, t, logp_N = drawn(scale)
+    old = t.logps.detach() if is_fresh else t.old_logps
+    ratio = ((old - t.sampling_logps) * t.mask).exp()
+    is_out = (ratio < 1 - scale) | (ratio > 1 + scale)
+    assert is_out.any() and not (is_out | ~t.mask.bool()).all()
+    if kind == "truncated":
+        weights = ratio.clamp(min=1 - scale, max=1 + scale)
+    else:
+        weights = ratio.masked_fill(is_out, 0.0)
+    mean = ((t.logps - old) * t.mask).sum(-1, keepdim=True) / t.mask.sum(-1, keepdim=True)
+    own = torch.exp(t.logps - t.logps.detach() + mean.detach())
+    cost = torch.maximum(-own * t.advantages, -own.clamp(0.8, 1.28) * t.advantages)
+    theirs = per_sequence(cost * weights.detach(), t)
+    how = Correction(kind, "token", cap=1 + scale, floor=1 - scale)
+    loss = replace(
+        ours("gspo", "sequence", has_engine_logp=True, correction=how), is_fresh=is_fresh
+    )
+    found = of_step(loss, packed, Scores(logp_N))
+    require_equal(found, theirs, logp_N, limit=1e-12)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_gmpo_with_the_geometric_mean_of_weights(is_fresh: bool) -> None:
+    """verl: compute_policy_loss_geo_mean with rollout_is_weights."""
+    packed, t, logp_N = drawn(0.5)
+    old = t.logps.detach() if is_fresh else t.old_logps
+    weights = ((old - t.sampling_logps) * t.mask).exp().detach()
+    of_sample = torch.exp((weights.log() * t.mask).sum(-1) / t.mask.sum(-1))
+    theirs = per_sequence(gmpo(t, old) * of_sample.unsqueeze(-1), t)
+    how = Correction("truncated", "geometric", cap=1e3, floor=0.0)
+    loss = ours("gmpo", "sequence", 0.4, 0.4, has_engine_logp=True, correction=how)
+    found = of_step(replace(loss, is_fresh=is_fresh), packed, Scores(logp_N))
+    require_equal(found, theirs, logp_N, limit=1e-12)
 
 
 def test_entropy() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from taut.errors import Interrupted
 from taut.interrupts import SIGNALS, Interrupt, Interrupts
 from taut.parallel import Ranks
 
@@ -106,3 +107,47 @@ def _killed_while_held(done: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             done.append("held")
         done.append("after")
+
+
+def test_a_signal_that_is_ignored_stays_ignored_but_for_sigint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        with Interrupts.watching() as interrupts:
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+            assert interrupts.received is None
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupts.received == "SIGINT"
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        with Interrupts.watching() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.received == "SIGHUP"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_before_training_a_signal_is_an_error_and_ctrl_c_is_ctrl_c() -> None:
+    for number, expected, message in (
+        (signal.SIGHUP, Interrupted, "interrupted by SIGHUP before training began"),
+        (signal.SIGINT, KeyboardInterrupt, "^$"),
+    ):
+        with pytest.raises(expected, match=message) as raised:
+            _killed_before_training(number)
+        assert not isinstance(raised.value, Interrupt)
+
+
+def _killed_before_training(number: signal.Signals) -> None:
+    with Interrupts.watching() as interrupts, interrupts.before_training():
+        os.kill(os.getpid(), number)
+        raise AssertionError("not reached")
+
+
+def test_a_notice_that_an_inner_watch_got_is_not_a_new_one_to_the_outer() -> None:
+    with Interrupts.watching() as outer, outer.at_once():
+        with Interrupts.watching():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.received == "SIGTERM"
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on: nothing is raised

@@ -122,6 +122,27 @@ def test_every_term_has_its_own_denominator(tmp_path: Path) -> None:
     assert report.metrics == {"samples_seen": 2.0}
 
 
+def test_a_step_without_trees_changes_no_weight_and_no_state_of_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    job = prepared(tmp_path, optim__weight_decay=0.1, optim__schedule="linear")
+    train_step(job, 1)
+    before, state = parameters_of(job.scorer), copy.deepcopy(job.optimizer.state_dict()["state"])
+    job.method, job.loss = Fixed([]), 0.5
+    job.done = job.followed = 1
+    told: list[dict[str, Any]] = []
+    job.emit = lambda kind, **fields: told.append(fields)
+    job.num_steps = 2
+    train(job)
+    for name, value in parameters_of(job.scorer).items():
+        assert torch.equal(value, before[name])
+    for key, value in job.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value[name], state[key][name]) for name in value)
+    assert (told[0]["skipped"], told[0]["grad_norm"], told[0]["num_targets"]) == (1.0, 0.0, 0)
+    assert told[0]["learning_rate"] == job.learning_rate(2)
+    assert (job.done, job.loss) == (2, 0.5), "the loss of the last step that has one"
+
+
 def test_the_held_out_loss_of_the_same_samples_is_that_of_the_step(tmp_path: Path) -> None:
     job = prepared(tmp_path, batch__tokens_per_microbatch=40)
     events: list[dict[str, Any]] = []

@@ -1,16 +1,17 @@
 """Asks the checks of a session, in the order of the registry, and keeps what they answer.
 
-A check is skipped, with the reason, where one it comes ``after`` has failed, or was skipped for that (its answer would
-be the same fault once more), or where a part of the run it needs cannot be made. With several ranks all of them ask
-alike, and one that fails fails for all.
+A check is left out where ``checks.skip`` names it. It is skipped, with the reason, where one it comes ``after`` has
+failed, or was skipped for that (its answer would be the same fault once more), or where a part of the run it needs
+cannot be made. With several ranks all of them ask alike, and one that fails fails for all.
 
 May import checks and what they import. lifecycle, api and commands import it.
 """
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from taut.checks import CHECKS, Check, Part
 from taut.checks.finding import Finding, Outcome, failed, skipped
 from taut.checks.owned import Unavailable
 from taut.checks.session import Session
-from taut.errors import CheckFailed, OutOfMemory, TautError
+from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
 from taut.runlog.events import plain
 
 SHOWN = 3
@@ -36,6 +37,8 @@ class Answered(NamedTuple):
     seconds: float
     cause: str | None = None
     """The check whose failure kept this one from being asked."""
+    is_left_out: bool = False
+    """Whether ``checks.skip`` names it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,12 @@ def examine(
     only: Collection[str] | None = None,
     follow: Callable[[Answered], None] = lambda _: None,
 ) -> Examination:
-    """Ask every check of ``part`` (full: all of them), or those named by ``only``. ``follow`` is told each answer."""
+    """Ask every check of ``part`` (full: all of them), or those named by ``only``. ``follow`` is told each answer.
+
+    Raises ConfigError where ``checks.skip`` names no check.
+    """
+    left_out = session.run.checks.skip
+    require_known(left_out)
     causes: dict[str, str] = {}
     answered = []
     state = randomness.capture(session.ranks.device)
@@ -76,18 +84,31 @@ def examine(
             continue
         began = time.perf_counter()
         cause = next((causes[before] for before in check.after if before in causes), None)
-        if cause is not None:
-            asked: tuple[Finding, str | None] = skipped(f"{cause} failed"), cause
+        if name in left_out:
+            asked: tuple[Finding, str | None] = skipped("left out by name (checks.skip)"), None
+        elif cause is not None:
+            asked = skipped(f"{cause} failed"), cause
         else:
             asked = _ask(name, check, session)
         finding, missing = _together(session, asked[0]), asked[1]
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
         seconds = time.perf_counter() - began
-        answered.append(Answered(name, check.question, finding, seconds, missing))
+        answered.append(Answered(name, check.question, finding, seconds, missing, name in left_out))
         randomness.restore(state, session.ranks.device)
         follow(answered[-1])
     return Examination(part, tuple(answered))
+
+
+def require_known(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name in ``checks.skip`` that no check has."""
+    for name in names:
+        if name not in CHECKS:
+            near = difflib.get_close_matches(name, CHECKS, 1)
+            hint = f"did you mean {near[0]}?" if near else "docs/check.md lists them"
+            raise ConfigError(
+                f"checks.skip names the check {name!r}, and there is none; expected names such as rewards.gold; {hint}"
+            )
 
 
 def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None]:
@@ -99,7 +120,7 @@ def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None
             raise  # on this rank alone: the others wait inside the model, and torchrun ends them
         return _refused(error), None
     except Unavailable as missing:
-        if missing.owner == name:
+        if missing.owner == name or missing.owner in session.run.checks.skip:
             return _refused(missing.error), None
         return skipped(f"without {missing.part}: {missing.owner} fails"), missing.owner
 

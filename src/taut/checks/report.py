@@ -29,9 +29,9 @@ WIDTHS = (7, 21, 17)
 
 def show_row(console: Console, one: Answered) -> None:
     """One question and its answer, with evidence and remedy of a finding and the notes of a check that passed. What was
-    not asked because of a failure is left to the end.
+    not asked because of a failure, or was left out by name, is left to the end.
     """
-    if one.cause is not None:
+    if one.cause is not None or one.is_left_out:
         return
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for width in WIDTHS:
@@ -59,6 +59,10 @@ def show_end(console: Console, examination: Examination, *, lists_all: bool) -> 
     for cause, number in num_asked.items():
         said = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
         console.print(Text(said, STYLES["skipped"]))
+    left_out = [one.name for one in examination.answered if one.is_left_out]
+    if left_out:
+        text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
+        console.print(Text(text, STYLES["warning"]))
     style = STYLES["failed" if examination.failures else "passed"]
     hint = "" if lists_all else "; --all shows every check"
     said = f"{counts(examination)} in {examination.seconds:.1f} s{hint}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple, TextIO
@@ -24,6 +23,7 @@ from pydantic import Field
 from taut.config import configclass, user_path
 from taut.data.formats import Message
 from taut.errors import ConfigError, EngineError, TautError
+from taut.interrupts import Interrupt
 from taut.rollout.engine import Sampling, room
 from taut.rollout.local import LocalEngine
 from taut.rollout.open import ModelUse, Opened, open_engine
@@ -85,8 +85,6 @@ class Answer(NamedTuple):
 
 def run(config: Chat) -> int:
     """Chat until /exit or the end of input."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     with open_engine(config) as opened:
         chat(config, opened, _lines(sys.stdin), _write)
     return 0
@@ -186,6 +184,8 @@ class Session:
             return self._stream(engine, prompt)
         try:
             (completion,) = engine.generate([prompt], self.sampling)
+        except Interrupt:  # a signal that ends the program, no Ctrl-C
+            raise
         except KeyboardInterrupt:
             return Answer(None, "stopped; there is no answer yet")
         self.write(completion.text.translate(CONTROLS))
@@ -200,6 +200,8 @@ class Session:
         try:
             for index in engine.tokens(prompt, self.sampling):
                 stream.add(index)
+        except Interrupt:  # a signal that ends the program, no Ctrl-C
+            raise
         except KeyboardInterrupt:
             note = "stopped"
         text = stream.finish()
@@ -270,5 +272,7 @@ def _lines(stdin: TextIO) -> Iterator[str]:
             yield input("> ")
         except EOFError:
             return
+        except Interrupt:  # a signal that ends the program, no Ctrl-C
+            raise
         except KeyboardInterrupt:
             sys.stdout.write(f"\n[{HELP}]\n")

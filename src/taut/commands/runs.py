@@ -125,7 +125,7 @@ def state_of(out: Path) -> RunState:
         seen = _last_seen(out / EVENTS)
     except TautError as error:
         wrong.append(str(error))
-    state, reason = _became(seen.end, has_model=(out / MODEL).is_dir())
+    state, reason = _became(seen.end, out)
     if wrong:
         state, reason = "damaged", "; ".join(wrong)
     if holder is not None:
@@ -230,11 +230,15 @@ def _last_seen(path: Path) -> Seen:
     return seen
 
 
-def _became(end: Event | None, *, has_model: bool) -> tuple[State, str | None]:
+def _became(end: Event | None, out: Path) -> tuple[State, str | None]:
     """The state of a run that no process has, and why it ended."""
-    outcome, reason = ("", None) if end is None else (end.get("outcome"), end.get("reason"))
+    if end is None:
+        return "died", None
+    outcome, reason = end.get("outcome"), end.get("reason")
     if outcome == "finished":
-        return ("finished", None) if has_model else ("stopped", f"finished, but {MODEL}/ is gone")
+        result = Path(end.get("model") or MODEL).name  # or the adapter
+        is_there = (out / result).is_dir()
+        return ("finished", None) if is_there else ("stopped", f"finished, but {result}/ is gone")
     if outcome in ("interrupted", "stopped"):
         state: State = "interrupted" if outcome == "interrupted" else "stopped"
         return state, str(reason)

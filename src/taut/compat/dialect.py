@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +23,7 @@ from taut.compat.recipe import Framework, Method, Recipe, Setting, Unknown, flat
 from taut.compat.script import Word, commands, pairs
 from taut.errors import ConfigError
 
-PARENTS = 3
+PARENTS = 6
 """How many directories above a script a file it names is looked for."""
 
 
@@ -64,6 +65,8 @@ class Dialect:
     """Which method the settings themselves name."""
     prefers_alias: frozenset[str] = frozenset()
     """Aliases that win over the option itself, wherever they stand."""
+    environment: str = ""
+    """The key of a file under which it sets environment variables."""
 
 
 class _Read(NamedTuple):
@@ -99,18 +102,25 @@ def _require_known(recipe: Recipe, keys: frozenset[str], path: Path) -> None:
 
 def _read_script(dialect: Dialect, path: Path, said: tuple[str | None, str | None]) -> Recipe:
     found = [
-        (words, anchor)
-        for words in commands(read_text(path), path.name)
+        (words, exported, anchor)
+        for words, exported in commands(read_text(path), path.name)
         if (anchor := dialect.find([word.text for word in words])) is not None
     ]
     if not found:
         raise ConfigError(
             f"{path} has no command of {dialect.name}; expected a YAML or JSON file of settings, or a script with one"
         )
-    words, anchor = found[0]
+    words, exported, anchor = found[0]
     taken = _options(words[anchor.at :], path)
-    others = [f"{path.name}:{more[0].line}: another command, not read" for more, _ in found[1:]]
-    environment = dict(word.text.split("=", 1) for word in words[: anchor.at] if _assigns(word))
+    others = [f"{path.name}:{more[0].line}: another command, not read" for more, *_ in found[1:]]
+    environment = {
+        name: Setting(name, word.text, f"{path.name}:{word.line}", word.obstacle)
+        for name, word in exported.items()
+    }
+    for word in words[: anchor.at]:
+        if _assigns(word):
+            name, _, value = word.text.partition("=")
+            environment[name] = Setting(name, value, f"{path.name}:{word.line}", word.obstacle)
     launcher = tuple(word.text for word in words[: anchor.at] if not _assigns(word))
     return _recipe(
         dialect,
@@ -149,16 +159,17 @@ def _options(words: list[Word], path: Path) -> _Read:
 
 def _follow(word: Word, path: Path, place: str, settings: list[Setting], unread: list[str]) -> None:
     """The settings of a file that a command names."""
-    inner = None if word.obstacle else _near(path, word.text)
+    inner = None if word.obstacle else find_near(path, word.text)
     if inner is None:
         unread.append(f"{place}: {word.text} is not here; its settings are not known")
+        settings.append(Setting("config", word.text, place, "not here"))
         return
     content = read_settings(inner)
-    settings += content.settings
+    settings += [Setting("config", word.text, place), *content.settings]
     unread += content.unread
 
 
-def _near(path: Path, name: str) -> Path | None:
+def find_near(path: Path, name: str) -> Path | None:
     """A file that a script names: from here, from where it stands, or from a directory above."""
     above = [path.parent, *path.resolve().parents[1 : PARENTS + 1]]
     candidates = (Path(name), *(directory / name for directory in above))
@@ -178,9 +189,18 @@ def _recipe(
     taken: _Read,
     path: Path,
     said: tuple[str | None, str | None],
+    environment: Mapping[str, Setting] | None = None,
     **about: Any,
 ) -> Recipe:
     method, version = said
+    variables = {
+        name: one._replace(key=name)
+        for one in taken.settings
+        if dialect.environment
+        and (name := one.key.removeprefix(f"{dialect.environment}.")) != one.key
+    }
+    settings = [one for one in taken.settings if one.key.partition(".")[0] != dialect.environment]
+    taken = taken._replace(settings=settings)
     given = {one.key: one for one in taken.settings}
     named = {key: one for one in taken.settings for key, one in _named(dialect, one)}
     for alias in dialect.prefers_alias & given.keys():
@@ -209,6 +229,7 @@ def _recipe(
         data=_first(named, dialect.data),
         unread=tuple(taken.unread),
         unknown=tuple(unknown),
+        environment=variables | dict(environment or {}),
         **about,
     )
 
@@ -251,7 +272,8 @@ def _method(
         method: len(given.keys() & options(dialect.name, method)) for method in dialect.methods
     }
     best = [method for method in dialect.methods if counts[method] == max(counts.values())]
-    hinted = [method for method in best if method in f"{path.parent.name} {path.name}".lower()]
+    words = re.findall("[a-z]+", f"{path.parent.name} {path.name}".lower())
+    hinted = [method for method in best if method in words and method != "other"]
     if len(best) == 1:
         return best[0], "the options it has"
     if len(hinted) == 1:

@@ -39,4 +39,5 @@ DIALECT = Dialect(
     model=("model_name_or_path",),
     data=("dataset_name", "dataset_mixture"),
     aliases=ALIASES,
+    environment="env",
 )

@@ -66,7 +66,8 @@ class Recipe:
     """The training script was started directly, not by the framework's command."""
     has_command: bool = False
     """The words that start it are known."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, Setting] = field(default_factory=dict)
+    """Variables that the script or the file sets for the command, by name."""
     unread: tuple[str, ...] = ()
     """What could not be resolved, one a line."""
     unknown: tuple[Unknown, ...] = ()

@@ -1,17 +1,20 @@
 """The commands of a shell script, as far as they can be known without running it.
 
 Read: assignments (``NAME=value``, ``export``, lists), ``read -r -d '' NAME <<EOF``, ``bash -c "..."``, continued lines,
-quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``. Not read: conditions and loops (each
-of their commands counts as run), command substitution, arithmetic, ``$1``. A word that needs these carries the reason;
-nothing is guessed.
+quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``, and arithmetic over known integers:
+``$((A / B))``, ``$(expr A / B)``. Not read: conditions and loops (each of their commands counts as run), other command
+substitutions, ``$1``. A word that needs these carries the reason; nothing is guessed.
 
 Imports errors only. ``dialect.py`` imports it.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +23,8 @@ from taut.errors import ConfigError
 LITERAL, QUOTED, CONTINUED = "\x01", "\x02", "\r"
 """A dollar sign that means itself; one inside double quotes, whose value is not split into words; a line that goes on
 inside them."""
+OPEN, CLOSE = "\x03", "\x04"
+"""Around a command substitution; the dollar signs inside are ``LITERAL``."""
 TOKEN = re.compile(
     r"""(?P<space>(?:[ \t\r]|\\\r?\n)+) | (?P<newline>\n) | (?P<comment>\#[^\n]*) | (?P<operator>[;&|()<>]+)
     | (?P<ansi>\$'(?:\\.|[^'\\])*') | (?P<single>'[^']*') | (?P<double>"(?:\\.|[^"\\])*") | (?P<escape>\\.)
@@ -32,6 +37,10 @@ EXPANSION = re.compile(
 )
 SUBSTITUTION = re.compile(r"(?<!\\)\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
 """Inside double quotes."""
+MARKED = re.compile(rf"{OPEN}([^{CLOSE}]*){CLOSE}")
+EXPRESSION = re.compile(
+    r"\$\(\((?P<arithmetic>.*)\)\)|(?:\$\(|`)\s*expr\s(?P<expr>.*)[`)]", re.DOTALL
+)
 ASSIGNED = re.compile(r"(\w+)\+?=")
 DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 ANSI = {r"\n": "\n", r"\t": "\t", r"\'": "'", r"\"": '"', "\\\\": "\\"}
@@ -46,6 +55,14 @@ class Word(NamedTuple):
     """Why the text is not known: the part of it that would have to be run."""
 
 
+class Command(NamedTuple):
+    """A command that would be run."""
+
+    words: list[Word]
+    exported: Mapping[str, Word]
+    """Variables that the script has exported to it."""
+
+
 @dataclass
 class _Command:
     """Words between two separators; ``body``: of a here-document."""
@@ -55,13 +72,15 @@ class _Command:
     body: list[Word] | None = None
 
 
-def commands(text: str, place: str) -> list[list[Word]]:
-    """Every command's words, expanded. Raises ConfigError where a quote is never closed."""
-    return _run(_commands(text, place), {}, place)
+def commands(text: str, place: str) -> list[Command]:
+    """Every command of a script, expanded. Raises ConfigError where a quote is never closed."""
+    return _run(_commands(text, place), {}, {}, place)
 
 
-def _run(parsed: list[_Command], values: dict[str, list[Word]], place: str) -> list[list[Word]]:
-    """Assignments taken, the other commands expanded."""
+def _run(
+    parsed: list[_Command], values: dict[str, list[Word]], exported: dict[str, Word], place: str
+) -> list[Command]:
+    """Apply the assignments, expand the other commands."""
     found = []
     for command in parsed:
         for name, words in command.lists.items():
@@ -70,18 +89,22 @@ def _run(parsed: list[_Command], values: dict[str, list[Word]], place: str) -> l
             values[command.words[-1].text] = _expanded(command.body, values)
             continue
         words = command.words
+        is_export = bool(words) and words[0].text == "export"
         if words and words[0].text in DECLARATIONS:
             words = [word for word in words[1:] if not word.text.startswith("-")]
-        if all(ASSIGNED.match(word.text) for word in words):
+        if is_export or all(ASSIGNED.match(word.text) for word in words):
             for word in words:
-                name, _, value = word.text.partition("=")
-                values[name] = _substituted(word._replace(text=value), values)
+                name, equals, value = word.text.partition("=")
+                if equals:
+                    values[name] = _substituted(word._replace(text=value), values)
+                if name in values and (is_export or name in exported):
+                    exported[name] = _joined(values[name], word.line)
             continue
         expanded = _expanded(words, values)
-        found.append(expanded)
+        found.append(Command(expanded, dict(exported)))
         for shell, option, inner in zip(expanded, expanded[1:], expanded[2:], strict=False):
             if shell.text in ("bash", "sh") and option.text == "-c":
-                found += _run(_commands(inner.text, place, inner.line), values, place)
+                found += _run(_commands(inner.text, place, inner.line), values, exported, place)
     return found
 
 
@@ -130,8 +153,66 @@ def _substituted(word: Word, values: dict[str, list[Word]]) -> list[Word]:
         obstacles.append(match[0].replace(QUOTED, "$"))
         return match[0]
 
-    text = EXPANSION.sub(put_in, word.text).replace(LITERAL, "$").replace(QUOTED, "$")
+    def compute(match: re.Match[str]) -> str:
+        substitution = match[1].replace(LITERAL, "$")
+        number = _computed(substitution, word.line, values)
+        if number is None:
+            obstacles.append(" ".join(substitution.split()))
+        return substitution if number is None else str(number)
+
+    text = EXPANSION.sub(put_in, word.text).replace(QUOTED, "$")
+    text = MARKED.sub(compute, text).replace(LITERAL, "$")
     return [Word(text, word.line, ", ".join(dict.fromkeys(obstacles)))]
+
+
+def _computed(substitution: str, line: int, values: dict[str, list[Word]]) -> int | None:
+    """The result of ``$((...))`` or ``$(expr ...)`` over known integers; None for anything else."""
+    match = EXPRESSION.fullmatch(substitution)
+    if match is None:
+        return None
+    (expression,) = _substituted(Word(match["arithmetic"] or match["expr"], line), values)
+    if expression.obstacle:
+        return None
+
+    def evaluate(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name) and match["arithmetic"]:
+            (value,) = values[node.id]
+            return int(value.text)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -evaluate(node.operand)
+        if isinstance(node, ast.BinOp):
+            return ARITHMETIC[type(node.op)](evaluate(node.left), evaluate(node.right))
+        raise ValueError
+
+    # a variable that is not set or no integer, an operator that is not in ARITHMETIC, a division by 0
+    with suppress(SyntaxError, KeyError, ValueError, ZeroDivisionError):
+        return evaluate(ast.parse(expression.text.replace("\\", "").strip(), mode="eval").body)
+    return None
+
+
+def _quotient(dividend: int, divisor: int) -> int:
+    """Integer division as in the shell: towards zero."""
+    quotient = abs(dividend) // abs(divisor)
+    return quotient if (dividend < 0) == (divisor < 0) else -quotient
+
+
+def _remainder(dividend: int, divisor: int) -> int:
+    return dividend - divisor * _quotient(dividend, divisor)
+
+
+ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: _remainder,
+}
+
+
+def _marked(substitution: str) -> str:
+    return f"{OPEN}{substitution.replace('$', LITERAL)}{CLOSE}"
 
 
 def _commands(text: str, place: str, first_line: int = 1) -> list[_Command]:
@@ -147,7 +228,6 @@ class _Lexer:
         self.done: list[_Command] = [_Command()]
         self.word: str | None = None
         self.word_line = first_line
-        self.obstacle = ""
         self.items: list[Word] | None = None
         """Of the list that is open."""
         self.end_of_body: str | None = None
@@ -212,23 +292,21 @@ class _Lexer:
             text = re.sub(r"\\.", lambda match: ANSI.get(match[0], match[0]), text[2:-1])
             text = text.replace("$", LITERAL)
         elif kind == "double":
-            self.obstacle = ", ".join(SUBSTITUTION.findall(text))
-            text = SUBSTITUTION.sub(lambda match: match[0].replace("$", LITERAL), text[1:-1])
+            text = SUBSTITUTION.sub(lambda match: _marked(match[0]), text[1:-1])
             text = re.sub(r"(?<!\\)\$", QUOTED, text)
             text = text.replace("\\\n", CONTINUED).replace(r"\$", LITERAL)
             text = re.sub(r'\\(["\\`])', r"\1", text)
         elif kind == "escape":
             text = text[1].replace("$", LITERAL)
         elif kind == "substitution":
-            self.obstacle = text
-            text = text.replace("$", LITERAL)
+            text = _marked(text)
         self.word += text
 
     def _end_word(self) -> None:
         if self.word is None:
             return
-        word = Word(self.word, self.word_line, " ".join(self.obstacle.split()))
-        self.word, self.obstacle = None, ""
+        word = Word(self.word, self.word_line)
+        self.word = None
         if self.skips_word:
             self.skips_word = False
             if self.awaits_body:

@@ -58,4 +58,5 @@ DIALECT = Dialect(
     data=("dataset",),
     aliases={"train_type": "tuner_type", "model_id_or_path": "model", "sft_type": "tuner_type"},
     method_of=method_of,
+    environment="ENV",
 )

@@ -53,4 +53,5 @@ DIALECT = Dialect(
     data=("dataset_name", "datasets"),
     aliases=ALIASES,
     prefers_alias=frozenset({"model_init_kwargs.attn_implementation", "model_init_kwargs.dtype"}),
+    environment="env",
 )

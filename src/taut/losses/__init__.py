@@ -64,6 +64,17 @@ LOSSES: dict[str, Loss] = {
     "policy_masked": PolicyGradient(
         has_engine_logp=True, correction=Correction("masked", "sequence", cap=1e3)
     ),
+    "policy_geometric": PolicyGradient(
+        has_engine_logp=True, correction=Correction("truncated", "geometric", 1.1, 0.9)
+    ),
+    "policy_gspo_truncated": PolicyGradient(
+        "gspo",
+        Bounds(0.3, 0.4),
+        "sequence",
+        has_engine_logp=True,
+        correction=Correction("truncated", floor=0.5),
+        is_fresh=False,
+    ),
     "policy_critic": PolicyGradient(critic=Critic(clip=0.2), is_fresh=False),
 }
 """name -> an instance. Every entry is held to tests/invariants."""

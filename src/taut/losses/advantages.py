@@ -1,16 +1,15 @@
 """Advantages: how much better a sample, or a token, did than was to be expected. Pure functions, no model.
 
-Of rewards r of the samples of a roll-out and their groups (the answers to one prompt, n of them, mean m, standard
-deviation s with n - 1); A is one number a sample:
+An ``Estimator`` turns the rewards r of a roll-out's samples into an advantage for each sampled token. With the groups
+(the answers to one prompt, n of them, mean m, standard deviation s with n - 1), samples compare as follows:
 
     group                  (r - m) / (s + 1e-4)             GRPO, arXiv 2402.03300; 1e-4 as TRL has it
     mean                   r - m                            Dr. GRPO, arXiv 2503.20783: without the bias to groups of
                                                             little variance
     rloo                   r - (mean of the others') = n / (n - 1) (r - m)
                                                             RLOO, arXiv 2402.14740: unbiased
-    reinforce_pp           whitened over the whole roll-out REINFORCE++, arXiv 2501.03262: groups are not read
-    reinforce_pp_baseline  r - m, whitened over the whole roll-out
-                                                            its baseline form
+    reinforce_pp           r, whitened over tokens          REINFORCE++, arXiv 2501.03262: groups are not read
+    reinforce_pp_baseline  r - m, whitened over tokens      its baseline form
     maxrl                  (r - m) / m; 0 where m is 0      MaxRL, arXiv 2602.02710: for rewards of 0 and 1 unbiased for
                                                             the likelihood of success, truncated at order n - 1 (r / m
                                                             alone: n, with more noise)
@@ -18,8 +17,25 @@ deviation s with n - 1); A is one number a sample:
                                                             PKPO, arXiv 2505.15201, s^(loo-1): unbiased for the expected
                                                             best of k, which is pass@k for rewards of 0 and 1
 
-A group of one, or one whose rewards are all alike, has advantages of exactly 0: nothing is learned of it. (reinforce_pp
-compares across groups; there it is the roll-out that must differ.)
+Every token of a sample has the sample's number. A group of one, or one whose rewards are all alike, compares to exactly
+0: nothing is learned of it. (reinforce_pp compares across groups; there it is the roll-out that must differ.)
+
+"Whitened over tokens" is (x - mean) / deviation, both taken over all sampled tokens of the roll-out, so a long sample
+counts for more than a short one: the batch normalisation of arXiv 2501.03262, and what verl (masked_whiten over the
+response mask) and OpenRLHF (over the action mask) compute. The mean over tokens is not the mean over samples, so with
+reinforce_pp_baseline a group whose rewards are all alike gets the offset that all tokens get.
+
+Penalties p (the divergence from the reference, by token) are not part of r. Each estimator charges them without
+scaling them:
+
+    group, mean, reinforce_pp_baseline     (sum of p) - mean over the group
+    rloo, maxrl, pass_at_k                 (sum of p) - mean over the rest of the group, which is unbiased
+    reinforce_pp                           each token the sum of its own p and those after it
+
+For mean and rloo that is the same as a reward of r + p. For group it is what keeps a coefficient's meaning: were p part
+of the reward, then in a group of equal rewards the small differences of p would be divided by their own deviation and
+become advantages of size 1. OpenRLHF's group_norm normalises the rewards alone, too. Whitening takes in p, as in verl
+and OpenRLHF; where no reward of the roll-out stands out it only removes the mean.
 
 ``gae`` is for a critic (arXiv 1506.02438): one path's tokens, with d_t = r_t + gamma V_(t+1) - V_t,
 
@@ -34,6 +50,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -42,7 +59,7 @@ from torch import Tensor
 
 from taut.errors import ConfigError
 
-Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(reward_S, group_S) -> advantage_S: float64 [S], int64 [S] of any numbers."""
 ALIKE = 1e-12
 """Rewards that differ by no more are alike: sums of parts come in any order, and rounding is no signal."""
@@ -73,15 +90,9 @@ def rloo(reward_S: Tensor, group_S: Tensor) -> Tensor:
     return centred_S * count_S / (count_S - 1).clamp(min=1)
 
 
-def reinforce_pp(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """Whitened over the roll-out."""
-    return whiten(reward_S)
-
-
-def reinforce_pp_baseline(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """r - m, whitened over the roll-out; its mean is 0 already."""
-    centred_S = mean(reward_S, group_S)
-    return centred_S / (_deviation(centred_S) + 1e-8)
+def ungrouped(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """r - the mean of the roll-out"""
+    return mean(reward_S, torch.zeros_like(group_S))
 
 
 def maxrl(reward_S: Tensor, group_S: Tensor) -> Tensor:
@@ -125,14 +136,47 @@ def _raised(reward_G: Tensor, k: int) -> Tensor:
     return torch.empty_like(reward_G).index_copy(0, order, raised_G)
 
 
+@dataclass(frozen=True)
+class Estimator:
+    """Rewards and penalties of a roll-out -> the advantage of each token."""
+
+    compare: Compare
+    """What a sample's reward is worth; its tokens share the number."""
+    charge: Compare | None
+    """The same for the sum of a sample's penalties. None: each token is charged for itself and those after it."""
+    is_whitened: bool = False
+    """Whether all tokens of the roll-out are then brought to mean 0 and standard deviation 1."""
+
+    def __call__(
+        self, reward_S: Tensor, group_S: Tensor, penalties: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """advantage_N of each sample. ``penalties``: [N] of each, 0 where there are none."""
+        compared_S = self.compare(reward_S, group_S)
+        if self.charge is None:
+            charged = [penalty_N.flip(0).cumsum(0).flip(0) for penalty_N in penalties]
+        else:
+            total_S = torch.stack([penalty_N.sum() for penalty_N in penalties])
+            charged_S = self.charge(total_S, group_S)
+            charged = [c.expand(p.numel()) for c, p in zip(charged_S, penalties, strict=True)]
+        advantages = [a + c_N for a, c_N in zip(compared_S, charged, strict=True)]
+        if not self.is_whitened:
+            return advantages
+        advantage_N = torch.cat(advantages)
+        if compared_S.any():
+            advantage_N = whiten(advantage_N)
+        else:
+            advantage_N = advantage_N - advantage_N.mean()
+        return list(torch.split(advantage_N, [one.numel() for one in advantages]))
+
+
 ESTIMATORS: dict[str, Estimator] = {
-    "group": group,
-    "mean": mean,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "maxrl": maxrl,
-    "pass_at_k": partial(pass_at_k, k=4),
+    "group": Estimator(group, mean),
+    "mean": Estimator(mean, mean),
+    "rloo": Estimator(rloo, rloo),
+    "reinforce_pp": Estimator(ungrouped, None, is_whitened=True),
+    "reinforce_pp_baseline": Estimator(mean, mean, is_whitened=True),
+    "maxrl": Estimator(maxrl, rloo),
+    "pass_at_k": Estimator(partial(pass_at_k, k=4), rloo),
 }
 """name -> an estimator. Every entry is held to tests/unit/losses/test_advantages."""
 
@@ -155,7 +199,7 @@ def gae(
     reward_N: Tensor, value_N: Tensor, bootstrap: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """(advantage_N, return_N) of one path. ``value_N``: V of the state in which each token was chosen. ``bootstrap``: V
-    of the state after the last; 0 where the path ended, the critic's word where it was cut.
+    of the state after the last token. 0 where ``reward_N`` holds the reward of the whole path.
     """
     rewards, values = reward_N.tolist(), value_N.tolist()
     advantages = [0.0] * len(rewards)

@@ -1,21 +1,30 @@
 """The difference between the engine that sampled and the trainer that learns: its weights, and how large it is.
 
-Two programs give one token two log-probabilities. With d = old - engine, of a token or summed over a sample's targets,
-where old is the trainer's log-probability when the roll-out was sampled, a token was drawn e^d times too seldom:
+Two programs give one token two log-probabilities. With d = old - engine, where old is the trainer's log-probability
+when the roll-out was sampled, a token was drawn e^d times too seldom. The level says what a weight w is made of:
 
-    truncated    weight min(max(e^d, floor), cap)        TIS (F. Yao et al., Your efficient RL framework secretly brings
+    token        w = e^d of each token
+    sequence     w = e^(sum of d over the sample's targets)         the exact weight of a whole sample
+    geometric    w = e^(mean of d over the sample's targets)        its geometric mean per token
+
+    truncated    min(max(w, floor), cap)                 TIS (F. Yao et al., Your efficient RL framework secretly brings
                                                          you off-policy RL training, 2025), of tokens
-    masked       weight e^d, 0 where it is not between floor and cap
+    masked       w, 0 where it is not between floor and cap
                                                          MIS (J. Liu et al., When speed kills stability, 2025), of
                                                          samples; IcePop (Ring-1T, arXiv 2510.18855), of tokens
 
-Weights are constants of the gradient. A token of which the engine could not say its log-probability (NaN) has d = 0
-and is in no metric.
+The product over a sample fades with its length n: noise of s nats a token gives its logarithm a variance of n s^2
+around a mean of -n s^2 / 2. At s = 0.02 and n = 16,384 weights below a cap of 2 average 0.16, and an honest engine
+teaches next to nothing. The geometric mean has a spread of s / sqrt(n) and so judges answers of any length by the same
+bounds. It is not the importance weight of the sample: it rejects answers that the two programs see differently, and
+leaves the others as they are.
+
+Weights are constants of the gradient; losses/policy.py says how they enter it. A token of which the engine could not
+say its log-probability (NaN) has d = 0 and is in no metric.
 
 ``engine/kl`` is KL(engine || trainer) by k3, ``engine/kl_k1`` by k1, both per token (losses/kl.py has the estimators).
-``engine/weight`` and ``engine/weight_square`` are means of e^d (of tokens or samples, as the level is; what cap and
-floor make of it where they act): ``effective_share`` makes of them the effective sample size by the number of tokens,
-(sum w)^2 / (n sum w^2).
+``engine/weight`` and ``engine/weight_square`` are means over tokens of the weight and its square, after cap and floor:
+``effective_share`` makes of them the effective sample size by the number of tokens, (sum w)^2 / (n sum w^2).
 
 May import types, torch and its neighbours in losses.
 """
@@ -30,9 +39,11 @@ from torch import Tensor
 
 from taut.losses.answers import STEEPEST, Metrics
 from taut.losses.kl import estimate
+from taut.losses.surrogates import mean_of_sample
 from taut.types import Packed, Scores
 
 CorrectionKind: TypeAlias = Literal["none", "truncated", "masked"]
+CorrectionLevel: TypeAlias = Literal["token", "sequence", "geometric"]
 FAR = 1.0
 """Nats: what ``engine/far`` counts."""
 
@@ -41,7 +52,7 @@ class Correction(NamedTuple):
     """How the policy term is weighted."""
 
     kind: CorrectionKind = "none"
-    level: Literal["token", "sequence"] = "token"
+    level: CorrectionLevel = "token"
     cap: float = 2.0
     floor: float = 0.0
 
@@ -53,8 +64,13 @@ def weights(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
 
 def _raw(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
     difference_N = difference_N.nan_to_num(nan=0.0)
-    if how.level == "sequence":
-        difference_N = packed.by_sample(difference_N).index_select(0, packed.row_N)
+    match how.level:
+        case "token":
+            pass
+        case "sequence":
+            difference_N = packed.by_sample(difference_N).index_select(0, packed.row_N)
+        case "geometric":
+            difference_N = mean_of_sample(difference_N, packed)
     return difference_N.clamp(max=STEEPEST).exp()
 
 

@@ -5,8 +5,15 @@
         - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N
         + value                                              losses/value.py
 
-c is the correction's weight (losses/correction.py), 1 where there is none. ``average`` says what a token's share is,
-and what the sums are divided by:
+c is the correction's weight (losses/correction.py), 1 where there is none. It multiplies the value of a token's cost,
+and every gradient that reaches this token's log-probability. Where a token's cost depends on its own log-probability
+alone, that is the product c * cost. With gspo all costs of a sample depend on all of its log-probabilities, and the
+product would give every token the sample's mean weight. Here a token of weight 0 gets no gradient from the policy term.
+It still counts in the sample's length and in the ratio s, as a constant: so it has a part in how large the gradient of
+the other tokens is, and in whether the sample is clipped. gmpo refuses weights of tokens: its ratio is a product, which
+one weight of 0 would make 0.
+
+``average`` says what a token's share is, and what the sums are divided by:
 
     token       weight_N, by the step's sum of weight_N      every token counts alike: DAPO, arXiv 2503.14476, eq. 8
     sequence    weight_N / (sum of weight_N over the sample), by the number of samples
@@ -22,8 +29,15 @@ every ratio is 1, nothing is clipped and the gradient is REINFORCE's. The policy
 weights known beforehand; where there is no other term, no correction and no entropy to report, its gradient is formed
 in the forward (``linear_weights``).
 
-Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi: of a policy's own tokens an estimate of its
-entropy that costs nothing. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
+Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, of a policy's own tokens an estimate of its
+entropy that costs nothing. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would be the
+cross entropy of q and pi, which rises as the two part:
+
+    entropy_estimate = sum of w * (-log pi) / sum of w
+
+Both sums are unbiased, n times the entropy and n; their quotient has a bias of order 1 / n and a smaller spread than
+the first sum over n. q is what the engine said of the token, else old. It is the entropy after the prefixes that q
+drew. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
 say how many tokens it held; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
 
 It knows no groups and no rewards: losses/advantages.py makes the advantages.
@@ -125,18 +139,26 @@ class PolicyGradient(Loss):
         )
 
     @property
+    def is_cost(self) -> bool:
+        return False
+
+    @property
     def _made(self) -> Surrogate:
         return SURROGATES[self.surrogate]
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         chosen, difference_N = self._choices(scores, packed)
         share_N = self._share(packed).to(scores.logp_N)
-        cost = self._made.cost(chosen)
-        cost_N, metrics = cost.cost_N, self._metrics(chosen, cost)
+        if difference_N is None or self.correction.kind == "none":
+            cost = self._made.cost(chosen)
+            cost_N = cost.cost_N
+        else:
+            weight_N = weights(difference_N, packed, self.correction)
+            cost = self._made.cost(chosen.weighted(weight_N))
+            cost_N = cost.cost_N + (weight_N - 1.0) * cost.cost_N.detach()
+        metrics = self._metrics(chosen, cost, difference_N)
         if difference_N is not None:
             metrics |= engine_metrics(difference_N, packed, self.correction)
-            if self.correction.kind != "none":
-                cost_N = weights(difference_N, packed, self.correction) * cost_N
         terms = {"policy": (share_N * cost_N).sum()}
         if self.kl:
             cost_N, metrics["kl"] = _divergence(chosen, self.kl)
@@ -190,14 +212,18 @@ class PolicyGradient(Loss):
                 return weight_N / self.constant_length
 
     @torch.no_grad()
-    def _metrics(self, chosen: Choices, cost: Cost) -> Metrics:
+    def _metrics(self, chosen: Choices, cost: Cost, difference_N: Tensor | None) -> Metrics:
         metrics: Metrics = {
             "advantage/mean": mean(chosen.advantage_N),
             "advantage/size": mean(chosen.advantage_N.abs()),
-            "entropy_estimate": mean(-chosen.logp_N),
         }
         if self.is_fresh:
-            return metrics
+            return metrics | {"entropy_estimate": mean(-chosen.logp_N)}
+        log_weight_N = chosen.log_ratio_N.double()
+        if difference_N is not None:
+            log_weight_N = log_weight_N + difference_N.nan_to_num(nan=0.0)
+        weight_N = ratio_of(log_weight_N)
+        metrics["entropy_estimate"] = (-weight_N * chosen.logp_N).sum(), weight_N.sum()
         backward_N = -chosen.log_ratio_N
         metrics["old/kl"] = mean(estimate(backward_N, "k3"))
         metrics["old/kl_k1"] = mean(backward_N)
@@ -245,6 +271,11 @@ def _require_sound(loss: PolicyGradient) -> None:
             "average=constant and only there; set both, or neither"
         )
     _require_sound_correction(loss.correction, has_engine_logp=loss.has_engine_logp)
+    if name == "gmpo" and loss.correction.kind != "none" and loss.correction.level == "token":
+        raise ConfigError(
+            "found correction_level=token with loss=gmpo, whose ratio is a product over the answer: one token of "
+            "weight 0 would make it 0; expected geometric or sequence; set one, or leave correction_level out"
+        )
 
 
 def _require_sound_correction(how: Correction, *, has_engine_logp: bool) -> None:

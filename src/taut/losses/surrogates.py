@@ -62,6 +62,14 @@ class Choices(NamedTuple):
     packed: Packed
     bounds: Bounds
 
+    def weighted(self, weight_N: Tensor) -> Choices:
+        """The same values; the gradient that reaches each token's log-probability is multiplied by its weight."""
+        step_N = self.logp_N - self.logp_N.detach()
+        return self._replace(
+            logp_N=self.logp_N.detach() + weight_N * step_N,
+            log_ratio_N=self.log_ratio_N.detach() + weight_N * step_N,
+        )
+
 
 class Cost(NamedTuple):
     """What the tokens cost, and what was held."""

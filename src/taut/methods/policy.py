@@ -11,7 +11,7 @@ May import losses, config and errors. run.py names these sections.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -20,7 +20,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
-from taut.losses.correction import Correction, CorrectionKind
+from taut.losses.correction import Correction, CorrectionKind, CorrectionLevel
 from taut.losses.kl import KlGradient, KlValue
 from taut.losses.policy import Average, Kl, PolicyGradient
 from taut.losses.surrogates import SURROGATES, Bounds
@@ -113,8 +113,9 @@ class PolicyConfig:
     kl_coef: NotNegative = 0.0
     """What a nat of divergence from the reference costs; 0: there is no reference. 0.001 to 0.05 are usual."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of its own, token by token; reward: a penalty on rewards. PPO charges each token, which then answers
-    for those after it too; where answers are compared, each is charged the sum of its tokens."""
+    """loss: a separate loss term, token by token. reward: a penalty. PPO and advantage=reinforce_pp charge each token
+    for its own divergence and that of later tokens. Other advantages charge each answer for the sum of its tokens,
+    compared within the group; advantage=group does not divide it by the deviation of the rewards."""
     kl_value: KlValue | None = None
     """Of kl_in=loss: the estimator that is reported; k3 where not given. (Of kl_in=reward k1 and k3 are.)"""
     kl_gradient: KlGradient | None = None
@@ -129,13 +130,16 @@ class PolicyConfig:
     correction: Literal["auto"] | CorrectionKind = "auto"
     """How tokens are weighted whose engine and trainer differ: truncated (TIS), masked (MIS), none; auto: truncated
     where the engine is another program, else none."""
-    correction_level: Literal["token", "sequence"] | None = None
-    """What a weight is of; None: token where truncated, sequence where masked. Of correction=auto, as the next two:
-    with a server only."""
-    correction_cap: Annotated[float, Field(ge=1)] = 2.0
-    """The largest weight; masked: beyond it there is none."""
-    correction_floor: Share = 0.0
-    """The smallest weight; masked: below it there is none."""
+    correction_level: CorrectionLevel | None = None
+    """What a weight is: a token's ratio of trainer to engine (token), the product of an answer's ratios (sequence), or
+    their geometric mean (geometric). The product fades with the answer's length; the geometric mean does not. None:
+    token with correction=truncated, geometric with correction=masked or loss=gmpo. With correction=auto this key and
+    the next two are read with a server only."""
+    correction_cap: Annotated[float, Field(ge=1)] | None = None
+    """The largest weight; with correction=masked larger weights become 0. None: 2, or 1.1 for geometric, which is 0.1
+    nats a token."""
+    correction_floor: Share | None = None
+    """The smallest weight; with correction=masked smaller weights become 0. None: 0, or 0.9 for geometric."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -195,8 +199,33 @@ class PolicyConfig:
         kind = self.correction
         if kind == "auto":
             kind = "truncated" if roll_out.is_apart and roll_out.has_engine_logp else "none"
-        level = self.correction_level or ("sequence" if kind == "masked" else "token")
-        return Correction(kind, level, self.correction_cap, self.correction_floor)
+        if kind == "none":
+            return Correction()
+        is_geometric = kind == "masked" or self.loss == "gmpo"
+        level = self.correction_level or ("geometric" if is_geometric else "token")
+        floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
+        return Correction(
+            kind,
+            level,
+            cap if self.correction_cap is None else self.correction_cap,
+            floor if self.correction_floor is None else self.correction_floor,
+        )
+
+    def decisions(self, how: Correction) -> list[tuple[str, str, str]]:
+        """(key, value, reason) of what was chosen for the user about the correction in force."""
+        found: list[tuple[str, str, str]] = []
+        if how.kind == "none":
+            return found
+        if self.correction == "auto":
+            found.append((f"{self.section}.correction", how.kind, "the engine is another program"))
+        if self.correction_level is None:
+            reason = "each token is weighted for itself"
+            if how.level == "geometric":
+                reason = (
+                    "the product over an answer fades with its length, the geometric mean does not"
+                )
+            found.append((f"{self.section}.correction_level", how.level, reason))
+        return found
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
@@ -248,10 +277,11 @@ class GrpoConfig(PolicyConfig):
 
     @property
     def estimator(self) -> Estimator:
-        """(reward_S, group_S) -> advantage_S"""
+        """How rewards become advantages."""
+        found = ESTIMATORS[self.advantage]
         if self.pass_k is not None:
-            return partial(pass_at_k, k=self.pass_k)
-        return ESTIMATORS[self.advantage]
+            return replace(found, compare=partial(pass_at_k, k=self.pass_k))
+        return found
 
     def _keys(self) -> Iterator[_Key]:
         yield from PolicyConfig._keys(self)
@@ -270,6 +300,10 @@ class PpoConfig(PolicyConfig):
     """GAE's lambda: 1 trusts what came of it, 0 the critic's next word."""
     whiten_advantages: bool = True
     """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
+    bootstrap_cut: bool = False
+    """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
+    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
+    environment's turns stay."""
     value_coef: Positive = 0.1
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2

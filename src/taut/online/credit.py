@@ -105,8 +105,8 @@ class Credit:
 
     def bare(self, paths: Sequence[Rewarded]) -> list[Tree]:
         """The paths, a tree for each group, as the models that score them see them."""
-        reads = self.asked.values
-        return _trees([(p.group, sample_of(p.episode, p.name, has_reads=reads)) for p in paths])
+        reads = {"has_reads": self.asked.values, "has_bootstrap": self.asked.bootstrap}
+        return _trees([(p.group, sample_of(p.episode, p.name, **reads)) for p in paths])
 
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""

@@ -14,7 +14,7 @@ import torch
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import StopSet
-from taut.errors import DataError, EngineError
+from taut.errors import ConfigError, DataError, EngineError
 from taut.evals.answers import prompts_of
 from taut.models.score import Scorer
 from taut.online.recipe import Recipe, require_judgeable
@@ -22,7 +22,7 @@ from taut.online.rollouts import RESERVED, Roller
 from taut.parallel import Ranks
 from taut.rewards.panel import Panel, open_panel
 from taut.rollout.engine import require_text, require_usable
-from taut.rollout.environment import World, open_world
+from taut.rollout.environment import EnvironmentConfig, World, open_world
 from taut.rollout.local import LocalEngine
 from taut.rollout.rated import open_rater
 from taut.rollout.server import ServerEngine
@@ -72,6 +72,8 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
             rows=setting.prompts,
             stop=config.stop,
         )
+        if credit.asked.bootstrap:
+            _require_no_cut(config.environment, world)
     except BaseException:
         if panel is not None:
             panel.close()
@@ -93,11 +95,20 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
     )
 
 
+def _require_no_cut(config: EnvironmentConfig, world: World | None) -> None:
+    """Raise ConfigError for an environment that rewards a cut path itself: that reward would be replaced."""
+    if world is not None and hasattr(world.make, "cut"):
+        raise ConfigError(
+            f"ppo.bootstrap_cut=true replaces the reward of a cut path by the critic's value, and {config.name} has a "
+            "method cut, which says what a cut path is worth; expected one of the two; take one out"
+        )
+
+
 def _settled(
     recipe: Recipe, panel: Panel | None, engine: LocalEngine | ServerEngine, world: World | None
 ) -> list[tuple[str, str, str]]:
     """(name, value, reason) of what was chosen for the user."""
-    found = list(world.decisions) if world is not None else []
+    found = [*recipe.decisions, *(world.decisions if world is not None else [])]
     if isinstance(engine, ServerEngine):
         found += engine.decisions
     if panel is not None:

@@ -29,7 +29,7 @@ from taut.loop import Job, Role
 from taut.losses import Loss
 from taut.memory import require_room
 from taut.online import telling
-from taut.online.credit import Credit, paths_of
+from taut.online.credit import Credit, Credited, paths_of
 from taut.online.guard import Guard
 from taut.online.keeping import decoded, encoded
 from taut.online.rollouts import Rolled, Roller, RolloutConfig
@@ -136,7 +136,9 @@ class Online:
         return self._opened
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1); the first of a phase rolls out."""
+        """The trees of a step (counted from 1); the first of a phase rolls out. None where no completion of the phase
+        has a reward and nothing is replayed: the loop skips the step.
+        """
         number, update = divmod(step - 1, self.config.updates)
         if self.phase is None or self.phase.number != number:
             self.phase = self._rolled_out(number, step)
@@ -185,11 +187,12 @@ class Online:
         rolled = self._taken[1]
         self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
         paths = paths_of(rolled.groups, number)
-        trees = self.credit.bare(paths)
         began = time.perf_counter()
-        said = scored(job, trees, self.credit.asked, self.crew.roles, step)
+        if paths:
+            trees = self.credit.bare(paths)
+            said = scored(job, trees, self.credit.asked, self.crew.roles, step)
         seconds = time.perf_counter() - began
-        given = self.credit.trees(paths, said)
+        given = self.credit.trees(paths, said) if paths else Credited([], [], {}, {})
         fields = telling.fields(rolled, paths, given, version, self.config)
         replayed = [kept for kept in self.replayed if self._is_young(kept, version)]
         event = {"step": step, **fields}
@@ -197,7 +200,8 @@ class Online:
         event |= telling.push(self.roller.engine)
         tell("rollout", **event)
         self.guard.look(step, fields, tell)
-        self.credit.learn(given)
+        if paths:
+            self.credit.learn(given)
         fresh = [Kept(v, tree) for v, tree in given.with_signal]
         self.replayed = [*fresh, *replayed][: self.config.replay]
         self._taken = None
@@ -243,7 +247,7 @@ class Online:
     def _part(self, phase: Phase, update: int) -> list[Tree]:
         """The trees of one update; each pass over the phase deals them out anew."""
         count, trees = self.config.minibatches, phase.trees
-        if count == 1:
+        if count == 1 or not trees:
             return list(trees)
         epoch, part = divmod(update, count)
         order = np.random.default_rng([self.seed, phase.number, epoch, 2]).permutation(len(trees))

@@ -1,9 +1,16 @@
 """Credit by policy gradients: every sampled token gets its advantage, by groups or by a critic.
 
     reward of a path    what rewards say, shaped (``ShapingConfig``)
-    with a penalty      less coef * (log pi - log ref) of every token: the divergence from the reference as a part of
-                        the reward (losses/kl.py); with groups its sum is charged to the path, with a critic each token
-    advantage           losses/advantages.py: of a path compared with its group, or of a token by the critic's values
+    penalty of a token  -coef * (log pi - log ref), the divergence from the reference (losses/kl.py), where asked for
+    advantage           from both (losses/advantages.py): of a path compared with its group, or of a token by the
+                        values of a critic
+
+With a critic, what an environment's step gives belongs to the last sampled token of the turn that it answers, and the
+rest of a path's reward (what judges the path as a whole, and shaping) to its last token. The state after the last token
+is worth 0, whether the path ended or was cut: the reward already judges the cut answer. TRL's PPOTrainer, verl
+(compute_gae_advantage_return) and OpenRLHF (get_advantages_and_returns) do the same. With ``Gae.bootstraps_cut`` a cut
+path is instead treated as a path that goes on: the critic's value of the state after its last token takes the place of
+that rest. Rewards of turns and penalties per token stay, because they were given for what was sampled.
 
 May import losses, config and online.credit. training.py makes it.
 """
@@ -27,6 +34,9 @@ from taut.losses.shaping import Scale
 from taut.online.credit import Credit, Credited, Rewarded, credited
 from taut.online.scoring import POLICY, REFERENCE, VALUE, Asked, Said, sample_of
 from taut.types import FloatArray, Sample
+
+VALUE_RANGE = (0.05, 0.95)
+"""Quantiles of a critic's values over the states of a roll-out: ``value_low`` and ``value_high``."""
 
 
 @configclass
@@ -57,11 +67,13 @@ class ShapingConfig:
 
 
 class Gae(NamedTuple):
-    """How a critic's word becomes advantages."""
+    """How a critic's values become advantages."""
 
     gamma: float
     lam: float
     is_whitened: bool
+    bootstraps_cut: bool = False
+    """A cut path gets the critic's value of the state after its last token in place of the path's reward."""
 
 
 class KlPenalty(NamedTuple):
@@ -96,6 +108,7 @@ class Ways:
             policy=self.has_old or self.penalty is not None,
             values=isinstance(self.estimate, Gae),
             temperature=self.temperature,
+            bootstrap=isinstance(self.estimate, Gae) and self.estimate.bootstraps_cut,
         )
 
 
@@ -110,16 +123,15 @@ class PolicyCredit(Credit):
 
     def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         scale, reward_S = self._shaped(paths)
-        lost = [self._penalty(said[path.name]) for path in paths]
+        penalties = [self._penalty(path, said[path.name]) for path in paths]
         if isinstance(self.ways.estimate, Gae):
-            advantages, returns = _by_critic(self.ways.estimate, paths, reward_S, lost, said)
+            advantages, returns = _by_critic(
+                self.ways.estimate, paths, reward_S, scale, penalties, said
+            )
         else:
-            total_S = reward_S + torch.stack([lost_N.sum() for lost_N in lost])
             group_S = torch.tensor([path.group for path in paths])
-            of_S = self.ways.estimate(total_S, group_S).tolist()
-            advantages = [
-                np.full(p.episode.sampled_at_N.size, of) for p, of in zip(paths, of_S, strict=True)
-            ]
+            estimated = self.ways.estimate(reward_S, group_S, penalties)
+            advantages = [advantage_N.numpy() for advantage_N in estimated]
             returns = [None] * len(paths)
         given = dict(zip([path.name for path in paths], advantages, strict=True))
         made = [
@@ -133,6 +145,8 @@ class PolicyCredit(Credit):
                 "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
             )
         metrics = self._metrics(reward_S, paths, said)
+        if self.ways.shaping.overlong == "drop":
+            metrics["dropped"] = 1.0 - len(made) / len(paths)
         learned = {path.name: given[path.name] for path, _ in made}
         told_apart = self._told_apart(paths, reward_S) & {path.group for path, _ in made}
         return credited(made, metrics, learned)._replace(
@@ -140,15 +154,15 @@ class PolicyCredit(Credit):
         )
 
     def _told_apart(self, paths: Sequence[Rewarded], reward_S: Tensor) -> set[int]:
-        """Groups that would have a signal by their rewards alone: what a critic expects, or a penalty takes off, is
-        never all the same. With a critic all are compared with each other.
+        """Groups that have a signal by their rewards alone: what a critic expects, or a penalty takes off, is never all
+        the same. With a critic all are compared with each other.
         """
         groups = [path.group for path in paths]
         if isinstance(self.ways.estimate, Gae):
             is_one = len(paths) == 1  # compared with what the critic expects alone
             return set(groups) if is_one or not are_alike(reward_S.tolist()) else set()
-        advantages = self.ways.estimate(reward_S, torch.tensor(groups)).tolist()
-        return {group for group, one in zip(groups, advantages, strict=True) if one}
+        compared = self.ways.estimate.compare(reward_S, torch.tensor(groups)).tolist()
+        return {group for group, one in zip(groups, compared, strict=True) if one}
 
     def learn(self, given: Credited) -> None:
         self._scale, self._coef = given.learned
@@ -181,10 +195,10 @@ class PolicyCredit(Credit):
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
         return scale, scale.scaled(reward_S)
 
-    def _penalty(self, said: Mapping[str, FloatArray]) -> Tensor:
-        """What each token's reward loses, [N]; empty where nothing is lost."""
+    def _penalty(self, path: Rewarded, said: Mapping[str, FloatArray]) -> Tensor:
+        """What is added to each token's reward, [N], for its divergence from the reference."""
         if self.ways.penalty is None:
-            return torch.empty(0, dtype=torch.float64)
+            return torch.zeros(path.episode.sampled_at_N.size, dtype=torch.float64)
         return kl.penalty(_tensor(said[POLICY]), _tensor(said[REFERENCE]), self._coef)
 
     def _sample(
@@ -207,6 +221,7 @@ class PolicyCredit(Credit):
 
     def _metrics(self, reward_S: Tensor, paths: Sequence[Rewarded], said: Said) -> dict[str, float]:
         metrics = {}
+        total_S = reward_S
         if self.ways.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
         if self.ways.penalty is not None:
@@ -215,6 +230,16 @@ class PolicyCredit(Credit):
             metrics["kl"] = float(kl.estimate(gap_N, "k1").mean())
             metrics["kl_k3"] = float(kl.estimate(gap_N, "k3").mean())
             metrics["kl_coef"] = self._coef
+            paid = [self._coef * float((own - reference).sum()) for own, reference in pairs]
+            total_S = total_S - torch.tensor(paid, dtype=torch.float64)
+        if isinstance(self.ways.estimate, Gae):
+            metrics |= {"return_min": float(total_S.min()), "return_max": float(total_S.max())}
+            sizes = [path.episode.sampled_at_N.size for path in paths]
+            value_R = np.concatenate(
+                [said[path.name][VALUE][:size] for path, size in zip(paths, sizes, strict=True)]
+            )
+            low, high = np.quantile(value_R, VALUE_RANGE)
+            metrics |= {"value_low": float(low), "value_high": float(high)}
         return metrics
 
     def _next_coef(self, metrics: Mapping[str, float]) -> float:
@@ -225,17 +250,27 @@ class PolicyCredit(Credit):
 
 
 def _by_critic(
-    how: Gae, paths: Sequence[Rewarded], reward_S: Tensor, lost: Sequence[Tensor], said: Said
+    how: Gae,
+    paths: Sequence[Rewarded],
+    reward_S: Tensor,
+    scale: Scale,
+    penalties: Sequence[Tensor],
+    said: Said,
 ) -> tuple[list[FloatArray], list[FloatArray | None]]:
     """(advantages, returns) of each path's tokens."""
     advantages: list[Tensor] = []
     returns: list[FloatArray | None] = []
-    for path, reward, lost_N in zip(paths, reward_S.tolist(), lost, strict=True):
-        size = path.episode.sampled_at_N.size
-        reward_N = lost_N.clone() if lost_N.numel() else torch.zeros(size, dtype=torch.float64)
-        reward_N[-1] += reward
-        value_R = _tensor(said[path.name][VALUE])
-        bootstrap = float(value_R[size]) if path.is_cut else 0.0
+    for path, reward, penalty_N in zip(paths, reward_S.tolist(), penalties, strict=True):
+        size, turn_N = penalty_N.numel(), torch.zeros_like(penalty_N)
+        for n, turn_reward in path.episode.turn_rewards:
+            turn_N[n] += turn_reward
+        turn_N = scale.scaled(turn_N)  # as the whole reward was
+        reward_N = turn_N + penalty_N
+        value_R, bootstrap = _tensor(said[path.name][VALUE]), 0.0
+        if how.bootstraps_cut and path.is_cut:
+            bootstrap = float(value_R[size])
+        else:
+            reward_N[-1] += reward - float(turn_N.sum())
         advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
         advantages.append(advantage_N)
         returns.append(return_N.numpy())

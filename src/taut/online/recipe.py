@@ -65,6 +65,8 @@ class Recipe(NamedTuple):
     """Whether rewards are what is learned from."""
     is_coupled: bool = False
     """Whether the answers of a group are compared inside the loss, as pairs are."""
+    decisions: Sequence[tuple[str, str, str]] = ()
+    """(key, value, reason) of what was chosen for the user about the loss."""
 
     @property
     def files(self) -> list[Path]:

@@ -17,14 +17,14 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import Field
 
 from taut.config import configclass
 from taut.data.prompts import PromptRow
-from taut.errors import ConfigError, DataError
+from taut.errors import ConfigError, DataError, TautError
 from taut.losses.advantages import are_alike
 from taut.parallel import Ranks
 from taut.rewards.answered import Answered
@@ -256,11 +256,19 @@ class Roller:
         return [NOTHING if one.error is not None else next(said) for one in episodes]
 
     def _shared(self, make: Callable[[], T]) -> T:
-        """What the writer makes, on all ranks."""
+        """What the writer makes, on all ranks; what it raises is raised on all of them."""
         if self.ranks.size == 1:
             return make()
-        found: T = self.ranks.gather(make() if self.ranks.is_writer else None)[0]
-        return found
+        made: T | TautError | None = None
+        if self.ranks.is_writer:
+            try:
+                made = make()
+            except TautError as error:
+                made = error
+        made = self.ranks.gather(made)[0]
+        if isinstance(made, TautError):
+            raise made
+        return cast(T, made)
 
     def _others(self, phase: int, number: int, missing: int, seen: set[int]) -> list[int]:
         """Prompts that this phase has not asked yet, for the next round."""

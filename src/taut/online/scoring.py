@@ -36,22 +36,27 @@ class Asked:
     values: bool
     """What the critic expects from each state in which a token was chosen."""
     temperature: float
+    bootstrap: bool = False
+    """Also what the critic expects after the last token of a path that was cut."""
 
     @property
     def wants(self) -> Wants:
         return Wants(logp=self.policy, scalar=self.values, temperature=self.temperature)
 
 
-def sample_of(episode: Episode, name: str, *, has_reads: bool) -> Sample:
-    """An episode as a sample: what was sampled is its targets. ``has_reads``: a critic is read before each, and where
-    the path was cut also after the last, for what would have come.
+def sample_of(
+    episode: Episode, name: str, *, has_reads: bool, has_bootstrap: bool = False
+) -> Sample:
+    """An episode as a sample: what was sampled is its targets. ``has_reads``: a critic is read before each target.
+    ``has_bootstrap``: where the path was cut, also after the last one.
     """
     at_N = episode.sampled_at_N
     sample = Sample(name, episode.ids_T, at_N, np.ones(at_N.size), episode.media)
     if not has_reads:
         return sample
-    cut = [episode.ids_T.size - 1] if episode.finish_reason == "length" else []
-    return replace(sample, read_at_R=np.concatenate([at_N - 1, cut]).astype(np.int64))
+    is_cut = episode.finish_reason == "length"
+    after = [episode.ids_T.size - 1] if has_bootstrap and is_cut else []
+    return replace(sample, read_at_R=np.concatenate([at_N - 1, after]).astype(np.int64))
 
 
 def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role], step: int) -> Said:

@@ -40,19 +40,19 @@ def fields(
     ]
     found: dict[str, Any] = {
         **(_worth(rolled, given) if rolled.is_judged else {}),
-        "stopped": fmean(one.finish_reason == "stop" for one in whole),
-        "tokens_mean": fmean(lengths),
-        "tokens_max": max(lengths),
         "groups": len(groups),
         "completions": len(episodes),
         "errors": len(errors),
-        "staleness_mean": fmean(staleness),
-        "staleness_max": max(staleness),
         "seconds_generating": rolled.spent.generating,
         "seconds_judging": rolled.spent.judging,
         **given.metrics,
     }
-    if config.environment.is_on:
+    if whole:
+        found["stopped"] = fmean(one.finish_reason == "stop" for one in whole)
+        found["tokens_mean"], found["tokens_max"] = fmean(lengths), max(lengths)
+    if staleness:
+        found["staleness_mean"], found["staleness_max"] = fmean(staleness), max(staleness)
+    if config.environment.is_on and whole:
         found["turns_mean"] = fmean(one.num_turns for one in whole)
         found["calls"] = sum(one.num_calls for one in whole)
         found["malformed_calls"] = sum(one.num_malformed_calls for one in whole)
@@ -86,13 +86,14 @@ def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
         pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
     ]
     has_none = [said.total is None and (one.error or said.error) is None for one, said in said_of]
+    worth = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
     return {
-        "reward": fmean(rewards),
-        "reward_std": pstdev(rewards),
+        **worth,
         **_parts(rolled),
         "groups_with_signal": given.num_groups_with_signal,
         "left_out": len(rolled.left_out),
         "without_reward": sum(has_none),
+        "rewarded": len(rewards),
     }
 
 
@@ -108,7 +109,9 @@ def _parts(rolled: Rolled) -> dict[str, float]:
 
 
 def shown(paths: Sequence[Rewarded]) -> list[Rewarded]:
-    """The best and the worst path of the group whose rewards differ most."""
+    """The best and the worst path of the group whose rewards differ most; none where no path has a reward."""
+    if not paths:
+        return []
     groups: dict[int, list[Rewarded]] = {}
     for path in paths:
         groups.setdefault(path.group, []).append(path)

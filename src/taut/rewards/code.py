@@ -22,7 +22,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.rewards.answered import Answered
 from taut.rewards.testcases import Case, read_cases
-from taut.rewards.verifier import Decision, Place, Question, Verifier
+from taut.rewards.verifier import Decision, Place, Verifier
 from taut.sandbox import Limits, MechanismName, Ran, shared
 
 TOLERANCE = 1e-6
@@ -47,7 +47,7 @@ class Code(Verifier):
     """The answer's program passes the row's tests."""
 
     runs: ClassVar[Place] = "process"
-    asks: ClassVar[Question] = "right"
+    full_marks: ClassVar[float | None] = 1.0
 
     program: Literal["last_block", "text"] = "last_block"
     """What of the answer is the program: its last fenced block of Python, or all of it."""

@@ -10,14 +10,14 @@ from typing import ClassVar
 from taut.config import configclass
 from taut.rewards.answered import Answered
 from taut.rewards.normal import normalise
-from taut.rewards.verifier import Question, Verifier
+from taut.rewards.verifier import Verifier
 
 
 @configclass
 class ExactMatch(Verifier):
     """The answer is a reference."""
 
-    asks: ClassVar[Question] = "right"
+    full_marks: ClassVar[float | None] = 1.0
     needs_reference: ClassVar[bool] = True
 
     def __call__(self, answered: Answered) -> float | None:

@@ -24,7 +24,7 @@ from taut.config import configclass
 from taut.errors import ConfigError, DataError, install_extra
 from taut.rewards.answered import Answered
 from taut.rewards.plain_eval import plainly
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Place, Verifier
 
 
 @configclass
@@ -32,7 +32,7 @@ class Gym(Verifier):
     """What the task says."""
 
     runs: ClassVar[Place] = "process"
-    asks: ClassVar[Question] = "right"
+    full_marks: ClassVar[float | None] = 1.0
     seconds: ClassVar[float] = 30.0
 
     task: str | None = None

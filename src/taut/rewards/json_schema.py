@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from taut.config import configclass
 from taut.errors import ConfigError, DataError, install_extra
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Place, Verifier
+from taut.rewards.verifier import Judged, Place, Verifier
 
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -26,6 +26,7 @@ class JsonSchema(Verifier):
     """JSON of a form."""
 
     runs: ClassVar[Place] = "process"
+    judges: ClassVar[Judged] = "form"
 
     schema: dict[str, Any] | None = None
     """What is allowed; draft 2020-12 unless its $schema says otherwise."""

@@ -23,7 +23,7 @@ from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
 from taut.rewards.pictures import pictures_of
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Place, Verifier
 
 TEMPLATE = """\
 Judge how good the answer to the question is.
@@ -47,7 +47,6 @@ class Judge(Verifier):
     """What a language model says."""
 
     runs: ClassVar[Place] = "remote"
-    asks: ClassVar[Question] = "worth"
     seconds: ClassVar[float] = 120.0
 
     url: str

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from taut.config import configclass
 from taut.errors import ConfigError, install_extra
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Place, Verifier
+from taut.rewards.verifier import Judged, Place, Verifier
 
 STRETCH, SHORTEST = 60, 12
 _NO_LANGUAGE = re.compile(
@@ -32,6 +32,7 @@ class Language(Verifier):
     """In one language."""
 
     runs: ClassVar[Place] = "process"
+    judges: ClassVar[Judged] = "form"
 
     language: str
     """Its code of ISO 639-1: en, de, zh, ..."""

@@ -24,12 +24,14 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Decision, Place, Verifier
+from taut.rewards.verifier import Decision, Judged, Place, Verifier
 
 
 @configclass
 class LengthTarget(Verifier):
     """Near a number of tokens."""
+
+    judges: ClassVar[Judged] = "form"
 
     target: Annotated[int, Field(ge=1)] | None = None
     """Tokens wanted."""
@@ -65,6 +67,8 @@ class LengthTarget(Verifier):
 @configclass
 class LengthOverlong(Verifier):
     """Not much longer than allowed."""
+
+    judges: ClassVar[Judged] = "form"
 
     max_tokens: Annotated[int, Field(ge=1)]
     """From here on it is -1."""
@@ -112,8 +116,13 @@ class LengthCosine(Verifier):
         return replace(self, judge_options=options), decision
 
     def prepare(self) -> None:
-        """As the reward that judges."""
+        """As the reward that judges, which has to judge correctness."""
         self._judge.prepare()
+        if self._judge.judges == "form":
+            raise ConfigError(
+                f"found judge={self.judge} of length_cosine; expected a reward that judges correctness, such as math; "
+                "name another"
+            )
 
     def __call__(self, answered: Answered) -> float | None:
         """None where the judging reward does not apply."""
@@ -141,8 +150,9 @@ class LengthCosine(Verifier):
         from taut.rewards.registry import verifier_of  # the registry has this one too
 
         found = verifier_of(self.judge, self.judge_options)
-        if found.asks == "form" or found.runs not in ("here", "process"):
+        if found.runs not in ("here", "process"):
             raise ConfigError(
-                f"found judge={self.judge} of length_cosine; expected a reward that says what is right, such as math"
+                f"found judge={self.judge} of length_cosine, which asks a model or a server; expected a reward that "
+                "computes, such as math; name another"
             )
         return found

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from taut.config import configclass
 from taut.errors import ConfigError, DataError, install_extra
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Place, Verifier
 
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![^{]*\})")
 """A word, that is no command of LaTeX and stands in no braces."""
@@ -33,7 +33,7 @@ class Math(Verifier):
     """Equal in mathematics."""
 
     runs: ClassVar[Place] = "process"
-    asks: ClassVar[Question] = "right"
+    full_marks: ClassVar[float | None] = 1.0
     needs_reference: ClassVar[bool] = True
 
     boxed: bool = False

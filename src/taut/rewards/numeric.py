@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 from taut.config import configclass
 from taut.errors import DataError
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Question, Verifier
+from taut.rewards.verifier import Verifier
 
 TOLERANCE = 1e-6
 """Relative."""
@@ -54,7 +54,7 @@ class Number(NamedTuple):
 class Numeric(Verifier):
     """The answer ends in a reference's number."""
 
-    asks: ClassVar[Question] = "right"
+    full_marks: ClassVar[float | None] = 1.0
     needs_reference: ClassVar[bool] = True
 
     def __call__(self, answered: Answered) -> float | None:

@@ -6,8 +6,9 @@
 Verifiers run side by side and off the caller's thread: worker processes for what computes (``workers.py``), one thread
 for what asks servers (``remote.py``); only what is quick and cannot hang runs in the caller's. A batch of answers comes
 back whole and in its order; an error is of one answer and one reward, and counting and bounding errors is the caller's
-(``tally``). The same answers get the same verdicts, whatever the number of workers, if the rewards are functions of the
-answer. ``grade`` may be called from any thread, by one at a time.
+(``tally``). A reward that returns a value of the wrong type is no such error: ``grade`` raises UserCodeError. The same
+answers get the same verdicts, whatever the number of workers, if the rewards are functions of the answer. ``grade`` may
+be called from any thread, by one at a time.
 
 May import config, errors and its lanes. Methods, evals, checks and commands import it.
 """
@@ -23,11 +24,11 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError
+from taut.errors import ConfigError, UserCodeError
 from taut.rewards.answered import Answered
 from taut.rewards.registry import Part, RewardSpec, read_parts
 from taut.rewards.remote import Remotes
-from taut.rewards.verifier import Decision, Score, Verifier
+from taut.rewards.verifier import Decision, Judged, Score, Verifier
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
 
@@ -90,6 +91,8 @@ class Panel:
     ) -> None:
         self.parts = tuple(parts)
         self.decisions = decisions
+        self.judges: dict[str, Judged] = {}
+        """What each reward judges, by label; known once they are loaded (``require_loadable``)."""
         self._raters = raters
         computed = [part for part in parts if part.verifier.runs == "process"]
         self._numbers = {part.label: number for number, part in enumerate(computed)}
@@ -108,7 +111,7 @@ class Panel:
         *,
         are_bare: bool = False,
     ) -> list[Verdict]:
-        """The verdict on each answer, in their order.
+        """The verdict on each answer, in their order. Raises UserCodeError for the first value of the wrong type.
 
         ``labels``: of these rewards only. ``are_bare``: they have no marks around them (``inside``, ``after``).
         """
@@ -129,10 +132,18 @@ class Panel:
         except BaseException:  # Ctrl-C above all: nobody waits for the rest
             self._drop(future for each in pending for future in each.values())
             raise
-        return [
+        verdicts = [
             _verdict(parts, {label: scores[index] for label, scores in done.items()} | own)
             for index, own in enumerate(found)
         ]
+        for answered, verdict in zip(answers, verdicts, strict=True):
+            for score in verdict.parts.values():
+                if score.is_wrong_type:
+                    says, _, remedy = str(score.error).rpartition("; ")
+                    raise UserCodeError(
+                        f"the reward {says}; it judged the answer {answered.text!r:.60}; {remedy}"
+                    )
+        return verdicts
 
     def close(self) -> None:
         """End what runs for it."""
@@ -156,8 +167,9 @@ class Panel:
         for part in self.parts:
             if part.verifier.runs in ("here", "remote"):
                 part.verifier.prepare()
-        if self._workers is not None:
-            self._workers.require_loadable()
+        said = {} if self._workers is None else self._workers.require_loadable()
+        for part in self.parts:
+            self.judges[part.label] = part.judges or said.get(part.label) or part.verifier.judges
 
     def _drop(self, futures: Iterable[Future[Score]]) -> None:
         for future in futures:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Place, Verifier
+from taut.rewards.verifier import Judged, Place, Verifier
 
 
 @configclass
@@ -20,6 +20,7 @@ class Regex(Verifier):
     """A pattern is there."""
 
     runs: ClassVar[Place] = "process"
+    judges: ClassVar[Judged] = "form"
 
     pattern: str
     """Flags stand inside it: (?s) a dot is any character, (?i) case does not matter, (?m) ^ and $ are of each line."""

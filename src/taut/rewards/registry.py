@@ -36,7 +36,7 @@ from taut.rewards.reward_model import RewardModel, RewardServer
 from taut.rewards.stop import Stop
 from taut.rewards.tags import Tags
 from taut.rewards.user import own
-from taut.rewards.verifier import Verifier
+from taut.rewards.verifier import Judged, Verifier
 
 REWARDS: dict[str, type[Verifier]] = {
     "exact_match": ExactMatch,
@@ -77,6 +77,9 @@ class RewardSpec:
     """Judge only what stands in the last tag of this name; without it an answer is judged as an empty one."""
     after: str | None = None
     """Judge only what comes after the last such mark, as </think>; without it an answer is judged as an empty one."""
+    judges: Judged | None = None
+    """correctness: the check rewards.gold requires that right answers score higher than wrong ones. form (length,
+    style, format): it requires only that the reward can be computed. By default what the reward says of itself."""
     options: dict[str, Any] = field(default_factory=dict)
     """Its own settings; of a function of yours: arguments by name."""
 
@@ -99,6 +102,8 @@ class Part:
     """Seconds."""
     inside: str | None = None
     after: str | None = None
+    judges: Judged | None = None
+    """What the configuration says that it judges; None: what the verifier says."""
 
     def read(self, answered: Answered, is_bare: bool) -> Answered:
         """What of an answer it is shown; ``is_bare``: it has no marks around it."""
@@ -150,7 +155,9 @@ def read_parts(
             )
         verifier = verifier_of(spec.name, spec.options)
         timeout = verifier.seconds if spec.timeout is None else spec.timeout
-        parts.append(Part(label, verifier, spec.weight, timeout, spec.inside, spec.after))
+        parts.append(
+            Part(label, verifier, spec.weight, timeout, spec.inside, spec.after, spec.judges)
+        )
     return parts
 
 

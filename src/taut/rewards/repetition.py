@@ -10,18 +10,20 @@ May import config and the verifiers' base.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from taut.config import configclass
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Verifier
+from taut.rewards.verifier import Judged, Verifier
 
 
 @configclass
 class Repetition(Verifier):
     """It does not repeat itself."""
+
+    judges: ClassVar[Judged] = "form"
 
     n: Annotated[int, Field(ge=1)] = 4
     """How many words, or characters, in a row are compared."""

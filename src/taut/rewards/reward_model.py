@@ -18,7 +18,7 @@ from taut.errors import EngineError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
 from taut.rewards.pictures import sent
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Place, Verifier
 from taut.types import ComputeDtype
 from taut.vision.picture import ImagesConfig
 
@@ -31,7 +31,6 @@ class RewardModel(Verifier):
     """A reward model in this process."""
 
     runs: ClassVar[Place] = "model"
-    asks: ClassVar[Question] = "worth"
 
     model: str
     """Directory (or hub name) of the reward model."""
@@ -61,7 +60,6 @@ class RewardServer(Verifier):
     """A reward model at a server."""
 
     runs: ClassVar[Place] = "remote"
-    asks: ClassVar[Question] = "worth"
     seconds: ClassVar[float] = 60.0
 
     url: str
@@ -87,4 +85,7 @@ class RewardServer(Verifier):
         scores = said.get("scores") if isinstance(said, dict) else None
         if not isinstance(scores, list) or len(scores) != 1:
             raise EngineError(f"{url} answered {said!r:.120}; expected one score")
-        return float(scores[0])
+        if scores[0] is None:
+            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
+        score: float = scores[0]
+        return score

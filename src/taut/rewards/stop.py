@@ -5,14 +5,18 @@ May import config and the verifiers' base.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from taut.config import configclass
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Verifier
+from taut.rewards.verifier import Judged, Verifier
 
 
 @configclass
 class Stop(Verifier):
     """It ends."""
+
+    judges: ClassVar[Judged] = "form"
 
     ended: float = 1.0
     """For an answer that ends by itself."""

@@ -8,19 +8,21 @@ May import config, errors and the verifiers' base.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.rewards.answered import Answered
-from taut.rewards.verifier import Verifier
+from taut.rewards.verifier import Judged, Verifier
 
 
 @configclass
 class Tags(Verifier):
     """The form of tags."""
+
+    judges: ClassVar[Judged] = "form"
 
     tags: Annotated[tuple[str, ...], Field(min_length=1)] = ("think", "answer")
     """Their names, in order."""

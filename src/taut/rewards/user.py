@@ -5,7 +5,8 @@
 It is called by the names of its parameters and takes those it wants: ``text``, a completion without what ended it;
 ``references``, the row's right answers (empty where it has none); ``row``, the row as it stands in the data;
 ``num_tokens``, ``finish_reason``, ``prompt``, ``messages`` (``answered.py``); and the options of its configuration. It
-returns a number, or None where it does not apply; what it raises is an error.
+returns a number, or None where it does not apply; what it raises is an error. It judges correctness unless its
+attribute ``judges`` says otherwise: ``function.judges = "form"``.
 
 The file is read once, when a panel opens, and run as Python in worker processes, never in the one that trains; files
 beside it can be imported only if they are on Python's path. ``random`` (and ``numpy.random``, where the file imports
@@ -26,11 +27,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from taut.errors import ConfigError
 from taut.rewards.answered import FIELDS, Answered
-from taut.rewards.verifier import Place, Question, Verifier
+from taut.rewards.verifier import Judged, Place, Verifier
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Own(Verifier):
     """A function of the user's."""
 
     runs: ClassVar[Place] = "process"
-    asks: ClassVar[Question] = "worth"
 
     spec: str
     """``FILE.py:function``."""
@@ -50,6 +50,16 @@ class Own(Verifier):
     def prepare(self) -> None:
         """Run the file, and find the function."""
         self._call  # noqa: B018 (it is made when it is first asked for)
+        if self.judges not in get_args(Judged):
+            raise ConfigError(
+                f"the reward {self.spec} has the attribute judges={self.judges!r}; expected one of "
+                f"{', '.join(get_args(Judged))}; correct it"
+            )
+
+    @property
+    def judges(self) -> Judged:  # type: ignore[override]  # of the function, so of the instance
+        """What the function's attribute says. Reading it runs the file: for worker processes only."""
+        return getattr(self._function, "judges", Verifier.judges)
 
     def __call__(self, answered: Answered) -> Any:
         """Whatever it returns; what it raises is told the line it came from."""
@@ -60,8 +70,12 @@ class Own(Verifier):
         return self._call(answered)
 
     @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return _function(self.spec, self.code)
+
+    @cached_property
     def _call(self) -> Callable[[Answered], Any]:
-        function = _function(self.spec, self.code)
+        function = self._function
         names = _parameters(self.spec, function, self.options)
 
         def call(answered: Answered) -> Any:

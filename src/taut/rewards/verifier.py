@@ -2,18 +2,23 @@
 
     verifier(answered) -> float | None
 
-A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is what it
-returns that is no finite number. Errors never become 0, and neither does what does not apply.
+A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is a number
+that is not finite. Errors never become 0, and neither does what does not apply. A value of the wrong type (a text, a
+tensor) is no error of one answer but a bug: it stops the run (``read_number``, the one rule for rewards and
+environments).
 
-Imports ``rewards.answered`` only. Every verifier imports it.
+May import ``rewards.answered`` and errors. Every verifier imports it.
 """
 
 from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
+from taut.errors import DataError, UserCodeError
 from taut.rewards.answered import Answered
 
 if TYPE_CHECKING:
@@ -22,9 +27,9 @@ if TYPE_CHECKING:
 Place: TypeAlias = Literal["here", "process", "remote", "model"]
 """Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where
 it takes too long, at a server, or as a model beside the one that trains."""
-Question: TypeAlias = Literal["right", "worth", "form"]
-"""What it asks of an answer: whether it is right (then right answers get 1), what it is worth (on a scale of its own),
-or what form it has (which says nothing of right and wrong)."""
+Judged: TypeAlias = Literal["correctness", "form"]
+"""What a reward judges: correctness (right answers score higher than wrong ones), or form (length, style, format),
+which says nothing about right and wrong."""
 
 
 Decision: TypeAlias = tuple[str, str, str]
@@ -36,13 +41,17 @@ class Score(NamedTuple):
 
     value: float | None = None
     error: str | None = None
+    is_wrong_type: bool = False
+    """Whether the error is a value of the wrong type, which stops the run."""
 
 
 class Verifier:
     """The base of all verifiers."""
 
     runs: ClassVar[Place] = "here"
-    asks: ClassVar[Question] = "form"
+    judges: ClassVar[Judged] = "correctness"
+    full_marks: ClassVar[float | None] = None
+    """The number that a right answer gets; None: the scale is the reward's own, or it judges form."""
     needs_reference: ClassVar[bool] = False
     """Whether it does not apply to rows without a right answer."""
     seconds: ClassVar[float] = 10.0
@@ -68,13 +77,30 @@ class Verifier:
         raise NotImplementedError
 
 
-def scored(name: str, value: Any) -> Score:
-    """What a verifier returned, as a score. True is 1 and False 0."""
-    if value is None:
-        return Score()
-    if not isinstance(value, Real) or not math.isfinite(value):
-        return Score(error=f"{name} returned {value!r:.60}; expected a finite number or None")
-    return Score(value=float(value))
+def read_number(value: object, name: str) -> float:
+    """A reward as a float: a number of Python or numpy, or True and False as 1 and 0.
+
+    Raises UserCodeError for any other type, and DataError for a number that is not finite. ``name``: what returned it.
+    """
+    if not isinstance(value, Real | np.bool_):
+        raise UserCodeError(
+            f"{name} returned {value!r:.60} of type {type(value).__name__}; expected a number, True, False or None; "
+            "return float(...) of it"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise DataError(f"{name} returned {number}; expected a finite number or None")
+    return number
+
+
+def scored(name: str, value: object) -> Score:
+    """The score of what a verifier returned."""
+    try:
+        return Score() if value is None else Score(read_number(value, name))
+    except UserCodeError as error:
+        return Score(error=str(error), is_wrong_type=True)
+    except DataError as error:
+        return Score(error=str(error))
 
 
 def reason(error: BaseException) -> str:

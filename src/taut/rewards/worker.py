@@ -17,11 +17,13 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple, TextIO, cast
 
 from taut.errors import TautError
+from taut.printing import Printer
 from taut.rewards.answered import Answered
 from taut.rewards.user import Own
-from taut.rewards.verifier import Score, Verifier, reason, scored
+from taut.rewards.verifier import Judged, Score, Verifier, reason, scored
 
 PARENT_LOOKED_AT = 1.0
 """Seconds."""
@@ -32,20 +34,30 @@ ANYTHING = (Exception, SystemExit, KeyboardInterrupt)
 """What a function of the user's may raise, and be told of: here no Ctrl-C is heard."""
 
 
+class Loaded(NamedTuple):
+    """Whether a verifier can be used."""
+
+    trouble: str | None
+    """What keeps it from being used; None: nothing."""
+    judges: Judged = "correctness"
+    """What it judges: of a function of the user's, only the process that ran its file knows."""
+
+
 def main(descriptor: int) -> None:
     """Serve what comes through the pipe. The first message is the path of imports and the verifiers by label.
 
     A request is a verifier's number, an answer, or None to load it only, and the seconds it may take. The first reply
-    is what keeps the verifier from being loaded, or None; then comes the score. So loading takes nothing of an answer's
+    says whether the verifier is loaded (``Loaded``); then comes the score. So loading takes nothing of an answer's
     time, and a worker in the place of a killed one loads what it is asked for and no more.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _be_killed_first()
+    sys.stdout, sys.stderr = (cast(TextIO, Printer.on(it)) for it in (sys.stdout, sys.stderr))
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     path, verifiers = pipe.recv()
     sys.path[:] = path
-    loaded: dict[int, str | None] = {}
+    loaded: dict[int, Loaded] = {}
     while True:
         try:
             number, answered, seconds = pipe.recv()
@@ -55,7 +67,7 @@ def main(descriptor: int) -> None:
         if number not in loaded:
             loaded[number] = _prepare(label, verifier)
         pipe.send(loaded[number])
-        if answered is None or loaded[number] is not None:
+        if answered is None or loaded[number].trouble is not None:
             continue
         signal.setitimer(signal.ITIMER_PROF, SPARE * (seconds + 1) * (os.cpu_count() or 1))
         score = judged(label, verifier, answered, ANYTHING)
@@ -78,15 +90,16 @@ def judged(
         return Score(error=reason(error) + place)
 
 
-def _prepare(label: str, verifier: Verifier) -> str | None:
-    """What keeps it from being used."""
+def _prepare(label: str, verifier: Verifier) -> Loaded:
     try:
         verifier.prepare()
+        return Loaded(None, verifier.judges)
     except TautError as error:
-        return str(error)
+        return Loaded(str(error))
     except ANYTHING as error:  # told in the parent, which raises
-        return f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
-    return None
+        return Loaded(
+            f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
+        )
 
 
 def _be_killed_first() -> None:

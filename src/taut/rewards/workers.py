@@ -25,7 +25,8 @@ from queue import LifoQueue
 from taut.errors import ConfigError
 from taut.rewards.answered import Answered
 from taut.rewards.registry import Part
-from taut.rewards.verifier import Score
+from taut.rewards.verifier import Judged, Score
+from taut.rewards.worker import Loaded
 
 START_SECONDS = 120.0
 """How long a process may take to start and to load a verifier; no answer's time."""
@@ -47,12 +48,13 @@ class Workers:
         self._workers = workers
         self._at_exit = weakref.finalize(self, _let_go, workers)
 
-    def require_loadable(self) -> None:
-        """Raise ConfigError, now, for a verifier that cannot be loaded."""
+    def require_loadable(self) -> dict[str, Judged]:
+        """What each verifier judges, by label. Raises ConfigError, now, for one that cannot be loaded."""
         worker = self._idle.get()
         try:
-            for number, part in enumerate(self._parts):
-                worker.load(number, part)
+            return {
+                part.label: worker.load(number, part)[1] for number, part in enumerate(self._parts)
+            }
         finally:
             self._idle.put(worker)
 
@@ -95,8 +97,12 @@ class _Worker:
         self._pipe: Connection | None = None
         self._is_stopped = False
 
-    def load(self, number: int, part: Part, answered: Answered | None = None) -> Connection:
-        """The pipe to a process that has loaded a verifier, and is at ``answered``. ConfigError: it cannot be."""
+    def load(
+        self, number: int, part: Part, answered: Answered | None = None
+    ) -> tuple[Connection, Judged]:
+        """The pipe to a process that has loaded a verifier, and is at ``answered``; and what the verifier judges.
+        ConfigError: it cannot be.
+        """
         remedy = f"expected the reward {part.label} to be loaded; correct it"
         try:
             pipe = self._open()
@@ -104,18 +110,18 @@ class _Worker:
             if not pipe.poll(START_SECONDS):
                 self.clear()
                 raise ConfigError(f"found nothing within {START_SECONDS:g} s; {remedy}")
-            trouble = pipe.recv()
+            loaded: Loaded = pipe.recv()
         except (EOFError, OSError) as error:
             raise ConfigError(f"a worker {self._ended(error)} at its start; {remedy}") from None
-        if trouble is not None:
+        if loaded.trouble is not None:
             self.clear()  # what kept it may have passed when it is asked for again
-            raise ConfigError(trouble)
-        return pipe
+            raise ConfigError(loaded.trouble)
+        return pipe, loaded.judges
 
     def ask(self, number: int, answered: Answered, part: Part) -> Score:
         """The verifier's word, or what kept it from giving one."""
         try:
-            pipe = self.load(number, part, answered)
+            pipe, _ = self.load(number, part, answered)
         except ConfigError as error:
             return Score(error=str(error))
         try:

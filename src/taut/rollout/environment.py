@@ -8,28 +8,26 @@
 
 ``rollout.environment.name`` is ``FILE.py:Game``, or ``tools`` for the one that is built in (``tools.py``). Each path
 has an instance of its own, made without arguments, and its state lives there. Steps of different paths run side by
-side in threads, each with a time limit. What raises, hangs or returns something else than a Step makes its path an
-error with the reason: never a reward of 0.
+side in threads, each with a time limit. What raises or hangs makes its path an error with the reason: never a reward
+of 0. What returns something of the wrong type (no Step, a text as the reward) stops the run at the first path.
 
-A reward is a number, or numbers by name; those of all steps are added. Where an environment gives none, the run's
-rewards judge the path.
+A reward is a number (True and False are 1 and 0), or numbers by name; those of all steps are added. Where an
+environment gives none, the run's rewards judge the path.
 
 The class is the user's own Python in this process; what is not to be trusted belongs into a process or sandbox that it
 starts. Under several ranks the engine of which is asked by all, each steps its share of the paths.
 
-May import config, data, errors, parallel and rollout's bridge, deadline, open and tools. Methods import it.
+May import config, data, errors, parallel, rewards and rollout's bridge, deadline, open and tools. Methods import it.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from threading import Thread
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import Field
 
@@ -40,14 +38,15 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.template import PROBE
 from taut.data.tool_calls import CallFormat, ToolCall
-from taut.errors import CheckFailed, ConfigError, DataError, RenderError
+from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
 from taut.parallel import Ranks
+from taut.rewards.verifier import read_number
 from taut.rollout import tools
 from taut.rollout.bridge import Bridge
 from taut.rollout.deadline import Outcome, each
 from taut.rollout.open import Decision
 
-Reward: TypeAlias = float | Mapping[str, float] | None
+Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """What an environment says a path is worth; None: nothing."""
 
 REWARD = "environment"
@@ -131,16 +130,22 @@ class World:
     """Of calls that were abandoned, those that still run."""
 
     def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
-        """Call them all. A key is a path's number: the rank that has the path's environment is the one that calls."""
+        """Call them all. A key is a path's number: the rank that has the path's environment is the one that calls.
+
+        Raises UserCodeError, on every rank alike, where one returned something of the wrong type.
+        """
         rank, size = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         mine = [number for number in jobs if number % size == rank]
-        todo, config = [jobs[number] for number in mine], self.config
+        todo, config = [partial(_or_wrong_type, jobs[number]) for number in mine], self.config
         outcomes = each(todo, config.timeout, config.workers, self._abandon)
         found = dict(zip(mine, outcomes, strict=True))
-        if self.ranks is None or size == 1:
-            return found
-        shares: list[dict[int, Outcome]] = self.ranks.gather(found)
-        return {number: outcome for share in shares for number, outcome in share.items()}
+        if self.ranks is not None and size > 1:
+            shares: list[dict[int, Outcome]] = self.ranks.gather(found)
+            found = {number: outcome for share in shares for number, outcome in share.items()}
+        for number in sorted(found):
+            if isinstance(error := found[number].value, UserCodeError):
+                raise error
+        return found
 
     def _abandon(self, thread: Thread) -> None:
         self.late[:] = [late for late in (*self.late, thread) if late.is_alive()]
@@ -182,9 +187,13 @@ def open_world(
 
 
 def read_reset(value: object, place: str) -> tuple[Message, ...] | None:
-    """The first messages; None: the row's prompt. Raises DataError for what is neither."""
+    """The first messages; None: the row's prompt. Raises UserCodeError for another type, DataError for messages that
+    cannot be used.
+    """
     if value is None:
         return None
+    if not isinstance(value, str):  # a text may be messages as JSON
+        _require_messages(value, f"{place}: reset")
     messages = read_conversation(value, f"{place}: reset").messages
     if messages[-1]["role"] not in ("user", "tool"):
         raise DataError(
@@ -195,9 +204,13 @@ def read_reset(value: object, place: str) -> tuple[Message, ...] | None:
 
 
 def read_step(value: object, place: str) -> Step:
-    """What a step returned, validated. Raises DataError."""
+    """What a step returned, validated. Raises UserCodeError for a wrong type, DataError for what cannot be used."""
     if not isinstance(value, Step):
-        raise DataError(f"{place}: step returned {shown(value)}; expected a Step")
+        raise UserCodeError(
+            f"{place}: step returned {shown(value)} of type {type(value).__name__}; expected a Step; return "
+            "Step(messages, done, reward) of taut.rollout.environment"
+        )
+    _require_messages(value.messages, f"{place}: step")
     messages: tuple[Message, ...] = ()
     if value.messages:
         messages = read_conversation(list(value.messages), f"{place}: step").messages
@@ -216,17 +229,38 @@ def read_step(value: object, place: str) -> Step:
 
 
 def read_reward(value: object, place: str) -> Mapping[str, float]:
-    """A reward, by name. Raises DataError for what is no finite number."""
+    """A reward, by name. Raises UserCodeError for what is no number, DataError for one that is not finite."""
     if value is None:
         return {}
     named: Mapping[Any, Any] = value if isinstance(value, Mapping) else {REWARD: value}
-    for name, number in named.items():
-        is_number = isinstance(number, Real) and not isinstance(number, bool)
-        if not isinstance(name, str) or not is_number or not math.isfinite(float(number)):
-            raise DataError(
-                f"{place}: the reward {shown(name)} is {shown(number)}; expected a finite number"
+    for name in named:
+        if not isinstance(name, str):
+            raise UserCodeError(
+                f"{place}: found a reward by the name {shown(name)}; expected a text; rename it"
             )
-    return {name: float(number) for name, number in named.items()}
+    return {
+        name: read_number(number, f"{place}: the reward {name!r} of the environment")
+        for name, number in named.items()
+    }
+
+
+def _require_messages(value: object, place: str) -> None:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not (
+        is_list and all(isinstance(message, Mapping) for message in cast(Sequence[Any], value))
+    ):
+        raise UserCodeError(
+            f"{place} returned {shown(value)} of type {type(value).__name__} as messages; expected a list of objects "
+            "with role and content; correct the environment"
+        )
+
+
+def _or_wrong_type(job: Callable[[], Any]) -> Any:
+    """What the call returns. A UserCodeError is returned, not raised: it is no error of one path."""
+    try:
+        return job()
+    except UserCodeError as error:
+        return error
 
 
 class ToolEnvironment:

@@ -44,6 +44,9 @@ class Episode:
     """Why there is no completion to learn from, where finish_reason is error: the engine's or environment's words."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What the environment itself said the path is worth, by name; empty: rewards judge it."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """The part of ``rewards`` that steps gave: (n, sum of the step's rewards), where sampled token n is the last of the
+    turn that the step answered. What ``cut`` gave belongs to the whole path and is left out."""
     num_calls: int = 0
     """Calls of tools that the policy made."""
     num_malformed_calls: int = 0

@@ -60,6 +60,7 @@ class Underway:
     version: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     num_turns: int = 0
     num_calls: int = 0
     num_malformed: int = 0
@@ -105,7 +106,7 @@ class Underway:
         self.finish, self.error = "error", reason
 
     def earn(self, reward: Mapping[str, float]) -> None:
-        """Add what the environment gave for a step."""
+        """Add what the environment gave for a step, or for a cut."""
         for name, number in reward.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + number
 
@@ -128,6 +129,7 @@ class Underway:
             num_turns=self.num_turns,
             error=self.error,
             rewards=self.rewards,
+            turn_rewards=tuple(self.turn_rewards),
             num_calls=self.num_calls,
             num_malformed_calls=self.num_malformed,
             asked=self.asked or None,
@@ -263,6 +265,8 @@ def _go_on(path: Underway, step: Step, world: World) -> None:
     """Take an answer, and put what comes before the next turn after the path; or end it."""
     assert isinstance(step.reward, Mapping)
     path.earn(step.reward)
+    if path.sampled_at and step.reward:
+        path.turn_rewards.append((len(path.sampled_at) - 1, sum(step.reward.values())))
     history = (*path.asked, *path.messages)
     path.messages += step.messages
     if step.done:

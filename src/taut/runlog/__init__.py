@@ -4,10 +4,11 @@
         log.emit("start", num_steps=100, decisions=[("attention", "reference", "no CUDA device")])
         log.emit("step", step=1, loss=2.3, ...)
 
-Every sink is given the same events. Fields the console knows: ``num_steps`` and ``decisions`` of a start; the
-contract's fields of a step and ``memory_bytes``; ``name``, ``outcome``, ``value`` and ``detail`` of checks and
-warnings; ``from_step`` of a resume; ``tokens``, ``tokens_before`` and ``reason`` of a budget; ``path`` of a
-checkpoint; the rest is shown as it comes.
+Every sink is given the same events. A report that can no longer be written (console, TensorBoard, W&B) does not end the
+run: it is dropped, with a warning event to the others. ``events.jsonl`` is the record; a run that cannot write it ends.
+Fields the console knows: ``num_steps`` and ``decisions`` of a start; the contract's fields of a step and
+``memory_bytes``; ``name``, ``outcome``, ``value`` and ``detail`` of checks and warnings; ``from_step`` of a resume;
+``tokens``, ``tokens_before`` and ``reason`` of a budget; ``path`` of a checkpoint; the rest is shown as it comes.
 
 No torch here. May be imported by run, loop and what is above them.
 """
@@ -22,13 +23,31 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from taut.runlog.config import LogConfig
-from taut.runlog.events import KINDS, Event, EventLog, Kind, all_events, read_events
+from taut.runlog.events import (
+    KINDS,
+    Event,
+    EventLog,
+    Kind,
+    ReportLost,
+    all_events,
+    read_events,
+)
 
-__all__ = ["Event", "EventLog", "Kind", "LogConfig", "RunLog", "Sink", "all_events", "read_events"]
+__all__ = [
+    "Event",
+    "EventLog",
+    "Kind",
+    "LogConfig",
+    "ReportLost",
+    "RunLog",
+    "Sink",
+    "all_events",
+    "read_events",
+]
 
 
 class Sink(Protocol):
-    """Takes events."""
+    """Takes events. Raises ReportLost, once, where the run can do without it and it cannot be written."""
 
     def __call__(self, event: Event) -> None: ...
 
@@ -39,14 +58,15 @@ class RunLog:
     """Hands every event to every sink."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+        self._sinks = list(sinks)
 
     @classmethod
     def open(cls, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
         """The sinks of a run that is written to ``out``; none on ranks that do not write."""
         if not is_writer:
             return cls([])
-        sinks: list[Sink] = [EventLog(out / "events.jsonl")]
+        record = EventLog(out / "events.jsonl")
+        sinks: list[Sink] = []
         if config.tensorboard:
             from taut.runlog.tensorboard import TensorBoard
 
@@ -59,14 +79,21 @@ class RunLog:
             from taut.runlog.console import ConsoleReport
 
             sinks.append(ConsoleReport(config.every))
-        return cls(sinks)
+        return cls(
+            [*sinks, record]
+        )  # last, so that a warning about a report precedes the end of the run
 
     def emit(self, kind: Kind, **fields: Any) -> None:
         """Tell every sink that something happened."""
         assert kind in KINDS, f"unknown kind of event: {kind}"
         event = {"kind": kind, "time": time.time(), **fields}
-        for sink in self._sinks:
-            sink(event)
+        for sink in tuple(self._sinks):
+            try:
+                sink(event)
+            except ReportLost as lost:
+                self._sinks.remove(sink)
+                self.emit("warning", name="log", detail=str(lost))
+                sink.close()
 
     def close(self) -> None:
         with ExitStack() as stack:  # all of them, whichever fails

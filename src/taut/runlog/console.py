@@ -14,14 +14,15 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from taut.plural import counted
-from taut.runlog.events import Event
+from taut.printing import Printer
+from taut.runlog.events import Event, ReportLost
 
 RECENT = 20
 """Steps whose duration predicts the rest."""
@@ -39,7 +40,10 @@ class ConsoleReport:
     """A sink for people."""
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._printer = Printer.on(sys.stdout)
+        self._console = console or Console(
+            file=cast(TextIO, self._printer), highlight=False, soft_wrap=True
+        )
         self._every = every
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -70,6 +74,9 @@ class ConsoleReport:
             return
         self._show_asked()
         self._shows[event["kind"]](event)
+        if self._printer.failure is not None:
+            why = self._printer.failure.strerror
+            raise ReportLost(f"stdout cannot be written: {why}; nothing more is printed")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -108,7 +115,8 @@ class ConsoleReport:
 
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
-        self._steps.append({key: event[key] for key in COUNTED})
+        if not event.get("skipped"):
+            self._steps.append({key: event[key] for key in COUNTED})
         step = event["step"]
         text = rollout_text(self._rollouts) + step_text(event, self._time_left(step))
         if self._progress is not None and self._task is not None:
@@ -135,6 +143,9 @@ class ConsoleReport:
         seconds = sum(event["seconds"] for event in self._asked)
         counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
         self._say(f"checks  {counted}", STYLES["passed"])
+        if left_out := [event["name"] for event in self._asked if event.get("left_out")]:
+            said = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
+            self._say(said, STYLES["warning"])
         for event in self._asked:
             if event["outcome"] == "warning":
                 evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
@@ -181,6 +192,8 @@ class ConsoleReport:
     def _show_end(self, event: Event) -> None:
         self.close()
         rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
+        if event.get("divergence"):
+            rows.append(("divergence", f"may have diverged: {event['divergence']}"))
         if event.get("stop"):
             rows.append(("stops", stops_text(event["stop"])))
         if event.get("model"):
@@ -200,10 +213,10 @@ class ConsoleReport:
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """What the summary needs of each step."""
 
-ROLLED = ("reward", "stopped", "tokens_mean")
+ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
 
-SUMMARISED = ("loss", "eval_loss", "model", "reason")
+SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
 """Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
 
 WIDTH = 60
@@ -237,12 +250,20 @@ def rollout_text(rollouts: Sequence[Event]) -> str:
     if not rollouts:
         return ""
     last = rollouts[-1]
-    worth = f"reward {last['reward']:.3f}  " if "reward" in last else ""
-    return f"{worth}ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
+    parts = []
+    if "reward" in last:
+        is_whole = last.get("rewarded") == last.get("completions")
+        over = "" if is_whole else f" ({last['rewarded']} of {last['completions']})"
+        parts.append(f"reward {last['reward']:.3f}{over}")
+    if "stopped" in last:
+        parts += [f"ends {last['stopped']:.0%}", f"{last['tokens_mean']:.0f} tokens"]
+    return "".join(f"{part}  " for part in parts)
 
 
 def step_text(event: Event, left: timedelta | None) -> str:
     """A step in one line."""
+    if event.get("skipped"):
+        return "skipped: no completion has a reward"
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
     parts = [
         f"loss {event['loss']:.4f}",
@@ -338,11 +359,12 @@ def summary(
         ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
     ]
     if rollouts:
-        first, last = rollouts[0], rollouts[-1]
-        ends = f"{first['stopped']:.0%} ended by themselves, then {last['stopped']:.0%}"
-        if "reward" in first:
-            rows.append(("reward", f"{first['reward']:.4f} at first, {last['reward']:.4f} at last"))
-        rows.append(("roll-outs", f"{len(rollouts):,}: {ends}"))
+        rewards = [rollout["reward"] for rollout in rollouts if "reward" in rollout]
+        if rewards:
+            rows.append(("reward", f"{rewards[0]:.4f} at first, {rewards[-1]:.4f} at last"))
+        ends = [rollout["stopped"] for rollout in rollouts if "stopped" in rollout]
+        change = f": {ends[0]:.0%} ended by themselves, then {ends[-1]:.0%}" if ends else ""
+        rows.append(("roll-outs", f"{len(rollouts):,}{change}"))
     for name in dict.fromkeys(key for event in evals for key in measured(event)):
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"

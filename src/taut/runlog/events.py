@@ -50,6 +50,10 @@ BLOCK = 2**16
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+class ReportLost(Exception):
+    """A view of the events that cannot be written any more; the message says which, and why."""
+
+
 class EventLog:
     """Appends events to a file."""
 

@@ -6,6 +6,7 @@ Imported by ``taut.runlog`` where it is asked for; it loads tensorboard, never t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event as Record
@@ -14,7 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from taut.errors import OutputError
-from taut.runlog.events import Event
+from taut.runlog.events import Event, ReportLost
 from taut.runlog.scalars import scalars
 
 
@@ -31,6 +32,14 @@ class TensorBoard:
             ) from error
 
     def __call__(self, event: Event) -> None:
+        try:
+            self._write(event)
+            if event["kind"] == "end":
+                self._writer.flush()
+        except OSError as error:
+            raise ReportLost(f"TensorBoard's file cannot be written: {error.strerror}") from error
+
+    def _write(self, event: Event) -> None:
         if event["kind"] == "resume":
             forget = SessionLog(status=SessionLog.START)
             step = event["from_step"] + 1
@@ -45,4 +54,5 @@ class TensorBoard:
             )
 
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):  # reported when the event came
+            self._writer.close()

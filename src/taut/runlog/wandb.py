@@ -10,7 +10,7 @@ from pathlib import Path
 
 import wandb
 
-from taut.runlog.events import Event, plain
+from taut.runlog.events import Event, ReportLost, plain
 from taut.runlog.scalars import scalars
 
 
@@ -21,6 +21,12 @@ class WeightsAndBiases:
         self._run = wandb.init(project=project, name=out.name, group=out.name, dir=str(out))
 
     def __call__(self, event: Event) -> None:
+        try:
+            self._report(event)
+        except (wandb.Error, OSError) as error:  # its service process, or the network
+            raise ReportLost(f"Weights & Biases takes no more: {error}") from error
+
+    def _report(self, event: Event) -> None:
         if event["kind"] == "start":
             self._run.config.update(plain(event))
         values = scalars(event)

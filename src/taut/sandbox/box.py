@@ -19,6 +19,10 @@ from taut.sandbox.limits import Limits, Ran, Trial
 MechanismName = Literal["bubblewrap", "namespaces", "landlock"]
 
 
+_INSIDE = Path("/taut/sandbox")
+"""Where bubblewrap's jail has the files of this package: their own path would show where we are installed."""
+
+
 class Mechanism(NamedTuple):
     """What holds the programs, and why it was chosen: a decision for the run log."""
 
@@ -84,8 +88,8 @@ class Sandbox:
         if self._is_closed:
             raise SandboxError("the sandbox is closed; expected it open; open another")
         if self.mechanism.name == "bubblewrap":
-            line = _bubblewrap(self._readable, limits) + workers.command("once()", self._packages)
-            return workers.Worker(line)
+            line = _bubblewrap(self._readable, limits)
+            return workers.Worker(line + workers.command("once()", self._packages, _INSIDE))
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
@@ -128,13 +132,13 @@ def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
     else:
         line += ["--unshare-user"]
     line += ["--perms", "1777", "--size", str(limits.scratch_mb * 2**20), "--tmpfs", "/tmp"]
-    bound = [*readable, str(Path(__file__).parent)]
+    bound = {**{path: path for path in readable}, str(workers.FOLDER): str(_INSIDE)}
     for folder in sorted(
-        {str(it) for path in bound for it in Path(path).parents} - {"/"} | {"/dev"}
+        {str(it) for path in bound.values() for it in Path(path).parents} - {"/"} | {"/dev"}
     ):
         line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
-    for path in bound:
-        line += ["--ro-bind", path, path]
+    for path, place in bound.items():
+        line += ["--ro-bind", path, place]
     for path in kernel.DEVICES:
         line += ["--dev-bind", path, path]
     for link, target in workers.links():

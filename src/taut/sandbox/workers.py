@@ -19,6 +19,8 @@ from typing import Any
 
 from taut.errors import SandboxError
 
+FOLDER = Path(__file__).parent
+"""The files of this package."""
 _GRACE = 20.0
 """Seconds an answer may take beside what the tests may: more than the jail's own."""
 _ENVIRONMENT = {
@@ -52,9 +54,8 @@ def interpreter() -> str:
     return str(path.resolve() if path.exists() else Path(sys.executable).resolve())
 
 
-def command(call: str, packages: Sequence[str]) -> list[str]:
-    """The command line of a process that does ``jail.call``."""
-    folder = Path(__file__).parent
+def command(call: str, packages: Sequence[str], folder: Path = FOLDER) -> list[str]:
+    """The command line of a process that does ``jail.call``. ``folder``: where it finds the files of this package."""
     code = _STUB.format(
         package=str(folder.parent), folder=str(folder), packages=list(packages), call=call
     )
@@ -62,9 +63,13 @@ def command(call: str, packages: Sequence[str]) -> list[str]:
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """All that a program may read: Python's library, the machine's shared libraries, ``packages``."""
-    paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), interpreter()]
-    paths += [str(Path(sys.base_prefix, "lib")), *packages]
+    """All that a program may read: Python's library, the machine's shared libraries, ``packages``.
+
+    The library is the base installation's: a virtual environment's would show its packages, and where it lies.
+    """
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    paths = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
+    paths += [interpreter(), str(Path(sys.base_prefix, "lib")), *packages]
     paths += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return list(dict.fromkeys(os.path.realpath(path) for path in paths if Path(path).exists()))
 

@@ -57,3 +57,11 @@ def a_function_that_never_applies(place: Place, is_faulty: bool) -> Session:
     """The reward returns nothing for every row, so nothing is measured."""
     code = "def judged(text, references, row):\n    return None\n"
     return _judging(place, code if is_faulty else None)
+
+
+@fault("rewards.gold", says="applies to none", part="quick")
+def a_function_of_form_that_never_applies(place: Place, is_faulty: bool) -> Session:
+    """A reward of form need not know right answers, but it has to say something of one."""
+    value = "None" if is_faulty else "1 / (1 + len(text))"
+    code = f"def judged(text):\n    return {value}\n\njudged.judges = 'form'\n"
+    return _judging(place, code)

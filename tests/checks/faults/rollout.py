@@ -115,10 +115,20 @@ def one_stream_for_all_answers_to_a_prompt(place: Place, is_faulty: bool) -> Ses
 @fault("rollout.groups", says="advantages of its group add up to", part="quick")
 def advantages_over_the_whole_roll_out(place: Place, is_faulty: bool) -> Session:
     """Rewards are compared with the mean of all prompts' answers."""
+    return _compared_with_all(place, is_faulty)
+
+
+def _compared_with_all(place: Place, is_faulty: bool, **keys: Any) -> Session:
     centred = advantages._centred
     if is_faulty:
         place.patch.setattr(advantages, "_centred", lambda r, group: centred(r, 0 * group))
-    return generating(place)
+    return generating(place, **keys)
+
+
+@fault("rollout.groups", says="advantages of its group add up to", part="quick")
+def a_whitened_baseline_over_the_whole_roll_out(place: Place, is_faulty: bool) -> Session:
+    """The same, where all advantages are shifted and divided afterwards."""
+    return _compared_with_all(place, is_faulty, grpo__advantage="reinforce_pp_baseline")
 
 
 @fault("rollout.text", says="sampled was", part="quick")

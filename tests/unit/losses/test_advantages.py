@@ -4,6 +4,7 @@ sums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations, product
 from math import comb
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from taut.errors import ConfigError
-from taut.losses.advantages import ESTIMATORS, Estimator, gae, pass_at_k, whiten
+from taut.losses.advantages import ESTIMATORS, Estimator, gae, pass_at_k, rloo, whiten
 
 SIZE = 4
 POLICY = torch.tensor([0.3, -0.8, 0.5, -0.1], dtype=torch.float64, requires_grad=True)
@@ -29,12 +30,18 @@ def slope(value: Tensor) -> Tensor:
     return torch.autograd.grad(value, POLICY)[0]
 
 
+def of_samples(estimator: Estimator, reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """Advantages of samples of one token each, without penalties."""
+    nothing = [torch.zeros(1, dtype=torch.float64)] * reward_S.numel()
+    return torch.cat(estimator(reward_S, group_S, nothing))
+
+
 def expected(estimator: Estimator, reward: Tensor) -> Tensor:
     """The mean gradient of 1/n sum of A log pi over groups of n."""
     log_p = POLICY.log_softmax(0)
     weight_B = log_p.detach()[GROUPS].sum(1).exp()
     one = torch.zeros(SIZE, dtype=torch.int64)
-    advantage_BG = torch.stack([estimator(reward[actions], one) for actions in GROUPS])
+    advantage_BG = torch.stack([of_samples(estimator, reward[actions], one) for actions in GROUPS])
     return slope((weight_B[:, None] * advantage_BG * log_p[GROUPS]).sum() / SIZE)
 
 
@@ -78,7 +85,7 @@ def test_pass_at_k_has_the_gradient_of_the_best_of_k(k: int, reward: Tensor) -> 
     draws = torch.tensor(list(product(range(4), repeat=k)))
     best = reward[draws].amax(1)
     exact = slope((POLICY.log_softmax(0)[draws].sum(1).exp() * best).sum())
-    found = expected(partial(pass_at_k, k=k), reward)
+    found = expected(Estimator(partial(pass_at_k, k=k), rloo), reward)
     torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-14)
 
 
@@ -112,13 +119,13 @@ def test_pass_at_k_of_large_groups() -> None:
 def test_what_differs_by_rounding_is_alike() -> None:
     reward = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
     for name, estimator in ESTIMATORS.items():
-        assert not estimator(reward, torch.zeros(3).long()).any(), name
+        assert not of_samples(estimator, reward, torch.zeros(3).long()).any(), name
 
 
 def test_values_by_hand() -> None:
     """Rewards 1, 0, 0, 1: mean 1/2, standard deviation (n - 1) sqrt(1/3)."""
     reward, one = torch.tensor([1.0, 0.0, 0.0, 1.0]).double(), torch.zeros(4).long()
-    of = {name: estimator(reward, one)[0].item() for name, estimator in ESTIMATORS.items()}
+    of = {name: of_samples(made, reward, one)[0].item() for name, made in ESTIMATORS.items()}
     assert of["mean"] == 0.5
     assert of["rloo"] == pytest.approx(1 - 1 / 3)
     assert of["group"] == pytest.approx(0.5 / ((1 / 3) ** 0.5 + 1e-4))
@@ -132,17 +139,17 @@ def test_values_by_hand() -> None:
 def test_no_estimator_knows_an_order(name: str) -> None:
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
     estimator = ESTIMATORS[name]
-    found = estimator(SOME, OF)
+    found = of_samples(estimator, SOME, OF)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(
-        estimator(SOME[order], OF[order]), found[order], rtol=1e-12, atol=1e-15
+        of_samples(estimator, SOME[order], OF[order]), found[order], rtol=1e-12, atol=1e-15
     )
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "reinforce_pp"])
+@pytest.mark.parametrize("name", [name for name, it in ESTIMATORS.items() if not it.is_whitened])
 def test_a_group_without_signal_has_exactly_none(name: str) -> None:
     """0.2 three times, whose mean is not quite 0.2; and a group of one."""
-    found = ESTIMATORS[name](SOME, OF)
+    found = of_samples(ESTIMATORS[name], SOME, OF)
     assert found[:4].any()
     assert found[4:].tolist() == [0.0] * 4
 
@@ -150,12 +157,80 @@ def test_a_group_without_signal_has_exactly_none(name: str) -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_rewards_that_are_all_alike(name: str) -> None:
     for reward in (0.0, 0.1):
-        assert not ESTIMATORS[name](torch.full((6,), reward).double(), torch.arange(6) // 3).any()
+        alike_S, group_S = torch.full((6,), reward).double(), torch.arange(6) // 3
+        assert not of_samples(ESTIMATORS[name], alike_S, group_S).any()
 
 
 def test_maxrl_refuses_a_negative_reward() -> None:
     with pytest.raises(ConfigError, match=r"found a reward of -0.4 with advantage=maxrl"):
-        ESTIMATORS["maxrl"](REWARD, torch.zeros(4).long())
+        of_samples(ESTIMATORS["maxrl"], REWARD, torch.zeros(4).long())
+
+
+def no_penalties(sizes: Sequence[int]) -> list[Tensor]:
+    return [torch.zeros(size, dtype=torch.float64) for size in sizes]
+
+
+def test_whitening_over_tokens_by_hand() -> None:
+    """Two groups: rewards 1 and 0 of 3 tokens and 1, then 1 and 1 of 1 token each.
+
+    reinforce_pp           tokens 1 1 1 | 0 | 1 | 1: mean 5/6, variance (5 (1/6)^2 + (5/6)^2) / 5 = 1/6
+    reinforce_pp_baseline  tokens 1/2 1/2 1/2 | -1/2 | 0 | 0: mean 1/6, variance (3/9 + 4/9 + 2/36) / 5 = 1/6
+    """
+    reward_S, group_S = torch.tensor([1.0, 0.0, 1.0, 1.0]).double(), torch.tensor([0, 0, 1, 1])
+    deviation = (1 / 6) ** 0.5
+    by_hand = {
+        "reinforce_pp": [1 / 6, 1 / 6, 1 / 6, -5 / 6, 1 / 6, 1 / 6],
+        "reinforce_pp_baseline": [1 / 3, 1 / 3, 1 / 3, -2 / 3, -1 / 6, -1 / 6],
+    }
+    for name, centred in by_hand.items():
+        found = ESTIMATORS[name](reward_S, group_S, no_penalties([3, 1, 1, 1]))
+        assert [one_N.numel() for one_N in found] == [3, 1, 1, 1]
+        wanted = [x / deviation for x in centred]
+        assert torch.cat(found).tolist() == pytest.approx(wanted, rel=1e-7), name
+
+
+def test_each_token_is_charged_for_itself_and_those_after_it_by_hand() -> None:
+    """One sample of reward 1 and penalties -1, -2 and one of reward 0 without: returns 1 - 3, 1 - 2 | 0; mean -1,
+    variance (1 + 0 + 1) / 2.
+    """
+    reward_S, group_S = torch.tensor([1.0, 0.0]).double(), torch.tensor([0, 1])
+    penalties = [torch.tensor([-1.0, -2.0]).double(), torch.zeros(1).double()]
+    found = ESTIMATORS["reinforce_pp"](reward_S, group_S, penalties)
+    assert torch.cat(found).tolist() == pytest.approx([-1.0, 0.0, 1.0], rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_where_rewards_are_alike_a_penalty_keeps_its_size(name: str) -> None:
+    """Penalties of at most 0.001 a token: their noise must not become advantages of size 1."""
+    random = torch.Generator().manual_seed(0)
+    penalties = [-0.001 * torch.rand(5, generator=random, dtype=torch.float64) for _ in range(6)]
+    group_S = torch.arange(6) // 3
+    found = ESTIMATORS[name](torch.full((6,), 0.5).double(), group_S, penalties)
+    size = max(float(one_N.abs().max()) for one_N in found)
+    assert 1e-5 < size < 0.005
+    assert float(torch.cat(found).mean()) == pytest.approx(0.0, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", ["mean", "rloo"])
+def test_for_a_linear_comparison_a_penalty_is_a_part_of_the_reward(name: str) -> None:
+    random = torch.Generator().manual_seed(1)
+    penalties = [torch.randn(3, generator=random, dtype=torch.float64) for _ in range(8)]
+    estimator = ESTIMATORS[name]
+    found = torch.stack([one_N[0] for one_N in estimator(SOME, OF, penalties)])
+    total_S = SOME + torch.stack([penalty_N.sum() for penalty_N in penalties])
+    torch.testing.assert_close(found, estimator.compare(total_S, OF), rtol=1e-12, atol=1e-15)
+
+
+def test_a_penalty_is_not_divided_by_the_deviation_of_rewards() -> None:
+    """Penalties -0.2 and -0.4, centred 0.1 and -0.1, whatever the rewards are."""
+    penalties = [torch.tensor(sizes, dtype=torch.float64) for sizes in ([-0.2], [-0.3, -0.1])]
+    estimator, one = ESTIMATORS["group"], torch.zeros(2).long()
+    for rewards in ([0.0, 0.0], [1.0, 0.0], [1.0, 0.999]):
+        reward_S = torch.tensor(rewards, dtype=torch.float64)
+        first, second = estimator(reward_S, one, penalties)
+        alone = estimator.compare(reward_S, one).tolist()
+        assert first.tolist() == pytest.approx([alone[0] + 0.1], abs=1e-12)
+        assert second.tolist() == pytest.approx([alone[1] - 0.1] * 2, abs=1e-12)
 
 
 @pytest.mark.parametrize("bootstrap", [0.0, 0.8])

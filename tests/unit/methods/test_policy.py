@@ -68,7 +68,15 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         ("loss=sapo", "sapo_positive=2.0", "sapo_negative=3.0"),
         {"surrogate": "sapo", "bounds": Bounds(0.2, 0.28, None, 2.0, 3.0), "average": "sequence"},
     ),
-    (("loss=gmpo",), {"surrogate": "gmpo", "bounds": Bounds(0.4, 0.4), "average": "sequence"}),
+    (
+        ("loss=gmpo",),
+        {
+            "surrogate": "gmpo",
+            "bounds": Bounds(0.4, 0.4),
+            "average": "sequence",
+            "correction": Correction("truncated", "geometric", 1.1, 0.9),
+        },
+    ),
     (("loss=reinforce",), {"surrogate": "reinforce"}),
     (
         ("clip_low=0.1", "clip_high=0.3", "dual_clip=3.0"),
@@ -86,7 +94,12 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("correction=none",), {"correction": Correction()}),
     (
         ("correction=masked", "correction_cap=5.0", "correction_floor=0.5"),
-        {"correction": Correction("masked", "sequence", 5.0, 0.5)},
+        {"correction": Correction("masked", "geometric", 5.0, 0.5)},
+    ),
+    (("correction=masked",), {"correction": Correction("masked", "geometric", 1.1, 0.9)}),
+    (
+        ("correction=masked", "correction_level=sequence"),
+        {"correction": Correction("masked", "sequence", 2.0, 0.0)},
     ),
     (
         ("correction=masked", "correction_level=token"),
@@ -123,7 +136,8 @@ def test_a_divergence_in_the_reward_is_not_in_the_loss() -> None:
 def test_the_best_of_how_many() -> None:
     reward_S, one_S = torch.tensor([0.0, 1.0, 0.0, 1.0]).double(), torch.zeros(4).long()
     for said, k in (((), 4), (("grpo.pass_k=2",), 2)):
-        found = sections("grpo.advantage=pass_at_k", *said).grpo.estimator(reward_S, one_S)
+        estimator = sections("grpo.advantage=pass_at_k", *said).grpo.estimator
+        found = estimator.compare(reward_S, one_S)
         assert found.tolist() == pass_at_k(reward_S, one_S, k=k).tolist()
 
 
@@ -160,6 +174,10 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         r"grpo.kl_target=1, which nothing reads; expected kl_coef above 0 and kl_in",
     ),
     (("correction=none", "correction_cap=3.0"), r"grpo.correction_cap=3, which nothing reads"),
+    (
+        ("loss=gmpo", "correction_level=token"),
+        r"grpo: found correction_level=token with loss=gmpo, .*; expected geometric or sequence",
+    ),
     (("pass_k=3",), r"grpo.pass_k=3, which nothing reads; expected advantage=pass_at_k"),
 ]
 
@@ -171,6 +189,21 @@ def test_what_nothing_reads_and_what_has_no_meaning_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         sections(*(f"grpo.{one}" for one in overrides))
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_chosen_about_the_correction_is_recorded() -> None:
+    def recorded(*overrides: str, roll_out: RollOut = SERVER) -> dict[str, str]:
+        config = sections(*(f"grpo.{one}" for one in overrides)).grpo
+        found = config.decisions(config.make_loss(roll_out).correction)
+        assert all(reason for _, _, reason in found)
+        return {name: value for name, value, _ in found}
+
+    chosen = {"grpo.correction": "truncated", "grpo.correction_level": "token"}
+    assert recorded() == chosen
+    assert recorded("loss=gmpo") == {**chosen, "grpo.correction_level": "geometric"}
+    assert recorded("correction=masked") == {"grpo.correction_level": "geometric"}
+    assert recorded("correction=masked", "correction_level=sequence") == {}
+    assert recorded(roll_out=LOCAL) == {}
 
 
 def test_a_correction_needs_the_engines_word() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.chats import save_model, write_rows
-from tests.online import keys_of, make
+from tests.online import TWICE, keys_of, make
 from tests.sampling import SamplingServer
 from tests.server import FakeServer
 from transformers import AutoModelForCausalLM
@@ -33,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
-def opened(model: Path, place: Path, **keys: Any) -> Roller:
-    built, _ = make(keys_of("grpo", model, place, dtype="float32", **keys))
-    method = built.job.method
-    assert isinstance(method, Online)
-    return method.roller
+def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
+    built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
+    online = built.job.method
+    assert isinstance(online, Online)
+    return online.roller
 
 
 def at(server: FakeServer, **keys: Any) -> dict[str, Any]:
@@ -85,6 +85,20 @@ def test_what_was_opened_is_closed_where_the_next_cannot_be_had(
     with SamplingServer(model=loaded) as server, pytest.raises(ConfigError, match=r"none\.py"):
         opened(model, tmp_path, **at(server, **missing))
     assert closed == ["Panel", "ServerEngine"]
+
+
+def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_that_reward(
+    model: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(TWICE)
+    keys = {"method": "ppo", "critic__kind": "shared", "ppo__bootstrap_cut": True}
+    keys["rollout__environment__name"] = f"{own}:Twice"
+    opened(model, tmp_path, **keys).close()
+    own.write_text(f"{TWICE}\n    def cut(self):\n        return -1.0\n")
+    with pytest.raises(ConfigError, match=r"own\.py:Twice has a method cut, which says what"):
+        opened(model, tmp_path, **keys)
+    opened(model, tmp_path, **{**keys, "ppo__bootstrap_cut": False}).close()
 
 
 def test_a_model_that_judges_here_cannot_while_another_trains(

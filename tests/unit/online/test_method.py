@@ -185,6 +185,42 @@ def test_a_roll_out_that_stops_the_run_has_changed_nothing() -> None:
     assert isinstance(method.credit, PolicyCredit) and method.credit._scale == Scale()
 
 
+def sometimes(one: Answered) -> float | None:
+    """No reward applies to the prompts of some steps."""
+    return None if one.row["i"] in (1, 7, 4, 5) else half(one)
+
+
+def test_a_roll_out_without_rewards_skips_its_steps_and_a_resume_is_exact() -> None:
+    keys: dict[str, Any] = {"minibatches": 2, "worth": lambda one: None}
+    method = online(**keys)
+    assert [method.prepare(step) for step in (1, 2)] == [[], []]
+    trainer_of(method).done = 2
+    other = again(method, 2, **keys)
+    for one in (method, other):
+        assert [one.prepare(step) for step in (3, 4)] == [[], []]
+        trainer_of(one).done = 4
+        with pytest.raises(CheckFailed, match="step 5: in 3 roll-outs in a row no completion"):
+            one.prepare(5)
+    assert other.guard == method.guard and method.guard.unrewarded == 2
+    warned = [fields["step"] for kind, fields in trainer_of(method).told if kind == "warning"]
+    assert warned == [1, 3]
+
+
+@pytest.mark.parametrize("replay", [0, 2])
+def test_one_roll_out_without_rewards_is_skipped_and_training_goes_on(replay: int) -> None:
+    """With groups to be replayed the step trains on these."""
+    found = steps(online(worth=sometimes, replay=replay), 1, 8)
+    without = [at for at, trees in enumerate(found) if len(trees) == 0]
+    told = {at for at, trees in enumerate(found) if not any(f"/{at + 1}" in n for n in trees)}
+    assert told and (set(without) == told if replay == 0 else without != sorted(told))
+    for done in (1, 2, 3, 5):
+        whole = online(worth=sometimes, replay=replay)
+        steps(whole, 1, done)
+        assert (
+            steps(again(whole, done, worth=sometimes, replay=replay), done + 1, 8) == found[done:]
+        )
+
+
 def test_an_engine_that_fails_has_changed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     method = online(replay=2)
     steps(method, 1, 1)

@@ -12,7 +12,7 @@ from tests.engines import FakeEngine
 
 from taut.config import from_mapping
 from taut.data.prompts import PromptRow
-from taut.errors import ConfigError
+from taut.errors import ConfigError, UserCodeError
 from taut.online.rollouts import Roller, RolloutConfig, distinct, seed_of
 from taut.parallel import Ranks
 from taut.rewards.answered import Answered
@@ -148,3 +148,26 @@ def test_an_age_that_nothing_can_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_staleness=9 with neither rollout\.replay nor"):
         from_mapping(RolloutConfig, {"max_staleness": 9})
     assert from_mapping(RolloutConfig, {"max_staleness": 9, "replay": 1}).replay == 1
+
+
+@pytest.mark.parametrize("is_writer", [True, False])
+def test_what_stops_the_judging_stops_every_rank(is_writer: bool) -> None:
+    """Only the writer judges; the others would wait for it for ever."""
+    told: list[object] = [UserCodeError("the reward worth returned 'good'")]
+
+    class Two:
+        size = 2
+
+        def __init__(self) -> None:
+            self.is_writer = is_writer
+
+        def gather(self, value: object) -> list[object]:
+            return [value, None] if is_writer else [*told, value]
+
+    def worth(one: Answered) -> float:
+        raise UserCodeError("the reward worth returned 'good'")
+
+    made, _, _ = roller(lambda name, index: str(index), worth)
+    ranked = replace(made, ranks=Two())  # type: ignore[arg-type]
+    with pytest.raises(UserCodeError, match="the reward worth returned 'good'"):
+        ranked.roll(0, [1])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from taut.build import Built
 from taut.online.scoring import POLICY, VALUE, Asked, sample_of, scored
-from taut.types import Tree
+from taut.types import FinishReason, Tree
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,14 @@ def built(place: Path, method: str, **keys: Any) -> Built:
 
 
 def test_where_a_critic_is_read() -> None:
-    """Before each choice, and where a path was cut, after the last: for what would have come."""
-    whole, cut = (sample_of(episode("a", 0, 2, f), "a", has_reads=True) for f in ("stop", "length"))
-    assert whole.read_at_R is not None and whole.read_at_R.tolist() == [2, 3]
-    assert cut.read_at_R is not None and cut.read_at_R.tolist() == [2, 3, 4]
+    """Before each choice; after the last one where the path was cut and its value is asked for."""
+    ends: tuple[FinishReason, ...] = ("stop", "length")
+    whole, cut = (sample_of(episode("a", 0, 2, f), "a", has_reads=True) for f in ends)
+    for sample in (whole, cut):
+        assert sample.read_at_R is not None and sample.read_at_R.tolist() == [2, 3]
+    for finish, reads in zip(ends, ([2, 3], [2, 3, 4]), strict=True):
+        made = sample_of(episode("a", 0, 2, finish), "a", has_reads=True, has_bootstrap=True)
+        assert made.read_at_R is not None and made.read_at_R.tolist() == reads
     assert sample_of(episode("a", 0, 2), "a", has_reads=False).read_at_R is None
     assert whole.target_at_N.tolist() == [3, 4] and whole.weight_N.tolist() == [1.0, 1.0]
 
@@ -42,7 +46,7 @@ def test_log_probs_are_at_the_temperature_of_the_roll_out_and_values_at_each_rea
 ) -> None:
     job = built(place, "ppo", critic__kind="shared", critic__head="normal").job
     samples = [
-        sample_of(episode("a", i, i + 2, finish), f"a{i}", has_reads=True)
+        sample_of(episode("a", i, i + 2, finish), f"a{i}", has_reads=True, has_bootstrap=True)
         for i, finish in enumerate(("stop", "length", "stop"))
     ]
     trees, asked = [Tree(tuple(samples))], Asked(policy=True, values=True, temperature=0.5)

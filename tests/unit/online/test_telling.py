@@ -66,6 +66,19 @@ def test_paths_that_no_reward_applies_to_are_counted() -> None:
     found = replace(found, left_out=(*found.left_out, one))
     told = fields(found, paths_of(found.groups, 0), credited(found), 6, RolloutConfig())
     assert (told["without_reward"], told["errors"], told["completions"]) == (1, 1, 8)
+    assert told["rewarded"] == 6
+
+
+def test_a_roll_out_without_a_reward_or_without_a_completion_has_no_means() -> None:
+    nothing = Credited([], [], {}, {})
+    bare = Rolled((group("a", None, None),), (), Spent(), True)
+    told = fields(bare, [], nothing, 6, RolloutConfig())
+    assert (told["rewarded"], told["completions"], told["stopped"]) == (0, 2, 1.0)
+    assert "reward" not in told and told["samples"] == []
+    lost = replace(episode("a", 0, 0), finish_reason="error", error="gone")
+    empty = Rolled((Group((lost,), (Verdict({}, None),)),), (), Spent(), True)
+    told = fields(empty, [], nothing, 6, RolloutConfig())
+    assert (told["rewarded"], told["errors"]) == (0, 1) and "stopped" not in told
 
 
 def test_what_nobody_judges_has_no_reward() -> None:

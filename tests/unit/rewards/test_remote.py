@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from taut.errors import ConfigError
+from taut.errors import ConfigError, UserCodeError
 from taut.rewards import Answered, PanelConfig, RewardSpec, Score, open_panel
 from taut.rewards.judge import Judge
 
@@ -116,8 +116,7 @@ def test_a_reward_server_is_sent_prompt_and_answer(
         ((200, "<html>"), "answered '<html>'; expected JSON"),
         ((200, {"scores": []}), "expected one score"),
         ((200, {"you": "sesame"}), r"answered \{'you': '\*\*\*'\}; expected one score"),
-        ((200, {"scores": ["high"]}), "ValueError"),
-        ((200, {"scores": [None]}), "TypeError"),
+        ((200, {"scores": [None]}), "expected one score"),
         ((200, [1.0]), "expected one score"),
         ((200, '{"scores": [NaN]}'), "reward_server returned nan; expected a finite number"),
     ],
@@ -130,6 +129,14 @@ def test_what_is_no_score_is_an_error(
     (score,) = said("reward_server", ASKED, url=server.url, key="OPEN")
     assert score.value is None
     assert re.search(error, str(score.error))
+
+
+def test_a_score_that_is_no_number_stops_the_run(server: Server) -> None:
+    server.reply = lambda body: (200, {"scores": ["high"]})
+    with pytest.raises(UserCodeError, match="reward_server returned 'high' of type str; expected"):
+        said("reward_server", ASKED, url=server.url)
+    server.reply = lambda body: (200, {"scores": [True]})
+    assert said("reward_server", ASKED, url=server.url) == [Score(1.0)]
 
 
 def test_a_server_that_is_busy_or_hangs_up_is_asked_again(

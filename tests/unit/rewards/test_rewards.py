@@ -19,7 +19,7 @@ from taut.rewards.exact_match import ExactMatch
 from taut.rewards.normal import normalise
 from taut.rewards.numeric import Numeric, read_number
 from taut.rewards.registry import verifier_of
-from taut.rewards.verifier import Place, Question, Score, Verifier
+from taut.rewards.verifier import Place, Score, Verifier
 from taut.rewards.worker import judged
 
 RIGHT = ("exact_match", "contains", "numeric")
@@ -223,6 +223,11 @@ LEAST: dict[str, dict[str, Any]] = {
     "judge": {"url": "http://127.0.0.1:9", "model": "m"},
 }
 """Options that a reward cannot do without."""
+FORM = {"format", "regex", "json_schema", "language", "length_target", "length_overlong"}
+FORM |= {"repetition", "stop"}
+"""Rewards that say nothing about right and wrong."""
+FULL_MARKS = {"exact_match", "contains", "numeric", "math", "code", "reasoning_gym"}
+"""Rewards that give right answers 1."""
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -231,7 +236,8 @@ def test_every_reward_says_where_it_runs_travels_to_a_worker_and_keeps_its_optio
 ) -> None:
     verifier = verifier_of(name, LEAST.get(name, {}))
     assert verifier.runs in get_args(Place)
-    assert verifier.asks in get_args(Question)
+    assert verifier.judges == ("form" if name in FORM else "correctness")
+    assert verifier.full_marks == (1.0 if name in FULL_MARKS else None)
     assert verifier.seconds > 0
     assert pickle.loads(pickle.dumps(verifier)) == verifier
     assert all(row.doc for row in describe(REWARDS[name]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.tokenizers import QWEN25, tiny_tokenizer
 
 from taut.config import from_mapping
@@ -19,7 +20,7 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
 from taut.data.tool_calls import ToolCall
-from taut.errors import CheckFailed, ConfigError, DataError, RenderError
+from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
 from taut.rollout.deadline import Outcome
 from taut.rollout.engine import OnDone, Sampling
 from taut.rollout.environment import (
@@ -192,6 +193,9 @@ def test_a_class_of_ones_own(tmp_path: Path) -> None:
     )
     assert (long.rewards, long.num_turns) == ({"steps": 3.0, "end": 2.5}, 3)
     assert (short.rewards, short.num_turns) == ({"steps": 1.0, "end": 2.5}, 1)
+    ends = (np.cumsum([engine.drawn[i].ids_N.size for i in (0, 2, 3)]) - 1).tolist()
+    assert long.turn_rewards == tuple(zip(ends, [1.0, 1.0, 3.5], strict=True))
+    assert short.turn_rewards == ((short.sampled_at_N.size - 1, 3.5),)
     assert renderer.template.decode(long.ids_T.tolist()) == (
         "<|im_start|>user\nCount down from 3<|im_end|>\n<|im_start|>assistant\nturn 0<|im_end|>\n"
         "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\nturn 1<|im_end|>\n"
@@ -212,7 +216,7 @@ def test_a_malformed_call_is_told_and_counted() -> None:
     assert told[1] == "Error: there is no tool abacus; there are calculator"
 
 
-def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
+def test_an_environment_that_raises_hangs_or_has_nothing_to_say_is_an_error() -> None:
     def step(text: str, calls: list[ToolCall]) -> Any:
         if text == "raise":
             raise KeyError("lost")
@@ -220,11 +224,11 @@ def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
             raise SystemExit(1)
         if text == "hang":
             Event().wait(60)
-        return {"junk": 5, "nan": Step(done=True, reward=float("nan")), "nothing": Step()}.get(
+        return {"nan": Step(done=True, reward=float("nan")), "nothing": Step()}.get(
             text, Step(done=True)
         )
 
-    words = ["raise", "hang", "junk", "nan", "nothing", "exit", "fine"]
+    words = ["raise", "hang", "nan", "nothing", "exit", "fine"]
     world = own(step, timeout=0.2)
     began = time.monotonic()
     found = played(world, lambda name, index, turn: words[index], n=len(words))
@@ -234,12 +238,65 @@ def test_an_environment_that_raises_hangs_or_returns_junk_is_an_error() -> None:
         "the environment's step raised KeyError: 'lost'",
         "the environment's step did not return within 0.2 s",
     ]
-    assert "expected a Step" in str(reasons[2])
-    assert "expected a finite number" in str(reasons[3])
-    assert "no messages and is not done" in str(reasons[4])
-    assert "SystemExit" in str(reasons[5])
-    assert [e.finish_reason for e in found] == ["error"] * 6 + ["stop"]
+    assert "expected a finite number" in str(reasons[2])
+    assert "no messages and is not done" in str(reasons[3])
+    assert "SystemExit" in str(reasons[4])
+    assert [e.finish_reason for e in found] == ["error"] * 5 + ["stop"]
     assert not any(e.rewards for e in found)
+
+
+def test_true_and_false_are_rewards_of_1_and_0() -> None:
+    """Also numpy's, and its numbers; an environment that says ``reward=True`` keeps its successes."""
+    rewards: list[Any] = [True, False, np.True_, np.float32(0.5), np.int64(2), {"right": True}]
+
+    def step(text: str, calls: list[ToolCall]) -> Step:
+        return Step(done=True, reward=rewards[int(text)])
+
+    found = played(own(step), lambda name, index, turn: str(index), n=len(rewards))
+    assert [episode.error for episode in found] == [None] * len(rewards)
+    assert [sum(episode.rewards.values()) for episode in found] == [1.0, 0.0, 1.0, 0.5, 2.0, 1.0]
+
+
+class Junk:
+    def __repr__(self) -> str:
+        return "junk"
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (Step(done=True, reward="1"), r"'environment' .*returned '1' of type str; expected a num"),  # type: ignore[arg-type]
+        (Step(done=True, reward={"won": torch.tensor(1.0)}), r"'won' .*of type Tensor; expected"),  # type: ignore[dict-item]
+        (Step(done=True, reward={1: 1.0}), r"a reward by the name 1; expected a text"),  # type: ignore[dict-item]
+        (Step(done=True, reward=np.array([1.0])), r"of type ndarray; expected a number"),  # type: ignore[arg-type]
+        (Junk(), r"step returned junk of type Junk; expected a Step"),
+        (None, r"step returned .* of type NoneType; expected a Step"),
+        (Step("Hi"), r"step returned .*of type str as messages; expected a list"),  # type: ignore[arg-type]
+        (Step(["Hi"]), r"of type list as messages; expected a list of objects"),  # type: ignore[list-item]
+    ],
+)
+def test_a_value_of_the_wrong_type_stops_the_run_at_the_first(returned: Any, error: str) -> None:
+    """It is a bug that hits some answers and not others, so no share of it is tolerated."""
+
+    def step(text: str, calls: list[ToolCall]) -> Any:
+        return returned if text == "0" else Step(done=True, reward=1.0)
+
+    with pytest.raises(UserCodeError, match=f"^a: .*{error}"):
+        played(own(step), lambda name, index, turn: str(index), n=50)
+
+
+def test_a_cut_of_the_wrong_type_stops_the_run() -> None:
+    world = own(lambda text, calls: Step([{"role": "user", "content": "?"}]), max_turns=1)
+    world.make.cut = lambda self: "lost"  # type: ignore[attr-defined]
+    with pytest.raises(UserCodeError, match="returned 'lost' of type str"):
+        played(world, lambda *_: "yes")
+
+
+def test_a_reset_of_the_wrong_type_stops_the_run() -> None:
+    world = own(lambda text, calls: Step(done=True))
+    world.make.reset = lambda self, row: 7  # type: ignore[attr-defined]
+    with pytest.raises(UserCodeError, match=r"^a: reset returned 7 of type int as messages"):
+        played(world, lambda *_: "x")
 
 
 @pytest.mark.parametrize(
@@ -315,6 +372,7 @@ def test_an_environment_says_what_a_cut_path_is_worth() -> None:
     world.make.cut = lambda self: -1.0  # type: ignore[attr-defined]
     (found,) = played(world, lambda *_: "yes")
     assert (found.finish_reason, found.rewards) == ("length", {"environment": -1.0})
+    assert found.turn_rewards == (), "it is of the path, not of its last turn"
 
 
 def test_a_prompt_beyond_the_context_is_an_error_of_its_path() -> None:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.runlog import Event, LogConfig, RunLog, Sink
+from taut.runlog import Event, LogConfig, RunLog, Sink, read_events
 from taut.runlog import config as log_config
 from taut.runlog.console import ConsoleReport
 from taut.runlog.scalars import scalars
@@ -85,6 +85,35 @@ def test_what_a_method_measures_beside_the_loss_is_told_of_each_step_and_in_the_
     assert rows["held-out rewards/accuracy"].endswith("  0.8750")
     assert "targets" not in rows["tokens"]
     assert "cursor" not in text
+
+
+def test_a_mean_reward_says_over_how_many_completions_it_is_where_some_have_none() -> None:
+    counts = {"completions": 16, "stopped": 1.0, "tokens_mean": 9.0}
+    whole = {"kind": "rollout", "time": 0, "step": 1, "reward": 0.5, "rewarded": 16, **counts}
+    some = {**whole, "reward": 1 / 3, "rewarded": 6}
+    none = {"kind": "rollout", "time": 0, "step": 3, "rewarded": 0, **counts}
+    skipped = step(3, skipped=1.0, num_targets=0, num_tokens=0, num_tokens_unshared=0, loss=0.0)
+    end = {"kind": "end", "time": 0, "step": 3}
+    lines = told(START, whole, step(1), some, step(2), none, skipped, end).splitlines()
+    shown = [line.partition("  ")[2] for line in lines if line.startswith("step ")]
+    assert shown[0].startswith("reward 0.500  ends 100%  9 tokens  loss")
+    assert shown[1].startswith("reward 0.333 (6 of 16)  ends 100%  9 tokens  loss")
+    assert shown[2] == "ends 100%  9 tokens  skipped: no completion has a reward"
+    rows = {line.split("  ")[0]: line for line in lines}
+    assert rows["reward"].endswith("0.5000 at first, 0.3333 at last")
+    assert rows["loss"].endswith("1.0000 at the first step, 0.5000 at the last")
+
+
+def test_checks_that_were_left_out_by_name_have_a_line_of_their_own() -> None:
+    asked = {"kind": "check", "time": 0, "part": "quick", "seconds": 0.5, "left_out": False}
+    checks = [
+        {**asked, "name": "run.steps", "outcome": "passed"},
+        {**asked, "name": "data.flips", "outcome": "skipped"},
+        {**asked, "name": "rewards.gold", "outcome": "skipped", "left_out": True},
+    ]
+    lines = told(START, *checks, step(1)).splitlines()
+    assert "checks  1 passed, 2 skipped in 1.5 s" in lines
+    assert "checks  left out by name (checks.skip): rewards.gold" in lines
 
 
 def test_every_thins_the_lines_and_keeps_the_first_and_the_last() -> None:
@@ -252,7 +281,7 @@ def test_the_sinks_that_were_asked_for_are_opened(
 
 def test_wandb_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_config, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed.*pip install 'taut\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed.*pip install -c constraints\.txt -e '\.\[wandb\]'"):
         from_mapping(LogConfig, {"wandb": "project"})
 
 
@@ -263,12 +292,53 @@ def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         log=lambda values, step: told_wandb.append((step, values["train/loss"])),
         finish=lambda: told_wandb.append("finished"),
     )
-    module = SimpleNamespace(init=lambda **fields: told_wandb.append(fields["project"]) or run)
+    module = SimpleNamespace(
+        init=lambda **fields: told_wandb.append(fields["project"]) or run, Error=ValueError
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delitem(sys.modules, "taut.runlog.wandb", raising=False)
     from taut.runlog.wandb import WeightsAndBiases
 
     write(WeightsAndBiases("p", tmp_path), START, step(1))
     assert told_wandb == ["p", 4, (1, 1.0), "finished"]
+
+
+def test_a_report_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped with a warning in events.jsonl, in front of the event it could not take."""
+
+    class Lost(Exception):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Lost("no connection")
+
+    run = SimpleNamespace(
+        config=SimpleNamespace(update=lambda _: None), log=fail, finish=lambda: None
+    )
+    module = SimpleNamespace(init=lambda **_: run, Error=Lost)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(log_config, "find_spec", lambda _: True)
+    monkeypatch.delitem(sys.modules, "taut.runlog.wandb", raising=False)
+    config = LogConfig(console=False, tensorboard=True, wandb="p")
+    with RunLog.open(tmp_path, config) as log:
+        for sink in log._sinks:
+            if isinstance(sink, TensorBoard):
+                monkeypatch.setattr(sink._writer, "flush", _full)
+        log.emit("step", step=1, loss=0.5)
+        log.emit("end", outcome="finished", step=1)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(event["kind"], event.get("detail")) for event in events] == [
+        ("warning", "Weights & Biases takes no more: no connection"),
+        ("step", None),
+        ("warning", "TensorBoard's file cannot be written: No space left on device"),
+        ("end", None),
+    ]
+
+
+def _full() -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_no_report_loads_torch() -> None:

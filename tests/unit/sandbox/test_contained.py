@@ -15,6 +15,7 @@ from typing import get_args
 
 import pytest
 
+import taut
 from taut.errors import SandboxError
 from taut.sandbox import Limits, MechanismName, Ran, Sandbox, Trial, choose
 
@@ -137,6 +138,14 @@ def test_secrets_are_not_read(box: Sandbox) -> None:
     finally:
         planted.unlink()
     assert read == []
+
+
+def test_where_we_are_installed_is_not_shown(box: Sandbox) -> None:
+    """Under a temporary folder these would stand in the program's own, which is empty but for what it writes."""
+    ours = [Path(taut.__file__).parent, Path(__file__).parent]
+    if sys.prefix != sys.base_prefix:
+        ours += [Path(sys.prefix), *Path(sys.prefix, "lib").iterdir()]
+    assert done(box, *[f"import os; os.listdir({str(path)!r})" for path in ours]) == []
 
 
 def test_the_environment_holds_nothing_of_ours(

@@ -14,6 +14,7 @@ from taut.checks.finding import Finding, failed, passed
 from taut.checks.rollout.opened import groups, obstacle, online, roller
 from taut.checks.session import Session
 from taut.losses import advantages
+from taut.losses.advantages import Estimator
 from taut.online.credit import Rewarded, paths_of
 from taut.online.policy_credit import PolicyCredit, ShapingConfig
 from taut.online.rollouts import Group
@@ -27,14 +28,8 @@ from taut.types import Media
 SHOWN = 3
 UNLIKELY = -14.0
 """log-probability (one in a million) below which equal completions are no chance."""
-CENTRED = (
-    advantages.group,
-    advantages.mean,
-    advantages.rloo,
-    advantages.reinforce_pp_baseline,
-    advantages.maxrl,
-)
-"""Estimators whose advantages add up to 0 in each group."""
+CENTRED = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
+"""Comparisons of rewards that add up to 0 in each group."""
 ROUNDING = 1e-6
 
 
@@ -111,9 +106,13 @@ def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
         return wrong
     said = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
     given = credit.trees(paths, said).advantages
-    if credit.ways.estimate not in CENTRED:
+    estimate = credit.ways.estimate
+    if not isinstance(estimate, Estimator) or estimate.compare not in CENTRED:
         return []
     advantage_of = {name: float(advantage_N[0]) for name, advantage_N in given.items()}
+    if estimate.is_whitened:  # all have one offset: the mean over tokens is not that over samples
+        offset = sum(advantage_of.values()) / len(advantage_of)
+        advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
     is_plain = credit.ways.shaping == ShapingConfig() and credit.ways.penalty is None
     return list(_uncentred(paths, advantage_of, is_plain=is_plain))
 

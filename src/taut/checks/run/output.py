@@ -1,7 +1,7 @@
 """``out`` and the disk under it: what the run would be refused for at its beginning, and what it would fail of later.
 
-Predicted are the checkpoints that will be there at a time, as ``checkpoint`` counts them, and the model: once, or twice
-with the best one. Logs are small and left out.
+Predicted are the checkpoints that will be there at a time, as ``checkpoint`` counts them, and the model (with
+save.merged=false only the adapter): once, or twice with the best one. Logs are small and left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _models(session: Session) -> int:
         p.numel() for p in parameters if not p.requires_grad or not _adapted(session)
     )
     adapter = 4 * sum(p.numel() for p in session.job.trained) if _adapted(session) else 0
-    return model * (1 if session.run.eval.best is None else 2) + adapter
+    count = 1 if session.run.eval.best is None else 2
+    return model * count + adapter if session.run.save.merged else adapter * count
 
 
 def _adapted(session: Session) -> bool:

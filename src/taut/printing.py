@@ -1,0 +1,104 @@
+"""Printing never ends a command: what the encoding lacks is escaped, and a stream that fails is written to no more.
+
+    with guarded():                     sys.stdout and sys.stderr of a command, whoever prints to them
+    Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
+
+Imports nothing of ours. Anyone may import it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self, TextIO, cast
+
+
+class Printer:
+    """A text stream whose ``write`` and ``flush`` never raise."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """``stream``: None, as Python has it, where the process began without one."""
+        self._stream = io.StringIO() if stream is None else stream
+        self.failure = OSError(errno.EBADF, "it is closed") if stream is None else None
+        """Why nothing is written any more."""
+
+    @classmethod
+    def on(cls, stream: TextIO | None) -> Self:
+        """The Printer that ``stream`` is already, or a new one."""
+        return stream if isinstance(stream, cls) else cls(stream)
+
+    def write(self, text: str) -> int:
+        if self._can_write():
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            try:
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            except OSError as error:
+                self._fail(error)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if self._can_write():
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._fail(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _can_write(self) -> bool:
+        if self.failure is None and getattr(self._stream, "closed", False):
+            self.failure = OSError(errno.EBADF, "it is closed")
+        return self.failure is None
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = error
+        _drop_buffered(self._stream)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Put a Printer in the place of sys.stdout and sys.stderr. A stdout that lost something is reported on stderr."""
+    before = sys.stdout, sys.stderr
+    with ExitStack() as stack:
+        # A stream that was closed when the process began is None; the next file opened would get its descriptor.
+        out, err = (
+            Printer(stream or stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")))
+            for stream in before
+        )
+        sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            out.flush()
+            if out.failure is not None and out.failure.errno != errno.EPIPE:  # a reader may leave
+                why = out.failure.strerror
+                err.write(
+                    f"taut: warning: stdout cannot be written: {why}; what came after is lost\n"
+                )
+            err.flush()
+
+
+def _drop_buffered(stream: TextIO) -> None:
+    """Empty the buffer of a stream that fails: the interpreter would write it as it ends, and exit with code 120."""
+    with suppress(OSError):  # no file: then nothing is written at the end
+        descriptor = stream.fileno()
+        kept = os.dup(descriptor)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        try:
+            stream.flush()
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+            os.close(null)

@@ -1,0 +1,73 @@
+"""The stream that never raises."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from taut.printing import Printer, guarded
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [
+        ("ascii", rb"\u03bb \xe9 \udc80"),
+        ("latin-1", b"\\u03bb \xe9 \\udc80"),
+        ("utf-8", "λ é \\udc80".encode()),
+    ],
+)
+def test_what_the_encoding_lacks_is_escaped(encoding: str, written: bytes) -> None:
+    raw = io.BytesIO()
+    printer = Printer(io.TextIOWrapper(raw, encoding=encoding))
+    assert printer.write("λ é \udc80") == 5
+    printer.flush()
+    assert raw.getvalue() == written
+    assert printer.failure is None
+
+
+def test_what_a_full_device_did_not_take_is_not_tried_again() -> None:
+    with Path("/dev/full").open("w") as full:
+        printer = Printer(full)
+        printer.write("lost")
+        assert printer.failure is None  # it is in the buffer
+        printer.flush()
+        assert isinstance(printer.failure, OSError)
+        printer.writelines(["also", "lost"])
+        full.flush()  # nothing is left in the buffer
+        assert Path(f"/proc/self/fd/{full.fileno()}").readlink() == Path("/dev/full")
+
+
+def test_a_stream_of_a_users_own_may_have_write_and_flush_only() -> None:
+    class Tee:
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def write(self, text: str) -> None:
+            self.texts.append(text)
+
+        def flush(self) -> None:
+            self.texts.append("flushed")
+
+    tee = Tee()
+    printer = Printer(tee)  # type: ignore[arg-type]
+    printer.write("a")
+    printer.flush()
+    assert tee.texts == ["a", "flushed"]
+
+
+def test_a_printer_is_not_wrapped_again() -> None:
+    printer = Printer(None)
+    assert Printer.on(printer) is printer  # type: ignore[arg-type]
+    assert printer.failure is not None
+
+
+def test_the_streams_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    before = sys.stdout, sys.stderr
+    with guarded():
+        assert isinstance(sys.stdout, Printer)
+        sys.stdout.write("to nowhere")
+    assert (sys.stdout, sys.stderr) == before
