@@ -48,7 +48,9 @@ from taut.online.recipe import Recipe
 from taut.optim import DefaultRates, OptimConfig
 from taut.outdir import SaveConfig
 from taut.parallel import Ranks
+from taut.plural import counted
 from taut.runlog import LogConfig
+from taut.types import ComputeDtype
 from taut.vision.opening import open_album
 
 Method: TypeAlias = Literal[
@@ -148,7 +150,7 @@ class Run:
     """Times round the data; 1 where steps is not given."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn at random: order, adapter initialisation, noise."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    dtype: ComputeDtype | None = None
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32."""
     check: Literal["quick", "off"] = "quick"
     """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records.
@@ -420,7 +422,7 @@ def _plain_text(
         return Decision(key, "true", "set; plain text becomes a user and an assistant message")
     if not num_plain or renderer.template.template is None:
         return None
-    rows = f"{num_plain:,} {'rows are' if num_plain > 1 else 'row is'} plain text, used as it is"
+    rows = f"plain text in {counted(num_plain, 'rows')} is used as it is"
     way_out = "set" if asked is not None else f"{key}=true renders it as messages"
     return Decision(key, "false", f"{rows}, without the chat template; {way_out}")
 

@@ -130,7 +130,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
 
 def _cell(text: str) -> str:
     first, *more = text.split("\n")
-    return (first + " ..." * bool(more)).replace("|", "\\|").replace("``", "`")
+    return (first + " ..." * bool(more)).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,10 @@ def test_overrides_are_set_on_top_of_the_file(tmp_path: Path) -> None:
         ("resume=true", "resume", True),
         ('freeze=["a", "b"]', "freeze", ["a", "b"]),
         ('train=["a", {path = "b", weight = 2}]', "train", ["a", Source(path="b", weight=2)]),
+        ("freeze=[q_proj,v_proj]", "freeze", ["q_proj", "v_proj"]),
+        ("freeze=[ *.mlp.*, /layers/a-b/ , ]", "freeze", ["*.mlp.*", "/layers/a-b/"]),
+        ("train=[a.jsonl,b c.jsonl]", "train", ["a.jsonl", "b c.jsonl"]),
+        ("out=[a,b]", "out", "[a,b]"),
         ("columns.prompt=question", "columns", {"prompt": "question"}),
         ("columns.prompt=1", "columns", {"prompt": "1"}),
     ],
@@ -97,6 +101,13 @@ def test_overrides_are_set_on_top_of_the_file(tmp_path: Path) -> None:
 def test_values_are_toml_or_else_text(override: str, name: str, value: object) -> None:
     given_out = [] if name == "out" else ["out=x"]
     assert getattr(load(Root, None, [override, *given_out]), name) == value
+
+
+@pytest.mark.parametrize(
+    "raw", ["[a,,b]", "[a,b", "a,b", "[/a(b,c)/]", "[a,{b=1}]", "[a=b]", "[]x"]
+)
+def test_a_list_without_quotes_has_plain_items_only(raw: str) -> None:
+    assert "expected a list" in refused(f"freeze={raw}", "out=x")
 
 
 @given(st.text().filter(lambda text: text.strip() == text and not text.startswith(('"', "'"))))
