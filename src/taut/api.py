@@ -57,6 +57,8 @@ class Result:
     """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
     stops: Stops | None
     """Whether the model ends its answers; None where it could not be asked, or was not to be."""
+    divergence: str | None = None
+    """A sign of divergence that was reported and still held after the last step."""
     notice: str | None = None
     """What there is to know beside what the run's log says: that there was nothing to do."""
 
@@ -68,9 +70,12 @@ class Result:
     @property
     def warning(self) -> str | None:
         """What has to be said when all is done."""
-        if self.stops is None or self.stops.is_enough:
-            return None
-        return f"{self.model} may not stop: {self.stops}"
+        said = []
+        if self.divergence is not None:
+            said.append(f"training may have diverged: {self.divergence}")
+        if self.stops is not None and not self.stops.is_enough:
+            said.append(f"{self.model} may not stop: {self.stops}")
+        return "; ".join(said) or None
 
 
 def train(run: Run) -> Result:
@@ -105,7 +110,7 @@ def train(run: Run) -> Result:
                     keep_reference(built)
                     preparation.close()  # from here on a signal saves the state
                     ended = execute(built, start, lock, asked, interrupts)
-                result = Result(out, model, ended.steps, ended.loss, ended.metrics, ended.stops)
+                result = Result(out, model, *ended)
             else:
                 result = _as_finished(out, model, start.finished)
         parallel.stop(ranks)
@@ -118,7 +123,7 @@ def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
         f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
         "raise steps or epochs to train on"
     )
-    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice)
+    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
 
 
 def show(run: Run) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut import parallel
-from taut.alarms import TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
+from taut.alarms import TOLERANCE, Divergence, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.attention.select import Chosen, select
 from taut.beside import Loaded, build_roles, give_critic, give_teacher, pace_of, rates_of, shards_of
 from taut.data.dataset import Dataset
@@ -159,7 +159,12 @@ def assemble(
         fit=fit,
         roles=roles,
         clip_grad_norm=run.optim.clip_grad_norm,
-        alarms=[FirstStep(alone, TOLERANCE[dtype]), Untouched.watching(scorer), Spikes()],
+        alarms=[
+            FirstStep(alone, TOLERANCE[dtype]),
+            Untouched.watching(scorer),
+            Spikes(),
+            Divergence(run.divergence),
+        ],
     )
     built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
     _join(built)

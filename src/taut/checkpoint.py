@@ -110,6 +110,8 @@ class Checkpoints:
     """What goes into meta.json of a step: cursor and identity."""
     memories: Mapping[str, Memory] = field(default_factory=dict)
     best_step: Callable[[], int | None] = lambda: None
+    is_sound: Callable[[], bool] = lambda: True
+    """Whether the state is worth keeping. Where it is not, no checkpoint that falls due before the end is saved."""
     saved_step: int | None = None
     """The step of the newest checkpoint, complete or under way."""
     _side: Ranks = field(init=False)
@@ -142,7 +144,8 @@ class Checkpoints:
         if pending is not None and pending.done() and (is_alone or not pending.exception()):
             self.settle()
         every = self.config.every
-        is_due = bool(every) and (step % every == 0 or step == self.num_steps)
+        is_end = step == self.num_steps
+        is_due = bool(every) and (is_end or (step % every == 0 and self.is_sound()))
         if is_due or (self.config.keep_best and self.best_step() == step):
             self.save(step)
 

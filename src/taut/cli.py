@@ -19,7 +19,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +57,11 @@ class Command(NamedTuple):
     """It takes a run of any method, by the key ``method``."""
 
 
+TRAIN = "taut.api:train"
+
+
 def _training(about: str, config: str) -> Command:
-    return Command("[RUN.toml] [key=value ...]", about, "taut.api:train", config)
+    return Command("[RUN.toml] [key=value ...]", about, TRAIN, config)
 
 
 COMMANDS = {
@@ -105,7 +109,7 @@ COMMANDS = {
         has_method=True,
     ),
     "check": Command(
-        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE] [--full] [--json]",
+        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--json]",
         "is this run honest: one row a question, before it costs anything",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
@@ -299,7 +303,10 @@ def config_class(command: Command) -> type[Any]:
 
 
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
+    if command.call == TRAIN:
+        _require_free_out(words)
     from taut.config import load
+    from taut.explain import ELSEWHERE, INSTEAD
 
     call = _named(command.call)
     if command.config is None:
@@ -313,13 +320,40 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         cls = config_class(command)
         classes = _named("taut.training:METHODS").values() if command.has_method else [cls]
         known = switches(cls).union(*map(switches, classes))
-        sorted_words = sort_words(words, known, command.alone, command.many)
+        keys = keys_of(cls).union(*map(keys_of, classes))
+        foreign = {*ELSEWHERE, *INSTEAD} - keys
+        sorted_words = sort_words(words, known, command.alone, command.many, foreign)
+        if "data.train" in keys:
+            sorted_words = sorted_words._replace(overrides=list(map(_data, sorted_words.overrides)))
         if command.has_method and not command.is_raw:
             cls = _named("taut.training:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":
         _tell(getattr(result, "notice", None), getattr(result, "warning", None))
     return result if isinstance(result, int) else 0
+
+
+def _require_free_out(words: Sequence[str]) -> None:
+    """Refuse an ``out`` that is taken before torch is imported: seconds sooner than ``train``, which asks again."""
+    from taut.config import read_toml, user_path
+    from taut.outdir import require_usable
+
+    files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
+    settings = read_toml(files[0]) if len(files) == 1 else {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        key, equals, value = word.removeprefix("--").partition("=")
+        settings[key] = value if equals else following
+    is_replaced = any(
+        settings.get(key, "false") not in (False, "false") for key in ("resume", "overwrite")
+    )
+    if not is_replaced and isinstance(settings.get("out"), str):
+        require_usable(user_path(settings["out"], "out"), resume=False, overwrite=False)
+
+
+def _data(override: str) -> str:
+    """``data=FILE`` is short for ``data.train=FILE``."""
+    key, equals, value = override.partition("=")
+    return f"data.train={value}" if equals and key.strip() == "data" else override
 
 
 def _tell(notice: str | None, warning: str | None) -> None:
@@ -358,19 +392,32 @@ def switches(cls: type[Any]) -> set[str]:
     return {row.key for row in describe(cls) if row.type == "true | false"}
 
 
+def keys_of(cls: type[Any]) -> set[str]:
+    """Every key."""
+    from taut.config import describe
+
+    return {row.key for row in describe(cls)}
+
+
 def sort_words(
-    words: Sequence[str], switches: set[str], alone: Sequence[str] = (), many: str | None = None
+    words: Sequence[str],
+    switches: set[str],
+    alone: Sequence[str] = (),
+    many: str | None = None,
+    foreign: Collection[str] = (),
 ) -> Words:
     """The TOML file, and every setting as ``key=value``.
 
-    ``alone``: the keys that words standing alone set, one each; ``many``: the key they are all put in, as a list.
+    ``alone``: the keys that words standing alone set, one each; ``many``: the key they are all put in, as a list;
+    ``foreign``: names of other frameworks, which may be switches there.
     """
     path: Path | None = None
     overrides, together = [], []
-    keys, rest = iter(alone), iter(words)
-    for word in rest:
+    keys, rest = iter(alone), deque(words)
+    while rest:
+        word = rest.popleft()
         if word.startswith("--"):
-            overrides.append(_from_flag(word[2:], rest, switches))
+            overrides.append(_from_flag(word[2:], rest, switches, foreign))
         elif "=" in word:
             overrides.append(word)
         elif many:
@@ -394,17 +441,18 @@ def sort_words(
     return Words(path, overrides)
 
 
-def _from_flag(flag: str, rest: Iterator[str], switches: set[str]) -> str:
+def _from_flag(flag: str, rest: deque[str], switches: set[str], foreign: Collection[str]) -> str:
     key, equals, value = flag.partition("=")
     key = key.replace("-", "_")
     if equals:
         return f"{key}={value}"
     if key in switches:
         return f"{key}=true"
-    following = next(rest, None)
-    if following is None:
+    if key in foreign and (not rest or rest[0].startswith("--") or "=" in rest[0]):
+        return f"{key}=true"  # the configuration says what there is instead
+    if not rest:
         raise ConfigError(f"found --{flag} without a value; expected --{flag} VALUE")
-    return f"{key}={following}"
+    return f"{key}={rest.popleft()}"
 
 
 def _print(text: str) -> None:

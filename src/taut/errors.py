@@ -15,6 +15,7 @@
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up proof or alarm that failed; exit code 1
         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
+        DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
       OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
       Interrupted             a signal ended the run; its state is saved; exit code 75
 
@@ -90,6 +91,10 @@ class CheckFailed(TautError):
 
 class NonFiniteError(CheckFailed):
     """A loss, gradient or logit that is not finite."""
+
+
+class DivergenceError(CheckFailed):
+    """Training that has diverged: its latest weights are not worth keeping."""
 
 
 class OutOfMemory(TautError):

@@ -50,6 +50,7 @@ FREE = (
     "checkpoint",
     "contract",
     "save",
+    "divergence",
     "stop",
     "eval",
     "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import checkpoint
-from taut.alarms import ChangedSources, Spikes, Untouched
+from taut.alarms import ChangedSources, Divergence, Spikes, Untouched
 from taut.build import Built
 from taut.checkpoint import Checkpoints, Memory
 from taut.checks.examine import Examination
@@ -28,6 +28,7 @@ from taut.errors import (
     CheckFailed,
     ConfigError,
     DataError,
+    DivergenceError,
     EngineError,
     Interrupted,
     OutOfMemory,
@@ -62,6 +63,8 @@ class Ended(NamedTuple):
     loss: float
     metrics: Mapping[str, float]
     stops: Stops | None
+    divergence: str | None
+    """What was reported as divergence and still held after the last step."""
 
 
 class Asked(NamedTuple):
@@ -119,7 +122,9 @@ def _claim(built: Built, start: Start, lock: Lock) -> None:
 def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
     job, best = built.job, evaluations.best
     memories: dict[str, Memory] = {
-        type(alarm).__name__: alarm for alarm in job.alarms if isinstance(alarm, Untouched | Spikes)
+        type(alarm).__name__: alarm
+        for alarm in job.alarms
+        if isinstance(alarm, Untouched | Spikes | Divergence)
     }
     if isinstance(job.method, Online):
         memories["online"] = job.method
@@ -138,6 +143,7 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         },
         memories=memories if best is None else {**memories, "best": best},
         best_step=lambda: None if best is None else best.step,
+        is_sound=lambda: not _divergence(job).is_suspected,
     )
 
 
@@ -205,6 +211,7 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()
     watch.look()
+    divergence = _divergence(job).found
     job.emit(
         "end",
         outcome="finished",
@@ -216,8 +223,13 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         seconds=time.perf_counter() - began,
         model=str(model),
         stop=stops.as_fields() if stops is not None else None,
+        divergence=divergence,
     )
-    return Ended(job.done, job.loss, metrics, stops)
+    return Ended(job.done, job.loss, metrics, stops, divergence)
+
+
+def _divergence(job: Job) -> Divergence:
+    return next(alarm for alarm in job.alarms if isinstance(alarm, Divergence))
 
 
 def _asked_at_end(
@@ -254,8 +266,7 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
     """The error that ends a run for want of memory, its last whole step saved."""
     job, kept = built.job, "nothing was to be saved: the first step was not over"
     if job.ranks.size > 1:  # the others are in the middle of the step, and would not save
-        paths = complete(checkpoints.folder)
-        kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
+        kept = _newest(checkpoints)
     elif job.done:
         try:
             kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
@@ -265,9 +276,22 @@ def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMe
     return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
 
 
+def _newest(checkpoints: Checkpoints) -> str:
+    paths = complete(checkpoints.folder)
+    return f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
+
+
 def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
-    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved."""
+    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved; where training
+    has diverged it is not, and checkpoints of diverged weights lose their names.
+    """
     job = built.job
+    if isinstance(error, DivergenceError):
+        checkpoints.settle_or_tell()
+        if job.ranks.is_writer:
+            checkpoint.set_aside(checkpoints.folder, _divergence(job).sound_step)
+        job.ranks.barrier()
+        return DivergenceError(f"{error}; {_newest(checkpoints)}")
     is_sound = isinstance(
         error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
     )

@@ -53,6 +53,11 @@ class OnlineRun(Comparing):
         "max_difference",
         "warn_effective",
         "max_silent",
+        "warn_kl",
+        "warn_clipped",
+        "warn_entropy",
+        "warn_dropped",
+        "warn_values",
     )
     """Keys of guard that nothing would read: of what policy gradients learn from."""
 
@@ -259,6 +264,11 @@ class GrpoRun(PolicyRun):
             raise ConfigError(
                 f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
                 "expected rewards of at least 0; name another advantage, or take it out"
+            )
+        if self.guard.warn_values != GuardConfig.warn_values:
+            raise ConfigError(
+                f"guard.warn_values={self.guard.warn_values:g} watches a critic, and taut grpo has none; taut ppo "
+                "has one; take it out"
             )
         if (self.grpo.pass_k or 0) > self.rollout.n:
             raise ConfigError(

@@ -14,6 +14,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.alarms import DivergenceConfig
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
 from taut.data.cache import directory_of
@@ -171,6 +172,7 @@ class Run:
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
     stop: StopConfig = StopConfig()
     save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()

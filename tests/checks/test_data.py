@@ -16,7 +16,7 @@ from tests.checks.planting import Place
 from tests.tokenizers import CHATML
 
 from taut.checks import CHECKS
-from taut.checks.data import leak, lengths, overlap, records, targets
+from taut.checks.data import leak, lengths, overlap, records, targets, texts
 from taut.checks.data.records import Exchange
 from taut.checks.examine import examine
 from taut.checks.finding import Finding
@@ -92,10 +92,66 @@ class TestRows:
         assert found["data.rows"].remedy == "check the path"
         assert {it.outcome for name, it in found.items() if name != "data.rows"} == {"skipped"}
 
-    def test_repeated_rows_pass_with_their_number(self, place: Place) -> None:
-        found = findings(place.session(data=place.data([*chats(6), *chats(6)[:2]])))["data.rows"]
-        assert found.outcome == "passed"
-        assert found.notes == ("train: 2 of 8 samples repeat another",)
+
+class TestRepeats:
+    def test_a_few_in_many_pass_with_examples(self, place: Place) -> None:
+        rows = [*talks(words(300, 9, 12), words(300, 3, 6))]
+        found = findings(place.session(data=place.data([*rows, rows[4], rows[7]])))["data.repeats"]
+        assert found.outcome == "passed", found
+        assert found.says == "train: 2 of 302 rows repeat another"
+        assert found.notes[0].endswith("train.jsonl:5 is there twice, again in train.jsonl:301")
+
+    def test_each_split_is_counted_by_itself(self, place: Place) -> None:
+        held_out = place.data(chats(2, seed=9) * 2, "eval.jsonl")
+        session = place.session(data=place.data(chats(6)), data__eval=str(held_out))
+        found = findings(session)["data.repeats"]
+        assert (found.outcome, found.number, found.unit) == ("warning", 2, "of 10 rows")
+        assert found.says == "eval: 2 of 4 rows repeat another"
+
+    def test_the_same_question_with_another_answer_or_picture_is_no_repeat(
+        self, place: Place
+    ) -> None:
+        rows = talks(["why?"] * 20, words(20, 8, 12))
+        assert findings(place.session(data=place.data(rows)))["data.repeats"].outcome == "passed"
+        session = place.session(data=place.data([{"text": "a", "images": [str(n)]} for n in "123"]))
+        assert session.once(texts.texts)["train"].normal_S.size == 3
+
+    def test_documents_and_alpaca_are_looked_at_too(self, place: Place) -> None:
+        for rows in (
+            [{"text": SENTENCE}, {"text": SENTENCE.upper()}],
+            [{"instruction": "say", "input": "so", "output": it} for it in ("So", "so ")],
+        ):
+            found = findings(place.session(data=place.data(rows)))["data.repeats"]
+            assert found.says == (
+                "train: 1 of 2 rows repeat another, 1 of them with other case or white space"
+            )
+
+    def test_a_look_at_a_part_says_so(self, place: Place) -> None:
+        place.patch.setattr(texts, "ROWS", 5)
+        found = findings(place.session(data=place.data(chats(9) * 2)))["data.repeats"]
+        assert found.says == "no row repeats another; the first 5 rows looked at"
+        place.patch.setattr(texts, "ROWS", 12)
+        found = findings(place.session(data=place.data(chats(9) * 2)))["data.repeats"]
+        assert found.says.endswith("3 of 12 rows repeat another; the first 12 rows looked at")
+
+
+class TestBroken:
+    @pytest.mark.parametrize(
+        ("text", "what"),
+        [
+            ("caf\ufffd", "a character that could not be decoded"),
+            ("cafÃ© au lait", "a wrong encoding"),
+            ("it is 20 Â°C", "a wrong encoding"),
+            ("donâ€™t", "a wrong encoding"),
+            ("a\x00b", "a control character"),
+            ("東京 \x9d", "a control character"),
+            ("naïve café, déjà vu, 東京 ÂÃ â € \u200d \ufeff", None),
+            ("line\n\r\tline \x85", None),
+        ],
+    )
+    def test_what_is_broken(self, text: str, what: str | None) -> None:
+        found = texts.broken_in(["sound", text])
+        assert (found and found[0]) == what
 
 
 class TestColumns:
@@ -308,10 +364,13 @@ class TestLeak:
         ("yes", "data.targets", "12 of 12 answers are 'yes'"),
     ],
 )
-def test_what_people_may_want_is_told(answer: str, check: str, note: str, place: Place) -> None:
+def test_what_people_may_want_is_a_warning(
+    answer: str, check: str, note: str, place: Place
+) -> None:
     found = findings(place.session(data=place.data(talks(plain()[0], [answer] * 12))))[check]
-    assert found.outcome == "passed"
-    assert any(one.startswith(note) for one in found.notes), found.notes
+    assert found.outcome == "warning"
+    assert found.says.startswith(note), found.says
+    assert found.remedy
 
 
 @pytest.mark.parametrize(

@@ -118,16 +118,16 @@ def test_pairs_that_are_too_long_are_counted_as_rows(
     assert (found.number, found.unit) == (9, "of 12 rows")
 
 
-def test_weights_that_the_paper_does_not_advise_are_told(
+def test_weights_that_the_paper_does_not_advise_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place(tmp_path, monkeypatch)
     rows = [row for at, row in enumerate(labelled(12)) if row["label"] or at < 4]
     session = place.session(data=place.data(rows), method="kto")
-    (note,) = answers(examine(session, only=["data.labels"]))["data.labels"].notes
-    assert note == (
-        "weight times number is 3.00 : 1; the paper advises 1 to 1.33: kto.undesirable_weight=3, say"
-    )
+    found = answers(examine(session, only=["data.labels"]))["data.labels"]
+    assert found.outcome == "warning"
+    assert found.says == "weight times number is 3.00 : 1, and KTO's paper advises 1 to 1.33"
+    assert found.remedy == "set kto.undesirable_weight=3, unless one kind is to count more"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_bias_of_length_is_told_with_its_interval(longer: int, shorter: int, s
     assert ("may be what is learned" in line) == (longer != 52)
 
 
-def test_a_planted_bias_of_length_is_told_and_none_is_not(
+def test_a_planted_bias_of_length_is_a_warning_and_none_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place(tmp_path, monkeypatch)
@@ -153,5 +153,6 @@ def test_a_planted_bias_of_length_is_told_and_none_is_not(
     for rows, is_told in ((biased, True), (fair, False)):
         session = place.session(place.directory / "qwen2" if not is_told else None,
                                 place.data(rows, f"{is_told}.jsonl"), method="simpo")  # fmt: skip
-        notes = answers(examine(session, only=["data.pairs"]))["data.pairs"].notes
-        assert any("length alone tells" in note for note in notes) == is_told
+        found = answers(examine(session, only=["data.pairs"]))["data.pairs"]
+        assert ("length alone tells" in found.says) == is_told
+        assert found.outcome == ("warning" if is_told else "passed")

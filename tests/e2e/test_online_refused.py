@@ -73,6 +73,8 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         r"settings of reference with dpo\.reference_free=true",
     ),
     ("best_of_n", {"guard.max_silent": 3}, r"guard\.max_silent=3 watches policy gradients"),
+    ("best_of_n", {"guard.warn_entropy": 0.5}, r"guard\.warn_entropy=0\.5 watches policy"),
+    ("grpo", {"guard.warn_values": 2.0}, r"guard\.warn_values=2 watches a critic, and taut grpo"),
     ("online_dpo", {"guard.max_difference": 0.1}, r"guard\.max_difference=0\.1 watches policy"),
     (
         "grpo",

@@ -252,6 +252,19 @@ def test_an_error_on_every_rank_is_told_once(model: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_two_ranks_stop_together_where_training_diverges(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    keys = keys_of(model, train, tmp_path / "out", RUNS["uneven bins"])
+    keys |= {"steps": 20, "optim.learning_rate": 1.0, "check": "off", "divergence.loss_ratio": 1.1}
+    keys |= {"divergence.loss_margin": 0.1}
+    done = run("-m", "taut", "sft", *words_of(keys), num_ranks=2)
+    assert done.returncode == 1
+    assert done.stderr.count("taut: error: ") == 1
+    assert "training has diverged: the loss was above" in done.stderr
+    assert not (tmp_path / "out" / "model").exists()
+
+
 def test_a_teacher_teaches_two_ranks_as_one(place: Path) -> None:
     one, two = place / "one" / "taught", place / "two" / "taught"
     for name in ("loss", "grad_norm", "divergence"):

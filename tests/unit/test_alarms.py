@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,25 @@ from tests.jobs import make
 from tests.models import parameters_of
 from torch import Tensor, nn
 
-from taut.alarms import PATIENCE, TOLERANCE, FirstStep, Spikes, Untouched, ids_to_compare
+from taut.alarms import (
+    PATIENCE,
+    TOLERANCE,
+    Divergence,
+    DivergenceConfig,
+    FirstStep,
+    Spikes,
+    Untouched,
+    ids_to_compare,
+)
 from taut.attention import select
 from taut.attention.call import Call
 from taut.attention.layout import Layout
-from taut.errors import CheckFailed
+from taut.errors import CheckFailed, DivergenceError
 from taut.loop import StepReport, train_step
+from taut.losses import Loss
+from taut.losses.policy import PolicyGradient
+from taut.losses.preference import Preference
+from taut.losses.sft import CrossEntropy
 from taut.parallel import Ranks
 
 
@@ -130,7 +144,14 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         is_equal = report.step <= num_equal
         for trained in job.trained if is_equal else ():
             trained.grad.zero_()
-        alarm(replace(report, metrics={"advantage/size": 0.0 if is_equal else 0.5}), job)
+        packed: Any = SimpleNamespace(
+            streams={"advantage_N": torch.full((3,), float(not is_equal))}
+        )
+        method = SimpleNamespace(loss=PolicyGradient())
+        seen: Any = SimpleNamespace(
+            method=method, ranks=job.ranks, emit=job.emit, scorer=job.scorer
+        )
+        alarm(replace(report, scored=[(packed, None)]), seen)
 
     built.job.alarms = [look]
     for step in range(1, num_equal + PATIENCE + 1):
@@ -173,6 +194,157 @@ def test_spikes_reports_a_norm_far_above_the_recent_median(tmp_path: Path) -> No
     (warning,) = of_kind(events, "warning")
     assert (warning["name"], warning["sample_ids"]) == ("grad_norm_spike", ["a.jsonl:3"])
     assert "20 times" in warning["detail"]
+
+
+def test_spikes_bears_a_median_of_zero() -> None:
+    """Most recent gradients of a hinge may be exactly zero."""
+    spikes, job = Spikes(), watched(CrossEntropy(), events := [])
+    for norm in [0.0] * 12 + [1.0]:
+        spikes(report_of(norm), job)
+    assert not events
+
+
+def watched(loss: Loss, events: list[dict[str, Any]]) -> Any:
+    """As much of a job as an alarm looks at, with a learning rate of 10."""
+    return SimpleNamespace(
+        method=SimpleNamespace(loss=loss),
+        ranks=Ranks(0, 1, torch.device("cpu")),
+        learning_rate=lambda step: 10.0,
+        emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
+    )
+
+
+def follow(
+    losses: list[float],
+    norms: list[float] | None = None,
+    *,
+    loss: Loss = CrossEntropy(),  # noqa: B008 (frozen)
+    samples: int = 8,
+    advantages: float | None = None,
+    **config: Any,
+) -> tuple[Divergence, list[dict[str, Any]], str | None]:
+    """The alarm after a curve, what it reported, and what it stopped the run with."""
+    events: list[dict[str, Any]] = []
+    alarm, job = Divergence(DivergenceConfig(**config)), watched(loss, events)
+    streams = {} if advantages is None else {"advantage_N": torch.full((3,), advantages)}
+    scored: Any = [(SimpleNamespace(streams=streams), None)]
+    for step, value in enumerate(losses, start=1):
+        norm = 1.0 if norms is None else norms[step - 1]
+        report = StepReport(step, value, {}, 1, 1, 1, ["a"] * samples, scored, norm)
+        try:
+            alarm(report, job)
+        except DivergenceError as error:
+            return alarm, events, str(error)
+    return alarm, events, None
+
+
+def test_a_loss_that_stays_high_is_reported_and_then_stops_the_run() -> None:
+    _, events, stopped = follow([10.8] + [7061.0] * 30)
+    (warning,) = events
+    assert (warning["name"], warning["step"]) == ("divergence", 4)
+    assert "above 32.4 in 3 of the last 4 steps" in warning["detail"]
+    assert stopped is not None
+    assert stopped.startswith("step 12: training has diverged: the loss was above 32.4 in 11 of")
+    for remedy in ("optim.learning_rate (here 10)", "optim.warmup_steps", "optim.clip_grad_norm"):
+        assert remedy in warning["detail"]
+        assert remedy in stopped
+
+
+def test_a_loss_that_jumps_between_high_and_low_stops_the_run() -> None:
+    assert follow([0.69] + [5000.0, 900.0, 800.0, 0.0] * 10)[2] is not None
+    assert follow([0.69] + [5000.0, 0.1, 0.1] * 10)[2] is None
+
+
+def test_what_was_reported_holds_until_it_is_over() -> None:
+    curve = [1.0] + [9.0] * 4
+    assert "in 4 of the last 5 steps" in (follow(curve)[0].found or "")
+    assert follow([*curve, 1.0])[0].found is not None
+    assert follow([*curve, 1.0])[0].is_suspected
+    alarm, events, _ = follow([*curve, 1.0, 1.0, 1.0, 9.0, 9.0])
+    assert alarm.found is None
+    assert alarm.is_suspected
+    assert len(events) == 1
+    assert not follow([*curve, 1.0, 1.0, 1.0])[0].is_suspected
+
+
+@pytest.mark.parametrize(
+    ("losses", "samples"),
+    [
+        ([10.8 - 0.1 * step for step in range(60)], 8),  # it learns
+        ([10.8] + [40.0, 40.0, 9.0] * 2 + [9.0] * 30, 8),  # it is worse for a while
+        ([0.001] + [1.5] * 40, 8),  # a model that knew the first rows
+        ([0.01, 0.02, 1.9, 0.5, 1.2, 0.3, 1.0] + [2.8, 0.4, 3.5] * 20, 1),  # samples one by one
+        ([-0.2, 0.6, -0.4] * 20, 8),  # a loss that is not bounded by 0
+    ],
+)
+def test_an_honest_loss_is_left_alone(losses: list[float], samples: int) -> None:
+    _, events, stopped = follow(losses, samples=samples)
+    assert (events, stopped) == ([], None)
+
+
+def test_a_bad_second_step_does_not_raise_the_limit_of_a_small_batch() -> None:
+    alarm, _, stopped = follow([10.8] + [7000.0] * 40, samples=1)
+    assert alarm.limit == pytest.approx(3 * 3 * 10.8)
+    assert stopped is not None
+
+
+def test_a_gradient_of_exactly_zero_is_reported_and_then_stops_the_run() -> None:
+    _, events, stopped = follow([10.8, *[6.2] * 29], [1.0, *[0.0] * 29])
+    assert [event["step"] for event in events] == [3]
+    assert stopped is not None
+    assert stopped.startswith("step 6: training has diverged: the gradient was exactly zero in the")
+    assert follow([6.2] * 30, [*[0.0] * 4, 1.0] * 6)[2] is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "advantages", "stops"),
+    [
+        (Preference(terms=(("hinge", 1.0),)), 0.0, None, False),  # all pairs have their margin
+        (Preference(terms=(("hinge", 1.0),)), 0.4, None, True),
+        (Preference(), 0.0, None, True),  # x is above 100: a thousand nats of log-ratio
+        (PolicyGradient(), 0.0, 0.0, False),  # all rewards are equal
+        (PolicyGradient(), 0.0, 0.5, True),
+    ],
+)
+def test_which_gradients_may_be_zero(
+    loss: Loss, value: float, advantages: float | None, stops: bool
+) -> None:
+    stopped = follow([value] * 20, [0.0] * 20, loss=loss, advantages=advantages)[2]
+    assert (stopped is not None) is stops
+
+
+def test_an_advantage_on_another_rank_counts() -> None:
+    job = watched(PolicyGradient(), [])
+    job.ranks = SimpleNamespace(max=lambda values: [1.0])
+    alarm = Divergence(DivergenceConfig())
+    alarm(StepReport(1, 0.0, {}, 1, 1, 1, [], [], 0.0), job)
+    assert alarm.zero_steps == 1
+
+
+def test_the_loss_of_policy_gradients_has_no_limit() -> None:
+    _, events, stopped = follow([0.0] + [50.0] * 40, loss=PolicyGradient(), advantages=0.5)
+    assert (events, stopped) == ([], None)
+
+
+def test_divergence_may_be_made_to_warn_only() -> None:
+    curve, norms = [1.0] + [90.0] * 60, [1.0] * 31 + [0.0] * 30
+    alarm, events, stopped = follow(curve, norms, loss_steps=0, zero_gradient_steps=0)
+    assert stopped is None
+    assert len(events) == 1
+    assert alarm.found == "the gradient was exactly zero in the last 30 steps (the loss is 90)"
+
+
+def test_divergence_goes_on_from_what_it_remembers() -> None:
+    curve = [1.0] + [90.0] * 11
+    alarm, _, _ = follow(curve[:8])
+    remembered = json.loads(json.dumps(alarm.remember()))
+    other = Divergence(DivergenceConfig())
+    other.recall(remembered)
+    assert other == alarm
+    for step in range(9, 12):
+        other(StepReport(step, 90.0, {}, 1, 1, 1, ["a"], [], 1.0), watched(CrossEntropy(), []))
+    with pytest.raises(DivergenceError, match=r"^step 12: .* in 11 of the last 12 steps"):
+        other(StepReport(12, 90.0, {}, 1, 1, 1, ["a"], [], 1.0), watched(CrossEntropy(), []))
 
 
 def test_the_shortest_samples_are_compared_up_to_a_budget() -> None:

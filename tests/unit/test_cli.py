@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,39 @@ def test_words_alone_set_the_keys_of_the_command(words: list[str], expected: Wor
     assert sort_words(words, {"resume"}, ("model", "adapter")) == expected
 
 
+def test_a_switch_of_another_framework_takes_no_word() -> None:
+    words = ["--packing", "--lr", "1e-4", "--bf16", "seed=1", "--use_peft"]
+    expected = ["packing=true", "lr=1e-4", "bf16=true", "seed=1", "use_peft=true"]
+    assert (
+        sort_words(words, set(), foreign={"packing", "lr", "bf16", "use_peft"}).overrides
+        == expected
+    )
+    assert main(["sft", *MINIMAL, "--load_in_4bit", "--packing"]) == 2
+
+
+@pytest.mark.parametrize("words", [["data=a.jsonl"], ["--data", "a.jsonl"], ["data.train=a.jsonl"]])
+def test_data_is_short_for_data_train(words: list[str], runs: list[run.Run]) -> None:
+    assert main(["sft", "model=m", "out=o", *words]) == 0
+    assert runs[0].data.train == "a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [("check", "taut.commands.check:main"), ("plan", "taut.commands.plan:main")],
+)
+def test_data_is_short_for_data_train_in_commands_that_look_at_a_run(
+    command: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    module, _, name = call.partition(":")
+    monkeypatch.setattr(
+        import_module(module), name, lambda _, overrides: found.append(overrides) or 0
+    )
+    assert main([command, "model=m", "--data", "a.jsonl"]) == 0
+    assert main([command, "model=m", "data.train=a.jsonl"]) == 0
+    assert found == [["model=m", "data.train=a.jsonl"]] * 2
+
+
 def test_words_alone_are_put_in_a_list() -> None:
     words = ["a/b", "json=true", 'é "c"', "d.toml"]
     assert sort_words(words, set(), (), "directories") == Words(
@@ -237,6 +271,7 @@ def test_the_public_surface_is_pinned() -> None:
         "CheckFailed",
         "ConfigError",
         "DataError",
+        "DivergenceError",
         "ModelError",
         "NonFiniteError",
         "OutputError",
@@ -292,3 +327,35 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, excused: tuple[s
         [sys.executable, "-c", report], capture_output=True, text=True, check=True
     )
     assert set(json.loads(done.stdout.splitlines()[-1])) <= {*excused}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "is_early"),
+    [
+        (["out=DIR"], 2, True),
+        (["--out", "DIR"], 2, True),
+        (["run.toml"], 2, True),
+        (["out=DIR", "--resume", "nokey=1"], 2, False),
+        (["run.toml", "overwrite=true", "nokey=1"], 2, False),
+        (["out=other", "nokey=1"], 2, False),
+    ],
+)
+def test_an_out_that_is_taken_is_refused_before_torch_is_imported(
+    words: list[str], code: int, is_early: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "taken"
+    out.mkdir()
+    (out / "resolved.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(f'model = "m"\nout = "{out}"\ndata.train = "a.jsonl"\n')
+    given = [word.replace("DIR", str(out)) for word in words]
+    program = (
+        "import sys; from taut.cli import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "sft", *given],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert ("exists and is not empty" in done.stderr) == is_early
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == f"{code} {not is_early} {not is_early}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import taut
 from taut.config import describe, from_mapping
 from taut.errors import ConfigError
-from taut.explain import ELSEWHERE
+from taut.explain import ELSEWHERE, INSTEAD
 from taut.training import METHODS
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
@@ -49,21 +50,46 @@ def test_a_run_is_trained_by_its_own_method_only(called: str, given: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("method", "key", "hint"),
     [
-        ("loss_type", "dpo.loss"),
-        ("dpo.rpo_alpha", "dpo.sft_weight"),
-        ("ref_model", "reference.model"),
-        ("per_device_train_batch_size", "batch.samples_per_step"),
+        ("dpo", "loss_type", "did you mean 'dpo.loss'?"),
+        ("dpo", "dpo.rpo_alpha", "did you mean 'dpo.sft_weight'?"),
+        ("dpo", "ref_model", "did you mean 'reference.model'?"),
+        ("dpo", "per_device_train_batch_size", "did you mean 'batch.samples_per_step'?"),
+        ("dpo", "beta", "did you mean 'dpo.beta'?"),
+        ("grpo", "beta", "did you mean 'grpo.kl_coef'?"),
+        ("ppo", "beta", "did you mean 'ppo.kl_coef'?"),
+        ("sft", "lr", "did you mean 'optim.learning_rate'?"),
+        ("sft", "optim.lr", "did you mean 'optim.learning_rate'?"),
+        ("ppo", "learning_rate", "did you mean 'optim.learning_rate'?"),
+        ("ppo", "critic.lr", "did you mean 'critic.learning_rate'?"),
+        ("ppo", "lora_rank", "did you mean 'lora.rank'?"),
+        ("grpo", "num_generations", "did you mean 'rollout.n'?"),
+        ("grpo", "epsilon", "did you mean 'grpo.clip_low' or 'grpo.clip_high'?"),
+        ("sft", "num_generations", "other commands have 'rollout.n' for it, this one does not"),
+        ("sft", "dataset", "did you mean 'data.train'?"),
+        ("sft", "packing", "batches are always packed"),
+        ("sft", "load_in_4bit", "a quantised base model (QLoRA) cannot be trained; lora.rank"),
+        ("sft", "ds.load_in_4bit", "a quantised base model (QLoRA) cannot be trained; lora.rank"),
+        ("sft", "deepspeed", "start the command with torchrun"),
+        ("grpo", "top_p", "roll-outs are drawn from the whole distribution"),
     ],
 )
-def test_a_name_of_trl_is_told_the_key_here(key: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key '{key}'.*did you mean '{meant}'"):
-        from_mapping(METHODS["dpo"], {**PLAIN, key: 1})
+def test_a_name_of_another_framework_leads_to_what_there_is_here(
+    method: Any, key: str, hint: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=re.escape(f"unknown key '{key}' in the arguments; {hint}")
+    ):
+        from_mapping(METHODS[method], {"method": method, **PLAIN, key: 1})
 
 
-def test_every_name_from_elsewhere_means_a_key_of_some_method() -> None:
+def test_every_key_that_a_name_from_elsewhere_leads_to_exists() -> None:
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}
-    known = keys | {key.rpartition(".")[2] for key in keys}
-    assert known >= set(ELSEWHERE.values())
-    assert known.isdisjoint(ELSEWHERE)
+    assert keys >= {key for meant in ELSEWHERE.values() for key in meant}
+    assert keys.isdisjoint([*ELSEWHERE, *INSTEAD])
+    assert not ELSEWHERE.keys() & INSTEAD.keys()
+    for sentence in INSTEAD.values():
+        named = set(re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", sentence)) - {"torch.compile"}
+        tables = {key.rpartition(".")[0] for key in keys}
+        assert named <= keys | tables, sentence

@@ -2,7 +2,7 @@
 
     taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, as ``taut sft`` would take it
     taut check --model DIR --data FILE                         a model and data, with the defaults
-    taut check --recipe trl:FILE                               another framework's recipe (open-r1, swift, openrlhf)
+    taut check --recipe trl:FILE [--processes N] [--json]      another framework's recipe (open-r1, swift, openrlhf)
 
 What failed and what is warned of, then how many checks passed; with --all one row a question. Exit code 1 where one
 failed; warnings do not change it. Nothing is trained and nothing is written. The command line imports
@@ -54,9 +54,8 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     recipe = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
     if recipe:
         return _recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
-    named = [f"data.train={word[5:]}" if word.startswith("data=") else word for word in overrides]
-    ours = [word for word in named if word.partition("=")[0].strip() in ("full", "all", "json")]
-    rest = [word for word in named if word not in ours]
+    ours = [word for word in overrides if word.partition("=")[0].strip() in ("full", "all", "json")]
+    rest = [word for word in overrides if word not in ours]
     return run(load(class_of(path, rest), path, rest), load(Looking, None, ours))
 
 
@@ -112,10 +111,17 @@ def _recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> in
     from taut.compat.examine import main as examine_recipe
 
     others = [str(path)] if path is not None else []
-    others += [word for word in rest if word != "json=true"]
+    counts = [word.removeprefix("processes=") for word in rest if word.startswith("processes=")]
+    others += [word for word in rest if word != "json=true" and not word.startswith("processes=")]
     if len(recipe) > 1 or others:
         raise ConfigError(
             f"found {' '.join((*recipe[1:], *others))!r} beside recipe={recipe[0]}; expected --recipe alone, or with "
-            "--json"
+            "--json and --processes"
         )
-    return examine_recipe(recipe[0], as_json="json=true" in rest)
+    for count in counts:
+        if not count.isdecimal() or int(count) == 0:
+            raise ConfigError(
+                f"processes={count}: expected how many processes the recipe is started with, e.g. 8"
+            )
+    num_processes = int(counts[-1]) if counts else None
+    return examine_recipe(recipe[0], as_json="json=true" in rest, num_processes=num_processes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -271,7 +272,8 @@ def _method(
         method: len(given.keys() & options(dialect.name, method)) for method in dialect.methods
     }
     best = [method for method in dialect.methods if counts[method] == max(counts.values())]
-    hinted = [method for method in best if method in f"{path.parent.name} {path.name}".lower()]
+    words = re.findall("[a-z]+", f"{path.parent.name} {path.name}".lower())
+    hinted = [method for method in best if method in words and method != "other"]
     if len(best) == 1:
         return best[0], "the options it has"
     if len(hinted) == 1:

@@ -36,8 +36,11 @@ SPEC = re.compile(
 )
 
 
-def examine(spec: str) -> RecipeReport:
-    """What is known of a recipe. Raises ConfigError where there is none to be read."""
+def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
+    """Read a recipe and judge it. Raises ConfigError where there is none to be read.
+
+    ``num_processes``: how many processes it is started with, where the recipe does not say.
+    """
     match = SPEC.fullmatch(spec)
     if match is None:
         raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
@@ -51,13 +54,15 @@ def examine(spec: str) -> RecipeReport:
     path = Path(match["file"]).expanduser()
     recipe = read(dialect, path, match["method"], match["version"])
     facts = Facts(recipe, path.parent)
-    carried = carry(recipe, facts.answer("is_vision").holds)
+    carried = carry(recipe, facts, num_processes)
     return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)
 
 
-def main(spec: str, *, as_json: bool = False) -> int:
-    """The command's share: print the report; 1 where the recipe walks into a trap that makes the result wrong."""
-    report = examine(spec)
+def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) -> int:
+    """Print the report. The exit code is 1 where the recipe walks into a trap that makes the result wrong, or has a
+    setting that taut lacks.
+    """
+    report = examine(spec, num_processes)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), allow_nan=False) + "\n")
     else:

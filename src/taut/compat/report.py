@@ -6,7 +6,8 @@ imports it.
 
 from __future__ import annotations
 
-import textwrap
+import json
+import shlex
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -15,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from taut.compat.carry import Carried
+from taut.compat.carry import Carried, Option
 from taut.compat.recipe import Recipe
 from taut.compat.traps import Judged, State
 
-SCHEMA = "taut.recipe/1"
+SCHEMA = "taut.recipe/2"
 """Raised whenever a field changes its meaning or goes; docs/recipes.md says what there is."""
 STYLES = {"wrong": "bold red", "late": "yellow", "slow": "cyan"}
 LABEL = 9
@@ -45,8 +46,9 @@ class RecipeReport:
 
     @property
     def exit_code(self) -> int:
-        """1 where it walks into a trap that makes the result wrong."""
-        return int(any(one.trap.severity == "wrong" for one in self.having("walks_in")))
+        """1 where it walks into a trap that makes the result wrong, or has a setting that taut lacks."""
+        walks_in = any(one.trap.severity == "wrong" for one in self.having("walks_in"))
+        return int(walks_in or (self.carried is not None and bool(self.carried.having("lacking"))))
 
     def print(self, console: Console) -> None:
         """The report for people."""
@@ -59,7 +61,7 @@ class RecipeReport:
         )
         console.print(Text(f"{recipe.library} {recipe.version}: {recipe.version_reason}", "dim"))
         for one in self.having("walks_in"):
-            console.print(_trap(one, recipe.method))
+            console.print(_trap(one))
         _list(console, "Not decided:", _undecided(self.having("undecided")))
         _list(console, "Unknown keys:", [_unknown(self, at) for at in range(len(recipe.unknown))])
         _list(console, "Not read:", list(recipe.unread))
@@ -88,24 +90,46 @@ class RecipeReport:
             "model": recipe.model,
             "data": recipe.data,
             "outcome": "failed" if self.exit_code else "passed",
-            "traps": [_as_json(one, recipe.method) for one in self.judged],
+            "traps": [_as_json(one) for one in self.judged],
             "unknown_keys": [
                 {"key": one.key, "place": one.place, "nearest": one.nearest}
                 for one in recipe.unknown
             ],
             "unread": list(recipe.unread),
-            "carried": None
-            if self.carried is None
-            else {
-                "settings": dict(self.carried.settings),
-                "command": self.carried.command,
-                "left": list(self.carried.left),
-                "needless": list(self.carried.needless),
-            },
+            "carried": None if self.carried is None else _carried_as_json(self.carried),
         }
 
 
-def _as_json(one: Judged, method: str) -> dict[str, Any]:
+def _carried_as_json(carried: Carried) -> dict[str, Any]:
+    return {
+        "command": carried.command,
+        "settings": dict(carried.settings),
+        "unfilled": dict(carried.unfilled),
+        "assumed": list(carried.assumed),
+        "options": [
+            {
+                "key": option.key,
+                "place": option.place or None,
+                "value": _json_value(option.value),
+                "outcome": option.outcome,
+                "why": option.why,
+                "keys": list(option.keys),
+            }
+            for option in carried.options
+        ],
+    }
+
+
+def _json_value(value: Any) -> Any:
+    """A value of a recipe; a date, or a number that JSON has none for, as text."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
+
+
+def _as_json(one: Judged) -> dict[str, Any]:
     trap = one.trap
     return {
         "id": trap.id,
@@ -115,7 +139,7 @@ def _as_json(one: Judged, method: str) -> dict[str, Any]:
         "what": trap.what,
         "why": trap.why,
         "fix": trap.fix,
-        "taut": trap.taut_for(method),
+        "taut": trap.taut,
         "versions": trap.versions,
         "versions_note": trap.versions_note,
         "classes": list(trap.classes),
@@ -132,7 +156,7 @@ def _grid() -> Table:
     return table
 
 
-def _trap(one: Judged, method: str) -> Table:
+def _trap(one: Judged) -> Table:
     """A trap that the recipe walks into: what, why, where, which releases, what to do."""
     trap, table = one.trap, _grid()
     style = STYLES[trap.severity]
@@ -144,7 +168,7 @@ def _trap(one: Judged, method: str) -> Table:
     rows = {
         "why": " ".join(trap.why.split()),
         "fix": trap.fix,
-        "taut": trap.taut_for(method),
+        "taut": trap.taut,
         "releases": trap.affected,
         "known as": f"{trap.id}: {known}",
     }
@@ -172,15 +196,15 @@ def _unknown(report: RecipeReport, at: int) -> str:
     return f"{key.place}: {key.key} is no option of {report.recipe.options_of} for {report.recipe.method}{hint}"
 
 
-def _list(console: Console, title: str, lines: list[str]) -> None:
+def _list(console: Console, title: str, lines: list[str], shown: int = SHOWN) -> None:
     """A title and its lines, if there are any."""
     if not lines:
         return
     console.print(Text(f"\n{title}", "bold"))
     table = Table.grid(padding=(0, 1, 0, 2), pad_edge=True)
     table.add_column(overflow="fold")
-    more = len(lines) - SHOWN
-    for line in lines[:SHOWN]:
+    more = len(lines) - shown
+    for line in lines[:shown]:
         table.add_row(Text(line))
     if more > 0:
         table.add_row(Text(f"and {more} more (--json)", "dim"))
@@ -188,11 +212,41 @@ def _list(console: Console, title: str, lines: list[str]) -> None:
 
 
 def _carried(console: Console, carried: Carried | None) -> None:
-    """The command of taut, to be copied, and what it leaves out."""
+    """The command of taut, to be copied; every setting that it lacks; the others in one line for each reason."""
     if carried is None:
         return
+    lacking = carried.having("lacking")
+    if carried.command is None:
+        console.print(Text("\nIn taut: no command", "bold"))
+        _list(console, "Not in taut:", [option.line for option in lacking], len(lacking))
+        return
     console.print(Text("\nIn taut:", "bold"))
-    lines = textwrap.wrap(carried.command, COMMAND, break_long_words=False, break_on_hyphens=False)
-    text = " \\\n      ".join(lines)
-    console.print(Text(f"  {text}"), soft_wrap=True)
-    _list(console, "Not carried over:", list(carried.left))
+    console.print(Text(f"  {_wrapped(carried)}"), soft_wrap=True)
+    words = [f"{word}: a value for {key}" for key, word in carried.unfilled.items()]
+    _list(console, "To be filled in:", words, len(words))
+    _list(console, "Lacking:", [option.line for option in lacking], len(lacking))
+    _list(console, "Assumed:", list(carried.assumed), len(carried.assumed))
+    _list(
+        console,
+        "Left aside:",
+        _left_aside([*carried.having("needless"), *carried.having("machine")]),
+    )
+
+
+def _wrapped(carried: Carried) -> str:
+    """The command in lines that a shell joins: broken between words, never within quotes."""
+    lines = ["taut sft"]
+    for word in map(shlex.quote, carried.words):
+        if len(lines[-1]) + len(word) < COMMAND:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return " \\\n      ".join(lines)
+
+
+def _left_aside(options: list[Option]) -> list[str]:
+    """A line for each reason, with the options that it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for option in options:
+        reasons.setdefault(option.why, []).append(option.key)
+    return [f"{', '.join(keys)}: {why}" for why, keys in reasons.items()]

@@ -24,8 +24,6 @@ from typing import Any, Literal, NamedTuple
 from taut.compat.conditions import Asks, Condition, decide, is_release
 from taut.compat.recipe import Recipe
 
-METHODS_OF_TAUT = frozenset({"sft"})
-"""For the others a trap's ``taut`` says what they are designed to do."""
 TABLE = ("trl_sft", "trl_rl", "swift", "openrlhf")
 Severity = Literal["wrong", "late", "slow"]
 State = Literal["walks_in", "clear", "undecided"]
@@ -47,7 +45,7 @@ class Trap:
     fix: str
     """What to set in that framework."""
     taut: str
-    """How taut does it, or is designed to where it has no such method yet."""
+    """How taut does it."""
     classes: tuple[str | int, ...]
     """Rows of docs/failures.md: F1 to F5, 1 to 40."""
     seen: tuple[str, ...]
@@ -62,12 +60,6 @@ class Trap:
     """project#number."""
     source: str = ""
     """Release and file in which it was read."""
-
-    def taut_for(self, method: str) -> str:
-        """How taut does it, or would."""
-        return (
-            self.taut if method in METHODS_OF_TAUT else f"(no {method} yet; by design:) {self.taut}"
-        )
 
     @property
     def affected(self) -> str:

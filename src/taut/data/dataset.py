@@ -188,6 +188,11 @@ class Dataset(Sequence[Sample]):
         part, offset = self._locate(index)
         return part.name(offset)
 
+    def row_place(self, index: int) -> str:
+        """The source and line of the sample's row, as ``read_rows`` names it."""
+        part, offset = self._locate(index)
+        return f"{part.source}:{part.entry.arrays['line'][offset]}"
+
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
         return sum(part.num_with_target(ids) for part in self.parts)

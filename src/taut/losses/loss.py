@@ -70,6 +70,18 @@ class Loss:
         return Wants()
 
     @property
+    def is_cost(self) -> bool:
+        """Whether a larger value means a worse model. That of policy gradients does not: it starts near 0 and changes
+        sign.
+        """
+        return True
+
+    @property
+    def may_be_satisfied(self) -> bool:
+        """Whether it reaches 0, and its gradient with it, at scores that are nothing unusual (a hinge)."""
+        return False
+
+    @property
     def best_by(self) -> tuple[str, ...]:
         """Metrics by which the best model may be chosen; the larger, the better."""
         return ()

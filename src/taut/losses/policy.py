@@ -139,6 +139,10 @@ class PolicyGradient(Loss):
         )
 
     @property
+    def is_cost(self) -> bool:
+        return False
+
+    @property
     def _made(self) -> Surrogate:
         return SURROGATES[self.surrogate]
 

@@ -104,6 +104,10 @@ class Preference(Loss):
         return any(VARIANTS[name].statistics is not None for name, _ in self.terms)
 
     @property
+    def may_be_satisfied(self) -> bool:
+        return all(name == "hinge" for name, _ in self.terms) and not self.sft_weight
+
+    @property
     def best_by(self) -> tuple[str, ...]:
         return ("rewards/accuracy", "rewards/margin")
 

@@ -5,6 +5,12 @@
     log-probs    the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
     ends         the share of completions that end by themselves, against that of the first roll-outs
     signal       roll-outs in which no group's rewards differ, with a critic none at all: nothing is learned
+    dropped      the share of answers that are cut and left out of training (shaping.overlong=drop)
+    values       the critic's values against the range of the returns of recent roll-outs
+    updates      where several updates train on a roll-out, KL(old || policy) and the share of clipped tokens; entropy
+                 against that of the first updates. Means of the last ``RECENT`` updates are compared with the limits
+
+Each of the last three only warns: once, and again after the number has been within its limit.
 
 What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
 
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -26,13 +33,18 @@ from taut.losses.correction import largest_difference
 from taut.online.rollouts import Group
 
 BEGINNING = 3
-"""Roll-outs whose share of ends is what later ones are held against."""
+"""Roll-outs, or updates, that later ones are compared with."""
 RECENT = 5
-"""Roll-outs that are averaged for that."""
+"""Roll-outs, or updates, that are averaged for that."""
 WARN_SILENT = 3
 """Roll-outs in a row without a signal after which that is warned of."""
 SHOWN = 3
 """Errors that a message names."""
+DRIFT, LOW, HIGH = "old/kl_k1", "clip/low", "clip/high"
+"""Metrics of the loss: KL(old || policy), by k1, because in k3 a single token that has become likely outweighs
+thousands; shares of tokens clipped from below and from above."""
+EXACT, ESTIMATE = "entropy", "entropy_estimate"
+"""Metrics of the loss: the policy's entropy, where it is computed, and its estimate."""
 DIFFERENCE, EFFECTIVE, WEIGHT = "engine/difference", "engine/effective", "engine/weight"
 """Metrics of the loss: mean |difference| of log-probs; effective sample size of the correction's weights by number of
 tokens; their mean."""
@@ -59,6 +71,19 @@ class GuardConfig:
     """How far the share of completions that end by themselves may fall below that of the first roll-outs untold."""
     max_silent: Annotated[int, Field(ge=0)] = 20
     """Roll-outs in a row without any signal after which the run stops; 0: never."""
+    warn_kl: Annotated[float, Field(gt=0)] = 0.5
+    """Warn when KL(old || policy), old being the policy that a roll-out began with, is larger: nats a token, mean of
+    the last 5 updates."""
+    warn_clipped: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Warn when a larger share of the tokens has a ratio outside the clip range, mean of the last 5 updates."""
+    warn_entropy: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Warn when the entropy of the last 5 updates is below this share of that of the first 3. 0 disables the
+    warning."""
+    warn_dropped: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Warn when shaping.overlong=drop leaves a larger share of a roll-out's answers out of training."""
+    warn_values: Annotated[float, Field(gt=0)] = 0.5
+    """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 roll-outs
+    by more than this times its width. 0, where a new critic begins, is part of the range."""
 
 
 @dataclass
@@ -80,6 +105,10 @@ class Guard:
     """Roll-outs in a row without a single reward."""
     told: set[str] = field(default_factory=set)
     """What is told once."""
+    last: dict[str, list[float]] = field(default_factory=dict)
+    """Last numbers of each monitor of updates, and of the returns; at most ``RECENT`` of each."""
+    first_entropy: list[float] = field(default_factory=list)
+    """Entropy of the first updates."""
 
     def require_rewards(self, groups: Sequence[Group], step: int) -> None:
         """Raise CheckFailed where too many completions have no reward because of an error, or where none has had one
@@ -133,6 +162,8 @@ class Guard:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
         self._look_at_ends(step, float(fields["stopped"]), emit)
+        self._look_at_dropped(step, fields, emit)
+        self._look_at_values(step, fields, emit)
 
     def _look_at_rewards(
         self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
@@ -144,21 +175,18 @@ class Guard:
         if not rewarded:
             self.unrewarded += 1
             detail = (
-                f"none of {total} completions has a reward: {why}; the updates of this roll-out are skipped; at "
+                f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
                 f"{self.config.max_unrewarded} such roll-outs in a row the run stops (guard.max_unrewarded)"
             )
             emit("warning", name="unrewarded", step=step, detail=detail)
             return False
         self.unrewarded = 0
-        if total - rewarded <= self.config.warn_unrewarded * total:
-            self.told.discard("unrewarded")
-        elif "unrewarded" not in self.told:
-            self.told.add("unrewarded")
-            detail = (
-                f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
-                f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
-            )
-            emit("warning", name="unrewarded", step=step, detail=detail)
+        detail = (
+            f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
+            f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
+        )
+        is_bad = total - rewarded > self.config.warn_unrewarded * total
+        self._warn("unrewarded", detail, step, emit, is_bad=is_bad)
         return True
 
     def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
@@ -178,8 +206,90 @@ class Guard:
             )
             emit("warning", name="stops", step=step, detail=detail)
 
+    def _look_at_dropped(
+        self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
+    ) -> None:
+        share, limit = fields.get("dropped", 0.0), self.config.warn_dropped
+        detail = (
+            f"{share:.0%} of the answers are cut and left out of training by shaping.overlong=drop; expected at most "
+            f"{limit:.0%} (guard.warn_dropped); raise rollout.max_new_tokens, or set shaping.overlong=keep"
+        )
+        self._warn("dropped", detail, step, emit, is_bad=share > limit)
+
+    def _look_at_values(
+        self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
+    ) -> None:
+        """Compare the critic's values with returns; before ``RECENT`` roll-outs it has learned nothing."""
+        if "value_low" not in fields:
+            return
+        lows = self._recent("return_min", fields["return_min"])
+        highs = self._recent("return_max", fields["return_max"])
+        if len(lows) < RECENT:
+            return
+        least, most = min(0.0, *lows), max(0.0, *highs)
+        margin = self.config.warn_values * (most - least)
+        low, high = fields["value_low"], fields["value_high"]
+        detail = (
+            f"the critic's values go from {low:.3g} to {high:.3g}, and the returns of the last {len(lows)} roll-outs "
+            f"from {min(lows):.3g} to {max(highs):.3g}; expected values near the returns (guard.warn_values); lower "
+            "critic.learning_rate, or raise critic.warmup_steps"
+        )
+        is_bad = margin > 0 and (low < least - margin or high > most + margin)
+        self._warn("values", detail, step, emit, is_bad=is_bad)
+
+    def _look_at_update(self, report: StepReport, emit: Callable[..., None]) -> None:
+        """Warn of a policy that leaves the one that answered, of clipped tokens, and of entropy that is lost."""
+        config, metrics = self.config, report.metrics
+        less = "lower optim.learning_rate, or train less on each roll-out (rollout.minibatches, rollout.epochs)"
+        if DRIFT in metrics:
+            drift = fmean(self._recent("drift", metrics[DRIFT]))
+            detail = (
+                f"the policy is {drift:.2g} nats a token away from the one that answered (KL, mean of the last "
+                f"updates); expected at most {config.warn_kl:g} (guard.warn_kl); {less}"
+            )
+            self._warn("drift", detail, report.step, emit, is_bad=drift > config.warn_kl)
+        if LOW in metrics:
+            clipped = fmean(self._recent("clipped", metrics[LOW] + metrics[HIGH]))
+            detail = (
+                f"{clipped:.0%} of the tokens have a ratio outside the clip range (mean of the last updates); "
+                f"expected at most {config.warn_clipped:.0%} (guard.warn_clipped); {less}"
+            )
+            self._warn("clipped", detail, report.step, emit, is_bad=clipped > config.warn_clipped)
+        if ESTIMATE not in metrics:
+            return
+        entropy = metrics.get(EXACT, metrics[ESTIMATE])
+        if len(self.first_entropy) < BEGINNING:
+            self.first_entropy.append(entropy)
+            return
+        before, now = fmean(self.first_entropy), fmean(self._recent("entropy", entropy))
+        detail = (
+            f"the entropy has fallen from {before:.2g} to {now:.2g} nats a token; expected at least "
+            f"{config.warn_entropy:.0%} of what it was (guard.warn_entropy): answers to a prompt become alike, and "
+            "nothing is learned of equal answers; lower optim.learning_rate, or raise rollout.temperature"
+        )
+        self._warn("entropy", detail, report.step, emit, is_bad=now < config.warn_entropy * before)
+
+    def _recent(self, name: str, value: float) -> list[float]:
+        """The last ``RECENT`` numbers of a name, this one included."""
+        self.last[name] = [*self.last.get(name, []), value][-RECENT:]
+        return self.last[name]
+
+    def _warn(
+        self, name: str, detail: str, step: int, emit: Callable[..., None], *, is_bad: bool
+    ) -> None:
+        """Emit a warning, once for as long as it is bad."""
+        if not is_bad:
+            self.told.discard(name)
+        elif name not in self.told:
+            self.told.add(name)
+            emit("warning", name=name, step=step, detail=detail)
+
     def __call__(self, report: StepReport, job: Job) -> None:
-        """An alarm of the loop: the engine's log-probs against the trainer's."""
+        """An alarm of the loop: the engine's log-probs against the trainer's, and what an update does to the policy."""
+        self._look_at_engine(report, job)
+        self._look_at_update(report, job.emit)
+
+    def _look_at_engine(self, report: StepReport, job: Job) -> None:
         found = report.metrics.get(DIFFERENCE)
         if found is None:
             return
@@ -216,6 +326,8 @@ class Guard:
 
     def remember(self) -> dict[str, Any]:
         return {
+            "last": {name: list(values) for name, values in self.last.items()},
+            "first_entropy": list(self.first_entropy),
             "first": list(self.first),
             "recent": list(self.recent),
             "silent": self.silent,
@@ -224,6 +336,9 @@ class Guard:
         }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
+        last = remembered.get("last", {})  # older checkpoints have none
+        self.last = {name: list(values) for name, values in last.items()}
+        self.first_entropy = list(remembered.get("first_entropy", ()))
         self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
         self.silent, self.told = int(remembered["silent"]), set(remembered["told"])
         self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none

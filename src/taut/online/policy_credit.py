@@ -35,6 +35,9 @@ from taut.online.credit import Credit, Credited, Rewarded, credited
 from taut.online.scoring import POLICY, REFERENCE, VALUE, Asked, Said, sample_of
 from taut.types import FloatArray, Sample
 
+VALUE_RANGE = (0.05, 0.95)
+"""Quantiles of a critic's values over the states of a roll-out: ``value_low`` and ``value_high``."""
+
 
 @configclass
 class ShapingConfig:
@@ -142,6 +145,8 @@ class PolicyCredit(Credit):
                 "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
             )
         metrics = self._metrics(reward_S, paths, said)
+        if self.ways.shaping.overlong == "drop":
+            metrics["dropped"] = 1.0 - len(made) / len(paths)
         learned = {path.name: given[path.name] for path, _ in made}
         told_apart = self._told_apart(paths, reward_S) & {path.group for path, _ in made}
         return credited(made, metrics, learned)._replace(
@@ -216,6 +221,7 @@ class PolicyCredit(Credit):
 
     def _metrics(self, reward_S: Tensor, paths: Sequence[Rewarded], said: Said) -> dict[str, float]:
         metrics = {}
+        total_S = reward_S
         if self.ways.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
         if self.ways.penalty is not None:
@@ -224,6 +230,16 @@ class PolicyCredit(Credit):
             metrics["kl"] = float(kl.estimate(gap_N, "k1").mean())
             metrics["kl_k3"] = float(kl.estimate(gap_N, "k3").mean())
             metrics["kl_coef"] = self._coef
+            paid = [self._coef * float((own - reference).sum()) for own, reference in pairs]
+            total_S = total_S - torch.tensor(paid, dtype=torch.float64)
+        if isinstance(self.ways.estimate, Gae):
+            metrics |= {"return_min": float(total_S.min()), "return_max": float(total_S.max())}
+            sizes = [path.episode.sampled_at_N.size for path in paths]
+            value_R = np.concatenate(
+                [said[path.name][VALUE][:size] for path, size in zip(paths, sizes, strict=True)]
+            )
+            low, high = np.quantile(value_R, VALUE_RANGE)
+            metrics |= {"value_low": float(low), "value_high": float(high)}
         return metrics
 
     def _next_coef(self, metrics: Mapping[str, float]) -> float:

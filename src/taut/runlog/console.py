@@ -191,6 +191,8 @@ class ConsoleReport:
     def _show_end(self, event: Event) -> None:
         self.close()
         rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
+        if event.get("divergence"):
+            rows.append(("divergence", f"may have diverged: {event['divergence']}"))
         if event.get("stop"):
             rows.append(("stops", stops_text(event["stop"])))
         if event.get("model"):
@@ -213,7 +215,7 @@ COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets"
 ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
 
-SUMMARISED = ("loss", "eval_loss", "model", "reason")
+SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
 """Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
 
 WIDTH = 60

@@ -179,6 +179,61 @@ def rows_longer_than_allowed(place: Place, is_faulty: bool) -> Session:
     return place.session(data__max_length=24 if is_faulty else 200)
 
 
+@fault("data.rows", says="half of a surrogate pair")
+def half_a_character(place: Place, is_faulty: bool) -> Session:
+    """JSON that was cut between the two halves of an emoji, which no UTF-8 can hold."""
+    questions, answers = plain()
+    answers[3] = f"{answers[3]} \ud83d" if is_faulty else f"{answers[3]} \U0001f600"
+    return place.session(data=place.data(talks(questions, answers)))
+
+
+# -- repeats
+
+
+def repeated(place: Place, rows: Sequence[dict[str, Any]], is_faulty: bool) -> Session:
+    """400 rows, the given ones among them where the fault is planted; each has an id of its own."""
+    sound = [
+        {**row, "id": number}
+        for number, row in enumerate(talks(words(400, 9, 12), words(401, 3, 6)[1:]))
+    ]
+    extra = [{**row, "id": f"extra-{number}"} for number, row in enumerate(rows)]
+    every = [*sound[: 400 - len(extra)], *extra] if is_faulty else sound
+    return place.session(data=place.data(every))
+
+
+@fault("data.repeats", says="one is there 25 times", part="quick", outcome="warning")
+def a_row_that_is_there_25_times(place: Place, is_faulty: bool) -> Session:
+    """A loop that wrote the same row again and again, each time with another id."""
+    return repeated(place, talks(["what did the cat say"], ["nothing at all"]) * 25, is_faulty)
+
+
+@fault(
+    "data.repeats",
+    says="12 of them with other case or white space",
+    part="quick",
+    outcome="warning",
+)
+def rows_that_differ_in_case_and_white_space(place: Place, is_faulty: bool) -> Session:
+    """The same questions, collected twice and typed in another way."""
+    first = talks(words(12, 13, 15), words(12, 7, 9))
+    again = [
+        {
+            "messages": [
+                {**message, "content": f" {message['content'].title()}".replace(" ", "  ", 2)}
+                for message in row["messages"]
+            ]
+        }
+        for row in first
+    ]
+    return repeated(place, [*first, *again], is_faulty)
+
+
+@fault("run.steps", says="up to 6 times in a step", part="quick", outcome="warning")
+def one_row_many_times_in_a_step(place: Place, is_faulty: bool) -> Session:
+    """A step of six samples, and one row to make it of."""
+    return place.session(data=place.data(chats(1)), batch__samples_per_step=6 if is_faulty else 1)
+
+
 # -- tokens
 
 
@@ -220,6 +275,40 @@ def characters_that_were_replaced(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(talks(questions, answers)))
 
 
+def among_sound_ones(place: Place, text: str, is_faulty: bool) -> Session:
+    """200 rows, one of which has this in its answer."""
+    answers = words(200, 5, 12)
+    if is_faulty:
+        answers[150] = f"{answers[150]} {text}"
+    return place.session(data=place.data(talks(words(201, 9, 12)[1:], answers)))
+
+
+@fault("data.tokens", says="train.jsonl:151: ", part="quick", outcome="warning")
+def a_few_characters_that_were_replaced(place: Place, is_faulty: bool) -> Session:
+    """One row in 200 was decoded with errors="replace"."""
+    return among_sound_ones(place, "caf\ufffd", is_faulty)
+
+
+@fault("data.tokens", says="a wrong encoding", part="quick", outcome="warning")
+def a_few_rows_in_a_wrong_encoding(place: Place, is_faulty: bool) -> Session:
+    """One row in 200 went through Latin-1."""
+    return among_sound_ones(place, "déjà vu".encode().decode("latin-1"), is_faulty)
+
+
+@fault("data.tokens", says="a control character", part="quick", outcome="warning")
+def control_characters_from_a_terminal(place: Place, is_faulty: bool) -> Session:
+    """What was copied has the terminal's colours in it."""
+    return among_sound_ones(place, "\x1b[31mred\x1b[0m", is_faulty)
+
+
+@fault("data.tokens", says="HTML entities", part="quick", outcome="warning")
+def text_out_of_a_page(place: Place, is_faulty: bool) -> Session:
+    """Answers as HTML writes them."""
+    questions, answers = plain()
+    end = "&lt; that &#39;s it" if is_faulty else "< that 's it"
+    return place.session(data=place.data(talks(questions, [f"{it} {end}" for it in answers])))
+
+
 # -- targets
 
 
@@ -247,6 +336,22 @@ def most_rows_have_nothing_to_learn(place: Place, is_faulty: bool) -> Session:
     for row in rows[: 9 if is_faulty else 2]:
         row["messages"][-1]["train"] = False
     return place.session(data=place.data(rows), data__without_targets="drop")
+
+
+@fault("data.targets", says="12 of 12 answers are 'yes'", part="quick", outcome="warning")
+def one_answer_to_everything(place: Place, is_faulty: bool) -> Session:
+    """A column of verdicts was read as the answers."""
+    questions, answers = plain()
+    return place.session(data=place.data(talks(questions, ["yes"] * 12 if is_faulty else answers)))
+
+
+@fault("data.targets", says="1 of 12 answers are 'nan'", part="quick", outcome="warning")
+def an_answer_that_a_table_did_not_have(place: Place, is_faulty: bool) -> Session:
+    """One empty cell of a table, written as text."""
+    questions, answers = plain()
+    if is_faulty:
+        answers[5] = "nan"
+    return place.session(data=place.data(talks(questions, answers)))
 
 
 # -- truncation and lengths
@@ -291,6 +396,28 @@ def the_best_model_on_what_it_learned(place: Place, is_faulty: bool) -> Session:
     held_out = place.data(chats(6, seed=0 if is_faulty else 7), "eval.jsonl")
     keys = {"data__eval": str(held_out), "eval__best": "loss", "eval__every": 5}
     return place.session(data=data, out=str(place.directory / "out"), **keys)
+
+
+@fault(
+    "data.overlap", says="6 of 6 eval samples are in data.train", part="quick", outcome="warning"
+)
+def held_out_rows_that_are_trained_on(place: Place, is_faulty: bool) -> Session:
+    """The file for measuring is a part of the file for training; the model to keep is the last one."""
+    held_out = place.data(chats(6, seed=0 if is_faulty else 7), "eval.jsonl")
+    return place.session(data__eval=str(held_out))
+
+
+@fault(
+    "data.overlap", says="6 of 6 eval samples are in data.train", part="quick", outcome="warning"
+)
+def held_out_rows_in_capitals(place: Place, is_faulty: bool) -> Session:
+    """The same with other case and white space, so no token sequence is equal."""
+    rows = chats(6, seed=0 if is_faulty else 7)
+    for row in rows:
+        for message in row["messages"]:
+            message["content"] = message["content"].upper().replace(" ", "  ")
+    held_out = place.data(rows, "eval.jsonl")
+    return place.session(data__eval=str(held_out))
 
 
 @fault("data.leak", says="the prompt ends with the whole answer", part="quick")

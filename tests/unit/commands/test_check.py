@@ -223,6 +223,8 @@ def test_a_file_with_settings_on_top(
         (["optim.lr=1"], "unknown key 'optim.lr'"),
         (["--full=perhaps"], "full"),
         (["--recipe=trl:a.yaml", "steps=3"], "beside recipe=trl:a.yaml"),
+        (["--recipe=trl:a.yaml", "--processes=no"], "processes=no: expected how many processes"),
+        (["--recipe=trl:a.yaml", "--processes=0"], "processes=0: expected how many processes"),
     ],
 )
 def test_words_that_cannot_be_read_are_one_line(
@@ -235,6 +237,14 @@ def test_words_that_cannot_be_read_are_one_line(
     assert said.err.startswith("taut: error: ")
     assert message in said.err
     assert said.err.count("\n") == 1
+
+
+def test_the_processes_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text("trl sft --model_name_or_path m --dataset_name rows.jsonl --seed 1\n")
+    assert main(["check", f"--recipe=trl:{path}", "--processes", "4", "--json"]) == 1
+    settings = json.loads(capsys.readouterr().out)["carried"]["settings"]
+    assert settings["batch.samples_per_step"] == 32
 
 
 def test_several_ranks_are_refused(

@@ -99,15 +99,17 @@ def test_the_json_has_every_trap_with_its_state(spec: str) -> None:
 def test_the_command_carried_over_is_one_that_taut_takes(spec: str) -> None:
     carried = report(spec).carried
     assert carried is not None
-    run = load(Run, None, carried.words)
+    known = [word for word in carried.words if word.partition("=")[0] not in carried.unfilled]
+    run = load(Run, None, known)
     assert run.model == report(spec).recipe.model
-    assert run.data.train is not None
+    assert (run.data.train is not None) == ("data.train" not in carried.unfilled)
 
 
 def test_what_equals_what_in_taut() -> None:
     carried = report("trl:trl_sft.yaml").carried
     assert carried is not None
-    run = load(Run, None, carried.words)
+    assert carried.unfilled == {"batch.samples_per_step": "SAMPLES"}
+    run = load(Run, None, [*carried.words[:-1], "batch.samples_per_step=16"])
     assert (run.optim.learning_rate, run.optim.schedule, run.optim.warmup_ratio) == (
         2e-5,
         "cosine",
@@ -128,10 +130,14 @@ PARTS = [
     ("--tuner_type full", False, {}),
     ("--tuner_type full --freeze_vit false --freeze_aligner false --vit_lr 2e-6", True, RATE),
     ("--tuner_type full --freeze_llm true --freeze_aligner false", True, TOWER_AND_TEXT),
-    ("--tuner_type lora", True, {}),
+    ("--tuner_type lora", True, {"lora.targets": "all-linear"}),
     ("--tuner_type lora --freeze_aligner false", True, {"lora.targets": ADAPTED}),
-    ("--tuner_type lora --max_pixels 50176", True, {"data.images.max_pixels": 50176}),
-    ("--tuner_type lora --max_pixels 50176", False, {}),
+    (
+        "--tuner_type lora --max_pixels 50176",
+        True,
+        {"lora.targets": "all-linear", "data.images.max_pixels": 50176},
+    ),
+    ("--tuner_type lora --max_pixels 50176", False, {"lora.targets": "all-linear"}),
 ]
 
 
@@ -156,8 +162,10 @@ def test_what_swift_freezes_is_told_where_the_model_is_not_here(tmp_path: Path) 
     path = written(tmp_path, "a.sh", SWIFT.format(model="some/model") + "--tuner_type full")
     carried = examine(f"swift:{path}").carried
     assert carried is not None
-    told = "of a model that takes pictures swift freezes vision_tower and projector"
-    assert told in carried.left
+    assert (
+        "the model takes no pictures: of one that does swift freezes vision_tower and projector"
+        in carried.assumed
+    )
     assert "freeze" not in carried.settings
 
 
@@ -166,7 +174,9 @@ def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     found = examine(f"trl:{path}")
     assert found.carried is not None
     assert "optim.clip_grad_norm" not in found.carried.settings
-    assert "a.yaml:2: max_grad_norm = nan" in found.carried.left
+    assert found.carried.unfilled["optim.clip_grad_norm"] == "CLIP_GRAD_NORM"
+    lacking = [option.line for option in found.carried.having("lacking")]
+    assert "a.yaml:2: max_grad_norm = NaN: not a number that taut takes" in lacking
     json.dumps(found.as_json(), allow_nan=False)
 
 
@@ -186,7 +196,7 @@ def test_a_script_with_its_file_its_overrides_and_its_launcher() -> None:
     assert recipe.method == "sft"
     assert recipe.is_script
     assert recipe.launcher[:2] == ("accelerate", "launch")
-    assert recipe.environment == {"ACCELERATE_LOG_LEVEL": "info"}
+    assert recipe.environment["ACCELERATE_LOG_LEVEL"].value == "info"
     assert recipe.settings["packing"] == ("packing", False, "open_r1_launch.sh:12", "")
     assert recipe.settings["gradient_checkpointing"].place == "open_r1_sft.yaml:14"
     assert recipe.settings["dtype"].value == "bfloat16"
@@ -263,6 +273,13 @@ def test_the_method_of_a_file_of_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"say which: --recipe trl\.dpo:"):
         examine(f"trl:{several}")
     assert examine(f"trl.kto:{several}").recipe.method == "kto"
+
+
+@pytest.mark.parametrize("folder", ["another", "support"])
+def test_a_method_is_a_word_of_the_files_name(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    path = written(tmp_path / folder, "a.yaml", "model: m\nlearning_rate: 1e-5\n")
+    assert examine(f"swift:{path}").recipe.method == "sft"
 
 
 def test_swift_reads_json_and_a_file_as_its_first_word(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/recipes.md is the table of traps."""
+"""docs/recipes.md is the table of traps and the table of options."""
 
 from __future__ import annotations
 

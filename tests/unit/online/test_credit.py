@@ -243,6 +243,23 @@ def test_a_flat_reward_gives_no_reason_to_be_cut() -> None:
         np.testing.assert_allclose(given.advantages[path.name], 0.0, atol=1e-12)
 
 
+def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
+    """Returns are shaped rewards less the penalty, 0.1 a token: of two tokens and of three."""
+    every = paths([[1.0, 0.0]])
+    asked = said(every, value_R=0.25, old_logp_N=-1.0, ref_logp_N=-1.2)
+    asked[every[1].name]["value_R"][:] = 6.8
+    made = policy(
+        estimate=Gae(1.0, 0.95, is_whitened=True),
+        penalty=KlPenalty(0.5),
+        shaping=ShapingConfig(clip=0.8),
+    )
+    found = made.trees(paths([[1.0, 0.8]]), asked).metrics
+    assert found["return_min"] == pytest.approx(0.5)
+    assert found["return_max"] == pytest.approx(0.6)
+    assert (found["value_low"], found["value_high"]) == (0.25, 6.8)
+    assert "value_low" not in policy().trees(every, said(every)).metrics
+
+
 def test_rewards_are_shaped_in_order() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     how = ShapingConfig(missing_stop=0.5, length_cost=0.4, clip=0.6)
@@ -268,6 +285,7 @@ def test_a_cut_path_may_be_compared_and_not_learned_from() -> None:
     given = policy(shaping=ShapingConfig(overlong="drop")).trees(every, said(every))
     (sample,) = given.trees[0].samples
     np.testing.assert_allclose(sample.streams["advantage_N"], [0.5, 0.5])
+    assert given.metrics["dropped"] == 0.5
     both = paths([[1.0, 0.0]], a0="length", a1="length")
     assert given.advantages.keys() == {path.name for path in every if not path.is_cut}
     with pytest.raises(CheckFailed, match="overlong=drop"):

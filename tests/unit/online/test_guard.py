@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,14 +11,21 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.preferences import plain_pairs
 from tests.unit.online.test_credit import episode
 
 from taut.errors import CheckFailed
 from taut.loop import Job, Scored, StepReport
+from taut.losses.policy import PolicyGradient
 from taut.online.guard import (
     BEGINNING,
     DIFFERENCE,
+    DRIFT,
     EFFECTIVE,
+    ESTIMATE,
+    EXACT,
+    HIGH,
+    LOW,
     RECENT,
     WEIGHT,
     Guard,
@@ -74,7 +82,7 @@ def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_
         guard.require_rewards([group(None, None)], 4)
     assert guard.remember() == before and guard.unrewarded == 2
     assert [name for name, _ in log] == ["unrewarded"] * 2
-    assert "none of 2 completions has a reward: no reward applies to them; the updates" in log[0][1]
+    assert "none of 2 completions has a reward: no reward applies to them; nothing of" in log[0][1]
     guard.look(4, told(), log)
     assert guard.unrewarded == 0
     with pytest.raises(CheckFailed, match="in 1 roll-outs in a row"):
@@ -198,3 +206,130 @@ def test_what_stops_the_run_is_not_remembered() -> None:
     kept = guard.remember()
     guard.look(3, told(), log)
     assert kept == before, "a copy"
+
+
+def updates(guard: Guard, log: Log, metrics: Sequence[dict[str, float]]) -> None:
+    """Steps of a loss that knows no engine."""
+    for step, given in enumerate(metrics, 1):
+        watched(guard, log, replace(report(0.0, step=step), metrics=dict(given)))
+
+
+def update(kl: float = 0.0, clipped: float = 0.0, entropy: float = 0.6) -> dict[str, float]:
+    return {
+        "old/kl_k1": kl,
+        "clip/low": clipped / 2,
+        "clip/high": clipped / 2,
+        "entropy_estimate": entropy,
+    }
+
+
+HONEST = [update(kl=0.1 * (i % 4), clipped=0.1 * (i % 4), entropy=0.6 - i / 50) for i in range(20)]
+"""Four updates a roll-out, of whose last 30% of the tokens are clipped; the entropy falls from 0.6 to 0.22."""
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "detail"),
+    [
+        ("drift", update(kl=5.0), r"1 nats a token .* at most 0\.5 \(guard\.warn_kl\)"),
+        ("clipped", update(clipped=0.9), r"54% of the tokens .* at most 40%"),
+        ("entropy", update(entropy=0.01), r"fallen from 0\.6 to 0\.01 .* at least 5%"),
+    ],
+)
+def test_an_update_that_goes_too_far_is_warned_of_once_until_it_is_better(
+    name: str, bad: dict[str, float], detail: str
+) -> None:
+    guard, log = Guard(GuardConfig()), Log()
+    updates(guard, log, [update()] * RECENT + HONEST)
+    assert log == []
+    good, worse = [update()] * RECENT, [bad] * RECENT
+    updates(guard, log, good + worse)
+    assert [found for found, _ in log] == [name] and "optim.learning_rate" in log[0][1]
+    assert re.search(detail, log[0][1])
+    updates(guard, log, worse + good + worse)
+    assert [found for found, _ in log] == [name] * 2
+
+
+def test_a_run_at_two_nats_with_half_its_tokens_clipped_is_warned_of_at_its_second_update() -> None:
+    guard, log = Guard(GuardConfig()), Log()
+    updates(guard, log, [update(), update(kl=2.0, clipped=0.9)])
+    assert [name for name, _ in log] == ["drift", "clipped"]
+
+
+def test_the_numbers_it_reads_are_those_of_the_loss() -> None:
+    zero_N = torch.zeros(3, dtype=torch.float64)
+    names = ("advantage_N", "old_logp_N", "engine_logp_N")
+    packed = replace(plain_pairs([(2, 1)]), streams=dict.fromkeys(names, zero_N))
+    loss = PolicyGradient(is_fresh=False, has_engine_logp=True, entropy=True)
+    metrics = loss(Scores(zero_N, entropy_N=zero_N), packed).metrics
+    read = {DRIFT, LOW, HIGH, EXACT, ESTIMATE, DIFFERENCE, WEIGHT}
+    assert read <= metrics.keys()
+    assert EFFECTIVE in loss.derived({name: float(a / b) for name, (a, b) in metrics.items()})
+
+
+def test_exact_entropy_goes_before_its_estimate() -> None:
+    guard, log = Guard(GuardConfig()), Log()
+    first, last = update() | {"entropy": 3.0}, update() | {"entropy": 0.05}
+    updates(guard, log, [first] * BEGINNING + [last] * RECENT)
+    assert [name for name, _ in log] == ["entropy"]
+    never = Guard(GuardConfig(warn_entropy=0.0))
+    updates(never, log, [first] * BEGINNING + [last | {"entropy": 0.0}] * RECENT)
+    assert len(log) == 1
+
+
+def test_entropy_of_another_loss_is_not_watched() -> None:
+    guard, log = Guard(GuardConfig()), Log()
+    updates(guard, log, [{"entropy": 3.0}] * RECENT + [{"entropy": 0.0}] * RECENT)
+    assert log == []
+
+
+def test_answers_that_are_left_out_of_training_are_told_once_until_they_are_few() -> None:
+    guard, log = Guard(GuardConfig()), Log()
+    for share in (0.0, 0.2, 0.6, 0.7, 0.1, 0.25):
+        guard.look(1, told(dropped=share), log)
+    assert [name for name, _ in log] == ["dropped", "dropped"]
+    assert "60% of the answers are cut and left out" in log[0][1]
+
+
+def critic(low: float, high: float, least: float = 0.0, most: float = 1.0) -> dict[str, Any]:
+    return told(value_low=low, value_high=high, return_min=least, return_max=most)
+
+
+def test_values_outside_the_range_of_the_returns_are_told_once_until_they_are_back() -> None:
+    guard, log = Guard(GuardConfig()), Log()
+    for _ in range(2 * RECENT):
+        guard.look(1, critic(-0.3, 1.4), log)
+    guard.look(1, critic(0.1, 0.2, least=0.0, most=0.0), log)  # one roll-out without a right answer
+    assert log == []
+    for high in (2.0, 6.8):
+        guard.look(2, critic(0.1, high), log)
+    ((name, detail),) = log
+    assert name == "values" and "from 0.1 to 2," in detail and "from 0 to 1;" in detail
+    guard.look(3, critic(0.1, 0.9), log)
+    guard.look(4, critic(-0.8, 0.9), log)
+    assert [name for name, _ in log] == ["values", "values"]
+
+
+def test_values_of_a_constant_reward() -> None:
+    """Every answer is worth 0.5, and values run to 6.8. A critic that has only begun is not judged."""
+    guard, log = Guard(GuardConfig()), Log()
+    for _ in range(RECENT - 1):
+        guard.look(1, critic(-2.0, 2.0, least=0.5, most=0.5), log)
+    guard.look(2, critic(0.0, 0.6, least=0.5, most=0.5), log)
+    assert log == []
+    guard.look(3, critic(0.4, 6.8, least=0.5, most=0.5), log)
+    assert [name for name, _ in log] == ["values"]
+
+
+def test_monitors_go_on_after_a_resume() -> None:
+    """Also from a checkpoint of before there were any."""
+    guard, log = Guard(GuardConfig()), Log()
+    updates(guard, log, [update()] * RECENT + [update(kl=2.0, entropy=0.01)] * RECENT)
+    guard.look(1, critic(0.0, 1.0), log)
+    other = Guard(GuardConfig())
+    other.recall(json.loads(json.dumps(guard.remember())))
+    assert other == guard and {"drift", "entropy"} <= other.told
+    updates(other, log, [update(kl=2.0, entropy=0.01)])
+    assert [name for name, _ in log] == ["drift", "entropy"]
+    old = {key: guard.remember()[key] for key in ("first", "recent", "silent", "told")}
+    other.recall(old)
+    assert other.last == {} and other.first_entropy == []

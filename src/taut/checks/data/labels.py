@@ -2,7 +2,7 @@
 
     ratio = weight of the good * number of the good / (weight of the others * number of the others)
 
-KTO's paper (arXiv 2402.01306) advises 1 to 4/3. Another one is told: it may be meant.
+KTO's paper (arXiv 2402.01306) advises 1 to 4/3. Another one is a warning: it may be meant.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from taut.checks.data.compared import values
-from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 
 LOW, HIGH = 1.0, 4 / 3
@@ -36,13 +36,15 @@ def ask(session: Session) -> Finding:
     loss: Any = session.run.objective.loss
     weights = loss.desirable_weight, loss.undesirable_weight
     ratio = weights[0] * good / (weights[1] * (number - good))
-    notes = []
-    if not LOW - SLACK <= ratio <= HIGH + SLACK:
-        wanted = _advised(good, number - good)
-        notes = [
-            f"weight times number is {ratio:.2f} : 1; the paper advises 1 to 1.33: {wanted}, say"
-        ]
-    return passed("both kinds are there", good, f"of {number:,} are good", notes)
+    unit = f"of {number:,} are good"
+    if LOW - SLACK <= ratio <= HIGH + SLACK:
+        return passed("both kinds are there", good, unit)
+    return warned(
+        f"weight times number is {ratio:.2f} : 1, and KTO's paper advises 1 to 1.33",
+        number=good,
+        unit=unit,
+        remedy=f"set {_advised(good, number - good)}, unless one kind is to count more",
+    )
 
 
 def _advised(good: int, others: int) -> str:

@@ -1,7 +1,11 @@
 """Held-out samples against the training data: equal ones, and those most of whose 13-grams of tokens occur in it.
 
-Equal samples are sought in all of the training data, 13-grams in a bounded part. Grams that many training samples have
-(a system prompt, what the template writes) say nothing and are left out.
+Equal is also what differs in case and white space only (``texts.py``). Equal tokens are sought in all of the training
+data, 13-grams in a bounded part. Grams that many training samples have (a system prompt, what the template writes) say
+nothing and are left out.
+
+Some equal samples are a warning: what is measured on them is not what unseen data would give. Similar ones are counted:
+questions about one passage are similar by nature.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from numpy.typing import NDArray
 
 from taut.checks.data.records import Flat, flat
 from taut.checks.data.seen import HASH, Hashes, seen_of
-from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.data.texts import texts
+from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.dataset import Dataset
 from taut.run import Run
@@ -25,6 +30,8 @@ COMPARED = 20_000
 """Training samples that are compared id by id, at most."""
 COMMON = 0.05
 """A gram in a larger share of training samples, and in more than three, is what they all begin with."""
+LEAKED = 0.01
+"""A larger share of equal samples is a warning."""
 SHOWN = 4
 
 
@@ -34,11 +41,11 @@ def ask(session: Session) -> Finding:
         return skipped("there is no data.eval")
     look = flat(session.eval, EVAL_TOKENS, EVAL_SAMPLES)
     num_samples = look.index_S.size
-    is_equal = equal_samples(session.train, look)
+    is_equal = equal_samples(session.train, look) | equal_rows(session, look)
     num_equal, unit = int(is_equal.sum()), f"of {num_samples:,} eval samples"
     chosen_by = measured_on_eval(session.run)
+    names = [look.name(int(number)) for number in np.flatnonzero(is_equal)[:SHOWN]]
     if chosen_by and 2 * num_equal > num_samples:
-        names = [look.name(int(number)) for number in np.flatnonzero(is_equal)[:SHOWN]]
         return failed(
             f"{num_equal:,} of {num_samples:,} eval samples are in data.train, and {chosen_by} of them chooses the "
             "model to keep",
@@ -49,6 +56,15 @@ def ask(session: Session) -> Finding:
         )
     similar = is_equal | similar_samples(flat(session.train, TRAIN_TOKENS), look)
     said = f"{num_equal:,} equal, {int(similar.sum()):,} mostly in data.train{look.looked_at}"
+    if num_equal > LEAKED * num_samples:
+        return warned(
+            f"{num_equal:,} of {num_samples:,} eval samples are in data.train{look.looked_at}",
+            number=num_equal,
+            unit=unit,
+            evidence=names,
+            remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
+            notes=[said],
+        )
     return passed(said, float(similar.sum()), unit)
 
 
@@ -56,6 +72,14 @@ def measured_on_eval(run: Run) -> str | None:
     """The metric on data.eval that chooses the model to keep; None: there is none, or it is measured elsewhere."""
     best = run.eval.best
     return best if best == "loss" or run.eval.answers.data is None else None
+
+
+def equal_rows(session: Session, look: Flat) -> NDArray[np.bool_]:
+    """Which samples are of rows that are in the training data but for case and white space."""
+    looked = session.once(texts)
+    is_known = np.isin(looked["eval"].normal_S, looked["train"].normal_S)
+    known = {looked["eval"].places[number] for number in np.flatnonzero(is_known)}
+    return np.array([look.data.row_place(int(index)) in known for index in look.index_S])
 
 
 def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:

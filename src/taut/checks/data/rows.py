@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from itertools import islice
 
-from taut.checks.data.records import Flat, flat, flat_train, splits
+from taut.checks.data.records import splits
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.owned import Unavailable
 from taut.checks.session import Session
@@ -35,21 +35,7 @@ def ask(session: Session) -> Finding:
         return _failed(session, missing.error)
     num_rows = sum(one.report.num_rows for _, one in data)
     said = ", ".join(f"{one.report.num_samples:,} of {name}" for name, one in data)
-    looks = [
-        (name, session.once(flat_train) if name == "train" else flat(one)) for name, one in data
-    ]
-    notes = [note for name, look in looks for note in _repeated(name, look)]
-    return passed(f"samples: {said}", num_rows, "rows", notes)
-
-
-def _repeated(name: str, look: Flat) -> list[str]:
-    """Samples that are there more than once."""
-    starts = pairwise(look.start_S.tolist())
-    num_different = len({look.seen_T[start:stop].tobytes() for start, stop in starts})
-    num_repeated = look.index_S.size - num_different
-    if not num_repeated:
-        return []
-    return [f"{name}: {num_repeated:,} of {look.index_S.size:,} samples repeat another"]
+    return passed(f"samples: {said}", num_rows, "rows")
 
 
 def _failed(session: Session, error: TautError) -> Finding:

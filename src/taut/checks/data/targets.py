@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from taut.checks.data.records import Exchange, Flat, exchanges, flat_train
-from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.types import IntArray
@@ -18,7 +18,7 @@ MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
 """The same, and words that are an answer where others are there too."""
 MOSTLY = 0.9
-"""An answer in a larger share of rows is told."""
+"""An answer in a larger share of rows is a warning."""
 FEWEST = 4
 """Rows without which one answer for all says nothing."""
 WITHOUT = "no targets"
@@ -62,10 +62,42 @@ def ask(session: Session) -> Finding:
         )
     share = int(look.is_target_T.sum()) / look.ids_T.size
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
-    notes += [f"{empty.size:,} samples have no answer but its end"] if empty.size else []
-    notes += [f"{len(missing):,} answers are {missing[0].answer!r}"] if missing else []
-    notes += _same(session.once(exchanges))
-    return passed(f"{share:.0%} of tokens are targets{look.looked_at}", share, "of tokens", notes)
+    said = f"{share:.0%} of tokens are targets{look.looked_at}"
+    warning = _some(look, empty, missing, session.once(exchanges))
+    return warning or passed(said, share, "of tokens", notes)
+
+
+def _some(
+    look: Flat, empty: IntArray, missing: list[Exchange], found: list[Exchange]
+) -> Finding | None:
+    """Answers that are likely not meant, and are not most of them; or one answer for nearly all rows."""
+    if missing:
+        return warned(
+            f"{len(missing):,} of {len(found):,} answers are {missing[0].answer.strip()!r}",
+            number=len(missing),
+            unit=f"of {len(found):,} rows",
+            evidence=[one.place for one in missing[:SHOWN]],
+            remedy="a program wrote it where there was no value; remove these rows",
+        )
+    if empty.size:
+        return warned(
+            f"{empty.size:,} of {look.index_S.size:,} samples have no answer but its end",
+            number=int(empty.size),
+            unit=f"of {look.index_S.size:,} samples",
+            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
+            remedy="remove these rows, or the model learns to say nothing to some prompts",
+        )
+    if same := _same(found):
+        shown = same[0].answer.strip()
+        return warned(
+            f"{len(same):,} of {len(found):,} answers are {shown if len(shown) <= 20 else shown[:17] + '...'!r}",
+            number=len(same),
+            unit=f"of {len(found):,} rows",
+            evidence=[one.place for one in same[:SHOWN]],
+            remedy="see that the answer's column is the right one (data.columns); a model that says the same to "
+            "everything has the lowest loss on these rows",
+        )
+    return None
 
 
 def _missing(found: list[Exchange]) -> list[Exchange]:
@@ -75,14 +107,13 @@ def _missing(found: list[Exchange]) -> list[Exchange]:
     return [one for one in found if one.answer.strip().lower() in MISSING]
 
 
-def _same(found: list[Exchange]) -> list[str]:
-    """An answer that nearly all rows have."""
+def _same(found: list[Exchange]) -> list[Exchange]:
+    """The rows that have the answer of nearly all rows."""
     counts = Counter(one.answer.strip() for one in found)
     answer, times = counts.most_common(1)[0] if counts else ("", 0)
     if times < FEWEST or times <= MOSTLY * len(found) or not answer:
         return []
-    shown = answer if len(answer) <= 20 else f"{answer[:17]}..."
-    return [f"{times:,} of {len(found):,} answers are {shown!r}"]
+    return [one for one in found if one.answer.strip() == answer]
 
 
 def only_ends(look: Flat, ends: IntArray) -> IntArray:

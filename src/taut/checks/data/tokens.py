@@ -5,11 +5,13 @@ messages are ``template.markup``.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
 from taut.checks.data.records import Flat, flat_train, rows
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.data.texts import Broken, texts
+from taut.checks.finding import Finding, failed, passed, warned
 from taut.checks.session import Session
 from taut.data import media
 from taut.data.formats import Completion, Document, Row
@@ -18,9 +20,9 @@ from taut.run import num_rows
 UNKNOWN = 0.2
 BROKEN = 0.1
 """Shares of tokens and of rows from which on the data are not what they should be."""
+SOME = 0.001
+"""A larger share of rows with a broken character is a warning."""
 SHOWN = 4
-MOJIBAKE = re.compile("\ufffd|\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac")
-"""A character that could not be decoded, or UTF-8 that was read as Latin-1 or Windows-1252."""
 ENTITY = re.compile("&(?:lt|gt|amp|quot|apos|nbsp|#39|#x27);")
 """What HTML writes for a character."""
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -33,6 +35,8 @@ def ask(session: Session) -> Finding:
     problem = _beyond(session) or _unknown(session, look) or _broken(session)
     if problem:
         return problem
+    if warning := _few_broken(session) or _escaped(session.once(rows)):
+        return warning
     size, num_used = num_rows(session.language), int(np.count_nonzero(np.bincount(look.ids_T)))
     said = f"different tokens, {num_used / size:.1%} of the vocabulary{look.looked_at}"
     return passed(said, num_used, "tokens", _notes(session, look))
@@ -84,49 +88,68 @@ def text_of(row: Row) -> list[str]:
 
 
 def _broken(session: Session) -> Finding | None:
-    """Characters lost or doubled by a wrong encoding."""
-    looked, found = session.once(rows), session.once(broken)
-    if len(found) <= BROKEN * len(looked):
+    """Characters lost or doubled by a wrong encoding, in many rows of the training data."""
+    looked = session.once(texts)["train"]
+    num_rows, found = len(looked.places), looked.broken
+    if len(found) <= BROKEN * num_rows:
         return None
+    kinds = " and ".join(dict.fromkeys(one.what for one in found))
     return failed(
-        f"{len(found):,} of {len(looked):,} rows have characters of a wrong encoding",
+        f"{len(found):,} of {num_rows:,} rows have {kinds}{looked.looked_at}",
         number=len(found),
-        unit=f"of {len(looked):,} rows",
-        evidence=[f"{place}: {text!r}" for place, text in found[:SHOWN]],
+        unit=f"of {num_rows:,} rows",
+        evidence=_examples(found),
         remedy="the file was written after reading it in another encoding; write it again from its source, as UTF-8",
     )
 
 
-def broken(session: Session) -> list[tuple[str, str]]:
-    """Rows with a broken character, and the words around it."""
-    found = []
-    for row in session.once(rows):
-        match = next((m for text in text_of(row) if (m := MOJIBAKE.search(text))), None)
-        if match:
-            found.append((row.place, match.string[max(0, match.start() - 15) : match.end() + 15]))
-    return found
+def _few_broken(session: Session) -> Finding | None:
+    """The same in some rows of either split."""
+    looked = session.once(texts).values()
+    found = [broken for one in looked for broken in one.broken]
+    num_rows = sum(len(one.places) for one in looked)
+    if len(found) <= SOME * num_rows:
+        return None
+    kinds = " and ".join(dict.fromkeys(one.what for one in found))
+    return warned(
+        f"{len(found):,} of {num_rows:,} rows have {kinds}",
+        number=len(found),
+        unit=f"of {num_rows:,} rows",
+        evidence=_examples(found),
+        remedy="look at these rows: correct them, or leave them out; the model learns to write such characters",
+    )
 
 
-def _escaped(looked: list[Row]) -> list[str]:
+def _examples(found: Sequence[Broken]) -> list[str]:
+    return [f"{one.place}: {one.excerpt!r} ({one.what})" for one in found[:SHOWN]]
+
+
+def _escaped(looked: list[Row]) -> Finding | None:
     """Texts that some program escaped, where they are more than a few."""
-    texts = {row.place: "".join(text_of(row)) for row in looked}
+    text_by = {row.place: "".join(text_of(row)) for row in looked}
     ways = {
-        "HTML entities, as &lt;": [it for it, text in texts.items() if ENTITY.search(text)],
+        "HTML entities, as &lt;": [it for it, text in text_by.items() if ENTITY.search(text)],
         "\\n for line breaks": [
-            it for it, text in texts.items() if "\\n" in text and "\n" not in text
+            it for it, text in text_by.items() if "\\n" in text and "\n" not in text
         ],
     }
-    return [
-        f"{len(found):,} of {len(looked):,} rows have {what}: {_short(found[0])}"
-        for what, found in ways.items()
-        if len(found) > BROKEN * len(looked)
-    ]
+    for what, found in ways.items():
+        if len(found) > BROKEN * len(looked):
+            return warned(
+                f"{len(found):,} of {len(looked):,} rows have {what}",
+                number=len(found),
+                unit=f"of {len(looked):,} rows",
+                evidence=found[:SHOWN],
+                remedy="undo what the program that wrote the file did to its texts, or leave them if the answers are "
+                "to be written so",
+            )
+    return None
 
 
 def _notes(session: Session, look: Flat) -> list[str]:
-    notes = _escaped(session.once(rows))
-    if found := session.once(broken):
-        notes.append(f"{len(found):,} rows have broken characters, as {_short(found[0][0])}")
+    found = [broken for one in session.once(texts).values() for broken in one.broken]
+    notes = [f"{len(found):,} rows have broken characters"] if found else []
+    notes += _examples(found)
     unknown = session.tokenizer.unk_token_id
     if unknown is not None and (times := int((look.ids_T == unknown).sum())):
         notes.append(f"{times:,} tokens are unknown")
@@ -135,8 +158,3 @@ def _notes(session: Session, look: Flat) -> list[str]:
     if falls_back and (times := int(np.isin(look.ids_T, falls_back).sum())):
         notes.append(f"{times:,} tokens are single bytes")
     return notes
-
-
-def _short(place: str) -> str:
-    """A file's name and the line, for a note."""
-    return place.rpartition("/")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from taut.checks.finding import Finding, failed, passed
+from taut.checks.finding import Finding, failed, passed, warned
 from taut.checks.session import Session
 
 MOST = 20_000
@@ -26,10 +26,13 @@ def ask(session: Session) -> Finding:
             remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
         )
     at, highest = max(rates.items(), key=lambda item: item[1])
-    notes = []
+    said = f"{rates[1]:.3g} first, highest at step {at}, {rates[max(rates)]:.3g} last"
     if highest < 0.999 * peak and stride == 1:
-        notes.append(f"highest {highest:.3g} of {peak:g}: the warm-up is as long as the run")
-    last = rates[max(rates)]
-    return passed(
-        f"{rates[1]:.3g} first, highest at step {at}, {last:.3g} last", highest, "highest", notes
-    )
+        return warned(
+            f"the highest learning rate is {highest:.3g} of {peak:g}: the warm-up is as long as the run",
+            number=highest,
+            unit="highest",
+            remedy="set a lower optim.warmup_ratio or optim.warmup_steps, or more steps",
+            notes=[said],
+        )
+    return passed(said, highest, "highest")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.plan import Order
 from taut.methods.offline import Offline
@@ -81,11 +81,19 @@ def _said(method: Offline, session: Session) -> Finding:
     order, last = method.order, session.job.num_steps
     size, full = len(order.step(last, method.epochs)), order.samples_per_step
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
-    if order.epoch_size < full:
-        notes.append(f"a step has more samples than the data ({order.epoch_size})")
     times = round(method.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if session.run.objective.are_compared else "samples"
     said = f"{last:,} steps of {full} {what}, the same when run again"
+    if order.epoch_size < full:
+        often = -(-full // order.epoch_size)
+        return warned(
+            f"a step has {full} {what} and an epoch {order.epoch_size}, so one {what[:-1]} is up to {often} times in a "
+            "step",
+            number=times,
+            unit="times round",
+            remedy=f"set batch.samples_per_step={order.epoch_size} or less, or add data",
+            notes=[said, *notes],
+        )
     return passed(said, times, "times round", notes)
 
 

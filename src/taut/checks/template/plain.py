@@ -23,7 +23,7 @@ SHOWN = 2
 
 
 def ask(session: Session) -> Finding:
-    """Do plain prompts and completions go through the chat template, where it is not said that they should not?"""
+    """Do plain prompts and completions of a chat model go through its template, or is it set that they do not?"""
     if session.language.renderer.template.template is None:
         return skipped("the tokenizer has no chat template")
     forms = {name: data.forms for name, data in session.data}
