@@ -38,8 +38,6 @@ from taut.models import parts
 
 PATIENCE = 3
 """Steps after which a trainable tensor whose gradient was always zero is reported (LoRA's A is zero at step 1)."""
-ADVANTAGE = "advantage/size"
-"""The metric of policy gradients that is 0 where there is nothing to learn."""
 LOOK_EVERY = 60.0
 """Seconds between two looks at the data files."""
 SPIKE = 10.0
@@ -143,7 +141,7 @@ class Untouched:
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = job.ranks.max(flags)
-        if report.metrics.get(ADVANTAGE) == 0:
+        if not (job.method.loss.is_cost or _has_advantages(report, job)):
             return
         self.steps += 1
         self.silent -= {

@@ -144,7 +144,14 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         is_equal = report.step <= num_equal
         for trained in job.trained if is_equal else ():
             trained.grad.zero_()
-        alarm(replace(report, metrics={"advantage/size": 0.0 if is_equal else 0.5}), job)
+        packed: Any = SimpleNamespace(
+            streams={"advantage_N": torch.full((3,), float(not is_equal))}
+        )
+        method = SimpleNamespace(loss=PolicyGradient())
+        seen: Any = SimpleNamespace(
+            method=method, ranks=job.ranks, emit=job.emit, scorer=job.scorer
+        )
+        alarm(replace(report, scored=[(packed, None)]), seen)
 
     built.job.alarms = [look]
     for step in range(1, num_equal + PATIENCE + 1):

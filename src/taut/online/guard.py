@@ -185,21 +185,18 @@ class Guard:
         if not rewarded:
             self.unrewarded += 1
             detail = (
-                f"none of {total} completions has a reward: {why}; the updates of this roll-out are skipped; at "
+                f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
                 f"{self.config.max_unrewarded} such roll-outs in a row the run stops (guard.max_unrewarded)"
             )
             emit("warning", name="unrewarded", step=step, detail=detail)
             return False
         self.unrewarded = 0
-        if total - rewarded <= self.config.warn_unrewarded * total:
-            self.told.discard("unrewarded")
-        elif "unrewarded" not in self.told:
-            self.told.add("unrewarded")
-            detail = (
-                f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
-                f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
-            )
-            emit("warning", name="unrewarded", step=step, detail=detail)
+        detail = (
+            f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
+            f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
+        )
+        is_bad = total - rewarded > self.config.warn_unrewarded * total
+        self._warn("unrewarded", detail, step, emit, is_bad=is_bad)
         return True
 
     def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:

@@ -83,7 +83,7 @@ def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_
         guard.require_rewards([group(None, None)], 4)
     assert guard.remember() == before and guard.unrewarded == 2
     assert [name for name, _ in log] == ["unrewarded"] * 2
-    assert "none of 2 completions has a reward: no reward applies to them; the updates" in log[0][1]
+    assert "none of 2 completions has a reward: no reward applies to them; nothing of" in log[0][1]
     guard.look(4, told(), log)
     assert guard.unrewarded == 0
     with pytest.raises(CheckFailed, match="in 1 roll-outs in a row"):

@@ -14,7 +14,16 @@ from taut.api import _stop_check
 from taut.config import describe, from_mapping
 from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import Stops
-from taut.online.guard import BEGINNING, RECENT, WARN_SILENT, Guard
+from taut.online.guard import (
+    BEGINNING,
+    DRIFT,
+    ESTIMATE,
+    HIGH,
+    LOW,
+    RECENT,
+    WARN_SILENT,
+    Guard,
+)
 from taut.online.method import Online
 from taut.run import Run
 from taut.training import METHODS
@@ -27,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-def said_by(guard: Guard, *, is_policy: bool) -> list[str]:
+def said_by(guard: Guard, method: str) -> list[str]:
     """Every message that the guard of such a run can give."""
     log, stops = Log(), []
     for share in [1.0] * BEGINNING + [0.1] * RECENT:
@@ -37,14 +46,21 @@ def said_by(guard: Guard, *, is_policy: bool) -> list[str]:
         lambda: guard.require_rewards([group(None, error="late")], 1),
         lambda: guard.require_rewards([group(None, None)], 1),
     ]
-    if is_policy:
+    if method in ("grpo", "ppo"):
         for _ in range(WARN_SILENT):
             guard.look(1, told(groups_with_signal=0), log)
-        guard.silent = guard.config.max_silent
         tries.append(lambda: guard.look(1, told(groups_with_signal=0), log))
-        watched(guard, log, report(0.2, 0.1))
+        guard.look(1, told(dropped=1.0), log)
+        for entropy in [1.0] * BEGINNING + [0.0] * RECENT:
+            seen = report(0.2, 0.1)
+            seen.metrics.update({DRIFT: 9.0, LOW: 0.5, HIGH: 0.5, ESTIMATE: entropy})
+            watched(guard, log, seen)
         tries.append(lambda: watched(guard, log, report(9.0)))
-    guard.unrewarded = guard.config.max_unrewarded
+    if method == "ppo":
+        critic = {"value_low": -9.0, "value_high": 9.0, "return_min": 0.0, "return_max": 1.0}
+        for _ in range(RECENT):
+            guard.look(1, told(**critic), log)
+    guard.unrewarded, guard.silent = guard.config.max_unrewarded, guard.config.max_silent
     for attempt in tries:
         with pytest.raises(CheckFailed) as stopped:
             attempt()
@@ -59,7 +75,7 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     built, _ = make(keys_of(method, model, tmp_path))
     online = built.job.method
     assert isinstance(online, Online)
-    messages = said_by(online.guard, is_policy=method in ("grpo", "ppo"))
+    messages = said_by(online.guard, method)
     check = _stop_check(built)
     cause = Stops(4, 0, 0, 0.9, None, (), is_taught=check.is_taught, remedy=check.remedy).cause
     assert online.guard.ends_remedy in cause and any(
@@ -69,7 +85,9 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     named = {key for message in (*messages, cause) for key in KEY.findall(message)}
     assert named <= known, named - known
     assert {"guard.max_errors", "guard.max_unrewarded", "stop.tokens"} <= named
-    assert ("shaping.missing_stop" in named) == (method in ("grpo", "ppo"))
+    watched_keys = {"shaping.missing_stop", "shaping.overlong", "guard.warn_kl", "guard.max_silent"}
+    assert (named & watched_keys) == (watched_keys if method in ("grpo", "ppo") else set())
+    assert ("critic.learning_rate" in named) == (method == "ppo")
 
 
 @pytest.mark.parametrize(

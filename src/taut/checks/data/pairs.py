@@ -81,9 +81,8 @@ def is_biased(lengths: Lengths) -> bool:
 
 def told(lengths: Lengths) -> str:
     """How length goes with the label, with a 95% interval."""
-    number = lengths.num_unequal
-    share = lengths.num_longer / number
-    low, high = wilson_interval(lengths.num_longer, number)
+    share = lengths.num_longer / lengths.num_unequal
+    low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
     said = f"chosen is the longer in {share:.0%} of pairs ({low:.0%} to {high:.0%})"
     if is_biased(lengths):
         side = "longer" if share > 0.5 else "shorter"
