@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -22,6 +22,9 @@ from rich.text import Text
 
 from taut.printing import Printer
 from taut.runlog.events import Event, ReportLost
+
+BAR = 10
+"""Columns of the progress bar."""
 
 RECENT = 20
 """Steps whose duration predicts the rest."""
@@ -97,11 +100,6 @@ class ConsoleReport:
                 self._say(f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}")
         for what in ("dropped", "cut"):
             self._show_incidents(what, event.get(what, ()))
-        if self._console.is_terminal:
-            columns = BarColumn(10), MofNCompleteColumn(), TextColumn("{task.description}")
-            self._progress = Progress(*columns, console=self._console)
-            self._task = self._progress.add_task("", total=self._num_steps)
-            self._progress.start()
 
     def _show_incidents(self, what: str, lines: Sequence[str]) -> None:
         for line in lines[:LINES_SHOWN]:
@@ -113,12 +111,24 @@ class ConsoleReport:
         self._seconds.append(event["seconds"])
         self._steps.append({key: event[key] for key in COUNTED})
         step = event["step"]
-        text = rollout_text(self._rollouts) + step_text(event, self._time_left(step))
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, description=text)
+        parts = step_parts(event, self._time_left(step), self._rollouts)
+        if self._console.is_terminal:
+            self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
             total = "" if self._num_steps is None else f"/{self._num_steps}"
-            self._say(f"step {step}{total}  {text}")
+            self._say(f"step {step}{total}  {line_of(parts)}")
+
+    def _draw(self, step: int, parts: Sequence[Part]) -> None:
+        """The progress bar, from the first step on: what comes before has lines of its own."""
+        if self._progress is None:
+            columns = BarColumn(BAR), MofNCompleteColumn(), TextColumn("{task.description}")
+            self._progress = Progress(*columns, console=self._console)
+            self._task = self._progress.add_task("", total=self._num_steps)
+            self._progress.start()
+        assert self._task is not None
+        count = len(f"{self._num_steps}/{self._num_steps}")
+        text = line_of(parts, self._console.width - BAR - count - 2)
+        self._progress.update(self._task, completed=step, description=text)
 
     def _keep_rollout(self, event: Event) -> None:
         """The lines of the steps that train on it show it."""
@@ -174,8 +184,6 @@ class ConsoleReport:
     def _show_resume(self, event: Event) -> None:
         found = f"resumed after step {event['from_step']}"
         self._say(found if event["from_step"] else "resume: no checkpoint in out; from the start")
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=event["from_step"])
 
     def _show_end(self, event: Event) -> None:
         self.close()
@@ -231,31 +239,52 @@ def trained_text(event: Event) -> str:
     return f": {total:,} parameters, {part} trained"
 
 
-def rollout_text(rollouts: Sequence[Event]) -> str:
-    """The newest roll-out, in front of a step's line."""
-    if not rollouts:
-        return ""
-    last = rollouts[-1]
-    worth = f"reward {last['reward']:.3f}  " if "reward" in last else ""
-    return f"{worth}ends {last['stopped']:.0%}  {last['tokens_mean']:.0f} tokens  "
+class Part(NamedTuple):
+    """A part of a step's line."""
+
+    text: str
+    rank: int
+    """Where there is no room for all, those with the highest rank are left out first."""
 
 
-def step_text(event: Event, left: timedelta | None) -> str:
-    """A step in one line."""
+def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) -> list[Part]:
+    """What a step's line says, in the order in which it stands there."""
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
-    parts = [
-        f"loss {event['loss']:.4f}",
-        *(f"{key.split('/')[-1]} {event[key]:.3g}" for key in HEADLINES if key in event),
-        f"grad {event['grad_norm']:.3g}",
-        f"lr {event['learning_rate']:.2e}",
-        f"{speed:,.0f} tok/s",
+    parts = [Part(f"loss {event['loss']:.4f}", 0)]
+    if rollouts:
+        last = rollouts[-1]
+        generated = [
+            Part(f"ends {last['stopped']:.0%}", 4),
+            Part(f"{last['tokens_mean']:.0f} tokens", 7),
+        ]
+        worth = [Part(f"reward {last['reward']:.3f}", 2)] if "reward" in last else []
+        parts = [*worth, *generated, *parts]
+    parts += [
+        Part(f"{key.split('/')[-1]} {event[key]:.3g}", 3) for key in HEADLINES if key in event
+    ]
+    parts += [
+        Part(f"grad {event['grad_norm']:.3g}", 5),
+        Part(f"lr {event['learning_rate']:.2e}", 8),
+        Part(f"{speed:,.0f} tok/s", 6),
     ]
     if left is not None:
-        parts.append(f"{left} left")
+        parts.append(Part(f"{left} left", 1))
     if event["num_tokens"] < event["num_tokens_unshared"]:
-        parts.append(f"saved {saved(event['num_tokens'], event['num_tokens_unshared'])}")
-    parts.append(f"{memory_bytes(event) / 1e9:.1f} GB")
-    return "  ".join(parts)
+        shared = not_computed(event["num_tokens"], event["num_tokens_unshared"])
+        parts.append(Part(f"{shared} of tokens shared", 9))
+    return [*parts, Part(f"{memory_bytes(event) / 1e9:.1f} GB", 10)]
+
+
+def line_of(parts: Sequence[Part], width: int | None = None) -> str:
+    """The parts side by side, the least important left out until they fit into ``width`` columns."""
+    kept = list(parts)
+    while width is not None and len(kept) > 1 and len(_line(kept)) > width:
+        kept.remove(max(kept, key=lambda part: part.rank))
+    return _line(kept)
+
+
+def _line(parts: Sequence[Part]) -> str:
+    return "  ".join(part.text for part in parts)
 
 
 def memory_bytes(event: Event) -> int:
@@ -265,8 +294,8 @@ def memory_bytes(event: Event) -> int:
     return int(event.get("memory_bytes") or own)
 
 
-def saved(num_tokens: int, num_tokens_unshared: int) -> str:
-    """The share of tokens that prefix sharing left out."""
+def not_computed(num_tokens: int, num_tokens_unshared: int) -> str:
+    """The percentage of tokens that lie in a prefix another sample has too, and are not computed again."""
     return f"{1 - num_tokens / num_tokens_unshared:.0%}"
 
 
@@ -350,6 +379,9 @@ def summary(
     rows.append(("tokens", f"{unshared:,}{of_them}, {speed:,.0f} a second"))
     if computed < unshared:
         rows.append(
-            ("computed", f"{computed:,}: sharing prefixes saved {saved(computed, unshared)}")
+            (
+                "computed",
+                f"{computed:,}: {not_computed(computed, unshared)} of tokens are in shared prefixes",
+            )
         )
     return rows
