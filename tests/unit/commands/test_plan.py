@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from taut.commands.plan import Plan, memory, plan
 from taut.commands.plan_report import show
 from taut.config import from_mapping
 from taut.errors import ConfigError, TautError
+from taut.printing import told_when_slow
 
 
 def config_of(model: Path, **keys: Any) -> Plan:
@@ -100,6 +102,16 @@ def test_exit_codes_and_the_budget_that_fits(
     assert 100 <= int(found[1]) < 1000
     assert command.run(config_of(bare, gpu_memory=half, **keys)) == 0
     assert "fits: " in capsys.readouterr().out
+
+
+def test_a_plan_that_takes_long_says_what_it_does(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "told_when_slow", partial(told_when_slow, after=0.0))
+    plan(config_of(bare, gpu="L4"))
+    said = capsys.readouterr().err.splitlines()
+    assert "taut: counting the bytes of all weights" in said
+    assert "taut: counting the bytes of LoRA, rank 16, checkpointing" in said
 
 
 def test_where_nothing_fits_it_says_so(bare: Path) -> None:
