@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.compat.examine import DIALECTS, examine
 from taut.compat.outcomes import load_table
@@ -293,6 +294,25 @@ def test_a_value_that_is_not_known_is_left_to_the_user(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "key"),
+    [
+        ("swift", "--warmup_steps few", "warmup_steps"),
+        ("swift", "--per_device_train_batch_size 0", "per_device_train_batch_size"),
+        ("swift", "--gradient_accumulation_steps 1.5", "gradient_accumulation_steps"),
+        ("swift", "--loss_scale all last_round", "loss_scale"),
+        ("trl", "--learning_rate nan", "learning_rate"),
+        ("trl", "--model_name_or_path a b", "model_name_or_path"),
+    ],
+)
+def test_a_value_of_another_kind_is_lacking(
+    framework: str, options: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, options)
+    assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
 # adapters
 
 
@@ -358,7 +378,42 @@ def test_trls_router_loss_of_a_mixture_of_experts_is_lacking(tmp_path: Path) -> 
     assert offer["exit"] == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        ({}, "all-linear"),
+        ({"vision_config": {}}, ["language_model", "vision_tower", "projector"]),
+    ],
+)
+def test_pefts_all_linear_is_of_the_whole_model(
+    config: dict[str, Any], targets: Any, tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "some")
+    (model / "config.json").write_text(json.dumps({"model_type": "some"} | config))
+    words = f"--use_peft --lora_target_modules all-linear --model_name_or_path {model}"
+    assert carried(tmp_path, "trl", words)["settings"]["lora.targets"] == targets
+
+
 # data
+
+
+@pytest.mark.parametrize(
+    ("switch", "option", "keys"),
+    [
+        ("{% if enable_thinking %}{% endif %}", "", {"add_non_thinking_prefix"}),
+        ("{% if enable_thinking %}{% endif %}", "--add_non_thinking_prefix false", set()),
+        ("", "", set()),
+    ],
+)
+def test_swifts_empty_thoughts_before_answers(
+    switch: str, option: str, keys: set[str], tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "qwen3")
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = f"{switch}{tokenizer.chat_template}"
+    save_tokenizer(tokenizer, model)
+    offer = carried(tmp_path, "swift", f"--model {model} {option}")
+    assert set(lacking(offer)) == keys
 
 
 def test_so_many_rows_of_a_file_are_lacking(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     assert "optim.clip_grad_norm" not in found.carried.settings
     assert found.carried.unfilled["optim.clip_grad_norm"] == "CLIP_GRAD_NORM"
     lacking = [option.line for option in found.carried.having("lacking")]
-    assert "a.yaml:2: max_grad_norm = NaN: not a number that taut takes" in lacking
+    assert "a.yaml:2: max_grad_norm = NaN: the value is not known (not a finite number)" in lacking
     json.dumps(found.as_json(), allow_nan=False)
 
 
