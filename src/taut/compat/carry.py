@@ -46,70 +46,9 @@ FREEZES = {
 """ms-swift's words for parts of a vision-language model, and whether they are frozen unless it is told."""
 PARTS = tuple(part for part, _ in FREEZES.values())
 RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
-NUMBERS = frozenset(
-    {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "sequence_parallel_size",
-        "max_steps",
-        "max_epochs",
-        "num_train_epochs",
-        "warmup_steps",
-        "warmup_ratio",
-        "lr_warmup_ratio",
-        "learning_rate",
-        "lr_scheduler_kwargs.min_lr",
-        "lr_scheduler_kwargs.min_lr_rate",
-        "min_lr_ratio",
-        "lora_r",
-        "lora_rank",
-        "lora_alpha",
-        "lora_dropout",
-        "vit_lr",
-        "aligner_lr",
-        "max_length",
-        "ds.lora.rank",
-        "ds.lora.alpha",
-        "ds.lora.dropout",
-    }
-)
-"""Options that are computed with."""
-COLUMNS = {
-    "messages": "messages",
-    "conversations": "conversations",
-    "query": "instruction",
-    "response": "output",
-    "system": "system",
-    "images": "images",
-    "videos": "videos",
-    "tools": "tools",
-}
-"""ms-swift's name of a column -> taut's."""
-PEFT_TARGETS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "llama",
-            "llama4",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen3",
-            "stablelm",
-        ),
-        ("q_proj", "v_proj"),
-    ),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "falcon": ("query_key_value",),
-    "gpt_neox": ("query_key_value",),
-    "gpt2": ("c_attn",),
-}
-"""Which modules peft 0.21 adapts where none are named, by model_type."""
 UNKNOWN_TARGETS = (
-    "not set: peft chooses by the model's type (q_proj and v_proj of llama, mistral, qwen2, qwen3, gemma), and the "
-    "model is not here"
+    "not set: peft chooses by the model's type (q_proj and v_proj of llama, mistral, qwen2, qwen3, gemma), which is "
+    "not known here"
 )
 
 
@@ -213,7 +152,12 @@ class _Offer:
             value, is_number = option.value, type(option.value) in (int, float)
             if is_number and not math.isfinite(value):
                 self.given[key] = option = option._replace(obstacle="not a finite number")
-            elif key in NUMBERS and value is not None and not is_number and not option.obstacle:
+            elif (
+                key in load_table().numbers
+                and value is not None
+                and not is_number
+                and not option.obstacle
+            ):
                 self.given[key] = option = option._replace(obstacle="not a number")
             if not option.obstacle:
                 continue
@@ -448,10 +392,10 @@ class _Offer:
             if name == "data.eval":
                 self._carried("eval_strategy", "data.eval")
                 self._carry_eval_steps("eval_steps")
-        columns = self._value("columns")
-        if isinstance(columns, dict) and all(ours in COLUMNS for ours in columns.values()):
+        columns, names = self._value("columns"), load_table().columns
+        if isinstance(columns, dict) and set(map(str, columns.values())) <= names.keys():
             self.settings["data.columns"] = {
-                COLUMNS[ours]: theirs for theirs, ours in columns.items()
+                names[ours]: theirs for theirs, ours in columns.items()
             }
             self._carried("columns", "data.columns")
         elif "columns" in self.given and not self._is_unknown("columns"):
@@ -919,11 +863,9 @@ class _Offer:
         elif not modules and self.is_hf and not self.is_swift:
             config = self.facts.file("config.json") or {}
             model_type = str(config.get("model_type"))
-            if model_type in PEFT_TARGETS:
-                self.settings["lora.targets"] = list(PEFT_TARGETS[model_type])
-                self.assumed.append(
-                    f"peft adapts {', '.join(PEFT_TARGETS[model_type])} of {model_type} by itself"
-                )
+            if chosen := load_table().peft_targets.get(model_type):
+                self.settings["lora.targets"] = list(chosen)
+                self.assumed.append(f"peft adapts {', '.join(chosen)} of {model_type} by itself")
                 self._carried(targets, "lora.targets")
             else:
                 self._record(targets, "lacking", UNKNOWN_TARGETS)

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft.utils.constants import (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS,
+)
 from rich.console import Console
 from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
@@ -334,6 +337,11 @@ def test_trls_adapters_without_modules_are_pefts_choice(tmp_path: Path) -> None:
     assert offer["exit"] == 0
 
 
+def test_the_modules_that_peft_adapts_are_pefts() -> None:
+    table = load_table().peft_targets
+    assert {name: tuple(PEFT_TARGETS[name]) for name in table} == table
+
+
 @pytest.mark.parametrize(
     ("words", "targets"),
     [
@@ -436,6 +444,19 @@ def test_swifts_data_by_name(options: str, train: Any, tmp_path: Path) -> None:
     content = read(tmp_path, "swift", f"swift sft --model m {options}\n")
     assert content["carried"]["settings"]["data.train"] == train
     assert content["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "ours"),
+    [
+        ('{"q": "query", "a": "response"}', {"instruction": "q", "output": "a"}),
+        ('{"q": "rejected_response"}', None),
+    ],
+)
+def test_swifts_columns(columns: str, ours: Any, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", f"--columns '{columns}'")
+    assert offer["settings"].get("data.columns") == ours
+    assert ("columns" in lacking(offer)) == (ours is None)
 
 
 def test_data_of_modelscope_cannot_be_named(tmp_path: Path) -> None:
