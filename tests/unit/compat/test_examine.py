@@ -184,6 +184,13 @@ def test_methods_other_than_sft_are_not_carried_over() -> None:
     assert report("trl:trl_dpo.sh").carried is None
 
 
+@pytest.mark.parametrize("spec", ["trl:trl_dpo.sh", "swift:swift_grpo.yaml"])
+def test_what_taut_does_is_said_as_of_a_method_that_there_is(spec: str) -> None:
+    traps = report(spec).as_json()["traps"]
+    assert traps
+    assert not [trap["id"] for trap in traps if "by design" in trap["taut"]]
+
+
 def test_settings_know_their_lines() -> None:
     settings = report("trl:trl_sft.yaml").recipe.settings
     assert settings["packing_strategy"].place == "trl_sft.yaml:8"
