@@ -215,7 +215,7 @@ def _carried(console: Console, carried: Carried | None) -> None:
     """The command of taut, to be copied; every setting that it lacks; the others in one line for each reason."""
     if carried is None:
         return
-    lacking = carried.having("lacking")
+    lacking = sorted(carried.having("lacking"), key=lambda option: not option.refuses)
     if carried.command is None:
         console.print(Text("\nIn taut: no command", "bold"))
         _list(console, "Not in taut:", [option.line for option in lacking], len(lacking))

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft.utils.constants import (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS,
+)
 from rich.console import Console
+from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.compat.examine import DIALECTS, examine
 from taut.compat.outcomes import load_table
@@ -293,6 +297,25 @@ def test_a_value_that_is_not_known_is_left_to_the_user(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "key"),
+    [
+        ("swift", "--warmup_steps few", "warmup_steps"),
+        ("swift", "--per_device_train_batch_size 0", "per_device_train_batch_size"),
+        ("swift", "--gradient_accumulation_steps 1.5", "gradient_accumulation_steps"),
+        ("swift", "--loss_scale all last_round", "loss_scale"),
+        ("trl", "--learning_rate nan", "learning_rate"),
+        ("trl", "--model_name_or_path a b", "model_name_or_path"),
+    ],
+)
+def test_a_value_of_another_kind_is_lacking(
+    framework: str, options: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, options)
+    assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
 # adapters
 
 
@@ -312,6 +335,11 @@ def test_trls_adapters_without_modules_are_pefts_choice(tmp_path: Path) -> None:
     offer = carried(tmp_path, "trl", f"--use_peft --model_name_or_path {model}")
     assert offer["settings"]["lora.targets"] == ["q_proj", "v_proj"]
     assert offer["exit"] == 0
+
+
+def test_the_modules_that_peft_adapts_are_pefts() -> None:
+    table = load_table().peft_targets
+    assert {name: tuple(PEFT_TARGETS[name]) for name in table} == table
 
 
 @pytest.mark.parametrize(
@@ -358,7 +386,42 @@ def test_trls_router_loss_of_a_mixture_of_experts_is_lacking(tmp_path: Path) -> 
     assert offer["exit"] == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        ({}, "all-linear"),
+        ({"vision_config": {}}, ["language_model", "vision_tower", "projector"]),
+    ],
+)
+def test_pefts_all_linear_is_of_the_whole_model(
+    config: dict[str, Any], targets: Any, tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "some")
+    (model / "config.json").write_text(json.dumps({"model_type": "some"} | config))
+    words = f"--use_peft --lora_target_modules all-linear --model_name_or_path {model}"
+    assert carried(tmp_path, "trl", words)["settings"]["lora.targets"] == targets
+
+
 # data
+
+
+@pytest.mark.parametrize(
+    ("switch", "option", "keys"),
+    [
+        ("{% if enable_thinking %}{% endif %}", "", {"add_non_thinking_prefix"}),
+        ("{% if enable_thinking %}{% endif %}", "--add_non_thinking_prefix false", set()),
+        ("", "", set()),
+    ],
+)
+def test_swifts_empty_thoughts_before_answers(
+    switch: str, option: str, keys: set[str], tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "qwen3")
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = f"{switch}{tokenizer.chat_template}"
+    save_tokenizer(tokenizer, model)
+    offer = carried(tmp_path, "swift", f"--model {model} {option}")
+    assert set(lacking(offer)) == keys
 
 
 def test_so_many_rows_of_a_file_are_lacking(tmp_path: Path) -> None:
@@ -381,6 +444,19 @@ def test_swifts_data_by_name(options: str, train: Any, tmp_path: Path) -> None:
     content = read(tmp_path, "swift", f"swift sft --model m {options}\n")
     assert content["carried"]["settings"]["data.train"] == train
     assert content["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "ours"),
+    [
+        ('{"q": "query", "a": "response"}', {"instruction": "q", "output": "a"}),
+        ('{"q": "rejected_response"}', None),
+    ],
+)
+def test_swifts_columns(columns: str, ours: Any, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", f"--columns '{columns}'")
+    assert offer["settings"].get("data.columns") == ours
+    assert ("columns" in lacking(offer)) == (ours is None)
 
 
 def test_data_of_modelscope_cannot_be_named(tmp_path: Path) -> None:
