@@ -135,6 +135,7 @@ class Run:
     LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
     )
+    """Taken where ``optim.learning_rate`` is not set."""
 
     method: Method = "sft"
     """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""

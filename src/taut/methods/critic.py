@@ -47,6 +47,7 @@ NEW_HEAD = NewHead()
 """What a language model gets: no bias, so that it is saved as most reward models and other frameworks' critics are."""
 
 LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
+"""Taken where neither ``critic.learning_rate`` nor ``optim.learning_rate`` is set."""
 
 Reason = tuple[str, str, str]
 """A decision: what, its value, why."""
