@@ -109,8 +109,8 @@ COMMANDS = {
         has_method=True,
     ),
     "check": Command(
-        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--json]",
-        "is this run honest: one row a question, before it costs anything",
+        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--all] [--json]",
+        "is this run honest: what is wrong with it, before it costs anything",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
         is_raw=True,

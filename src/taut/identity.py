@@ -1,9 +1,11 @@
 """What makes a run the one it is, and what a resume may change.
 
 A checkpoint holds the identity of its run: the configuration, hashes of model, adapter, tokenizer, template and each
-source of data, and what it runs on. On resume each difference is of one of three kinds:
+source of data, and what it runs on. On resume each difference is of one of four kinds:
 
-- it changes what is learned (a learning rate, the data, the model): refused, by key, with both values;
+- it changes what is learned (the data, the model, the loss, AdamW's betas): refused, by key, with both values;
+- it changes the learning rate of the steps to come (``SCHEDULE``), which is a pure function of the step and keeps no
+  state: done, from the next step on, and the log says so, with both values;
 - it changes numbers by rounding only (threads, ranks, the token budget): the promise of equality bit for bit becomes
   ``TOLERANCE``, and the log says so;
 - it has no part in the steps (``FREE``), or says only how many there are (steps, epochs; a schedule follows them).
@@ -56,6 +58,7 @@ FREE = (
     "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
     "model",  # its files are hashed, wherever they lie
     "data.cache",
+    "data.apply_chat_template",  # what it makes of the data is compared
     "data.eval",
     "reference.model",  # hashed as the model is
     "distill.teacher",  # these are hashed, wherever they lie
@@ -81,6 +84,15 @@ ROUNDING = (
     "environment",
 )
 """What a resume may change at the price of rounding."""
+SCHEDULE = (
+    "config.optim.learning_rate",
+    "config.optim.rates",
+    "config.optim.schedule",
+    "config.optim.warmup_steps",
+    "config.optim.warmup_ratio",
+    "config.optim.min_learning_rate_ratio",
+)
+"""What a resume may change for the steps to come."""
 OF_A_KIND = (
     "model",
     "adapter",
@@ -105,6 +117,7 @@ class Differences(NamedTuple):
 
     refused: list[str]
     rounding: list[str]
+    schedule: list[str]
 
 
 def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
@@ -198,20 +211,28 @@ def environment(ranks: Ranks) -> dict[str, Any]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
     """What differs between two identities, in words."""
-    found = Differences([], [])
+    found = Differences([], [], [])
     for key, was, now in _leaves(old, new, ""):
         if was == now:
             continue
         is_content = _is_hash(was) and _is_hash(now)
         what = "other content, " if is_content else ""
         text = f"{_told(key)}: {what}{_shown(was)} then, {_shown(now)} now"
-        is_rounding = any(key == one or key.startswith(f"{one}.") for one in ROUNDING)
-        (found.rounding if is_rounding else found.refused).append(text)
+        if _is_among(key, ROUNDING):
+            found.rounding.append(text)
+        elif _is_among(key, SCHEDULE):
+            found.schedule.append(text)
+        else:
+            found.refused.append(text)
     return found
 
 
-def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> list[str]:
-    """Raise ConfigError where a run cannot go on from what is at ``where``; else what changes numbers by rounding."""
+def _is_among(key: str, keys: Sequence[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> Differences:
+    """Raise ConfigError where a run cannot go on from what is at ``where``; else what differs all the same."""
     defaults = _settings(Run(model="", data=DataConfig())) | _sections(
         new["config"].get("method", "sft")
     )
@@ -222,9 +243,9 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
         rest = f"; and {more} more" if more > 0 else ""
         raise ConfigError(
             f"resume=true: {where} belongs to another run: {'; '.join(found.refused[:SHOWN])}{rest}; resume with "
-            "what it was started with, or start anew in another out"
+            "what it was started with (docs/resume.md lists what may change), or start anew in another out"
         )
-    return found.rounding
+    return found
 
 
 def _sections(method: Method) -> dict[str, Any]:

@@ -177,6 +177,9 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
             name="checkpoint",
             detail=f"{text}; going on from an earlier one, this one is kept as damaged-step-*",
         )
+    if start.schedule:
+        detail = f"{'; '.join(start.schedule)}: in force from step {from_step + 1} on"
+        job.emit("warning", name="schedule", detail=detail)
     if start.rounding:
         limit = TOLERANCE[str(start.identity["dtype"])]
         detail = (

@@ -152,7 +152,8 @@ class Run:
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn at random: order, adapter initialisation, noise."""
     dtype: ComputeDtype | None = None
-    """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32."""
+    """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32. bf16,
+    fp32 and fp64 are accepted as names of these."""
     check: Literal["quick", "off"] = "quick"
     """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records.
     checks.skip leaves out single checks."""

@@ -36,6 +36,8 @@ class Start:
     """The checkpoint to go on from; None: step 1."""
     rounding: list[str] = field(default_factory=list)
     """What is not as it was, so that numbers are equal to rounding only."""
+    schedule: list[str] = field(default_factory=list)
+    """What gives the steps to come another learning rate than they had."""
     damaged: list[str] = field(default_factory=list)
     """Newer checkpoints that cannot be used."""
     finished: Mapping[str, Any] | None = None
@@ -66,7 +68,13 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
         if plan.num_steps == end["step"]:
-            require_same(before["identity"], mine, out)
+            changed = require_same(before["identity"], mine, out).schedule
+            if changed:
+                raise ConfigError(
+                    f"resume=true: {out} is finished after step {end['step']}, so that {'; '.join(changed)} would "
+                    "change nothing; expected more steps or epochs beside it; raise them, or begin a new run from "
+                    f"{out / run.save.result}"
+                )
             return Start(plan, mine, finished=end)
     skip_damaged = run.checkpoint.skip_damaged
     saved, damaged = checkpoint.find(out / CHECKPOINTS, ranks, skip_damaged=skip_damaged)
@@ -75,12 +83,14 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
             f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
             f"steps={end['step']}; begin a new run from {out / run.save.result}, with checkpoint.every set"
         )
+    rounding: list[str] = []
+    schedule: list[str] = []
     if saved is None:
-        plan, rounding = build_method(run, inputs.train), []
+        plan = build_method(run, inputs.train)
     else:
-        rounding = require_same(saved.meta["identity"], mine, saved.path)
+        _, rounding, schedule = require_same(saved.meta["identity"], mine, saved.path)
         plan = _plan(run, inputs, Cursor(*saved.meta["cursor"]), saved.path)
-    return Start(plan, mine, saved, rounding, damaged, None, before.get("num_steps"))
+    return Start(plan, mine, saved, rounding, schedule, damaged, None, before.get("num_steps"))
 
 
 def _finish(out: Path, result: str) -> Mapping[str, Any] | None:

@@ -45,7 +45,8 @@ train = "a.jsonl"
 samples_per_step = 32
 ```
 
-The value of a setting is TOML (`1e-4`, `true`, `["a", "b"]`); anything else is text. `none` unsets a key that may be
+The value of a setting is TOML (`1e-4`, `true`, `["a", "b"]`); anything else is text. The texts of a list need no quotes
+on the command line, where a shell would take them away: `lora.targets=[q_proj,v_proj]`. `none` unsets a key that may be
 none. Paths are relative to the directory taut is started in. A key that does not exist, a value of another kind and a
 key given twice are errors.
 

@@ -92,6 +92,25 @@ def test_a_resumed_run_may_be_longer(go: Go) -> None:
     assert largest_difference(weights(parts.model), weights(whole.model)) == 0.0
 
 
+def test_a_resume_may_change_the_learning_rate_of_the_steps_to_come(go: Go) -> None:
+    keys = {"optim__schedule": "constant"}
+    whole = go("whole", steps=4, **keys).out
+    out = go("out", steps=2, **keys).out
+    go("out", steps=4, resume=True, optim__learning_rate=5e-4, **keys)
+    assert column(out, "learning_rate") == [1e-3, 1e-3, 5e-4, 5e-4]
+    assert (
+        column(out, "loss")[:3] == column(whole, "loss")[:3]
+    )  # the third is of the weights of step 2
+    assert column(out, "loss")[3] != column(whole, "loss")[3]
+    (warning,) = [it for it in events(out, "warning") if it["name"] == "schedule"]
+    said = "optim.learning_rate: 0.001 then, 0.0005 now: in force from step 3 on"
+    assert warning["detail"] == said
+    again = go("out", steps=4, resume=True, optim__learning_rate=5e-4, **keys)
+    assert again.notice is not None, "nothing is left to do"
+    with pytest.raises(taut.ConfigError, match=r"finished after step 4, .* would change nothing"):
+        go("out", steps=4, resume=True, optim__learning_rate=1e-4, **keys)
+
+
 def test_only_the_newest_are_kept(go: Go) -> None:
     out = go("out", checkpoint__keep=2).out
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
@@ -107,7 +126,7 @@ def test_only_the_newest_are_kept(go: Go) -> None:
     ("changes", "message"),
     [
         ({"seed": 7}, r"run: seed: 0 then, 7 now"),
-        ({"optim__learning_rate": 0.5}, r"run: optim\.learning_rate: 0\.001 then, 0\.5 now"),
+        ({"optim__weight_decay": 0.5}, r"run: optim\.weight_decay: 0\.0 then, 0\.5 now"),
         ({"batch__samples_per_step": 3}, r"run: batch\.samples_per_step: 6 then, 3 now"),
     ],
 )

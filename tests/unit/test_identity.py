@@ -17,7 +17,7 @@ from taut import identity as module
 from taut.build import Built
 from taut.config import describe, from_mapping, to_dict
 from taut.errors import ConfigError
-from taut.identity import FREE, ROUNDING, differences, identity_of, require_same
+from taut.identity import FREE, ROUNDING, SCHEDULE, differences, identity_of, require_same
 from taut.training import METHODS
 
 
@@ -31,12 +31,13 @@ def identity(built: Built, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_same_run_is_the_same(built: Built) -> None:
-    assert differences(identity(built), identity(built)) == ([], [])
+    assert differences(identity(built), identity(built)) == ([], [], [])
 
 
 def test_every_key_is_of_one_kind_and_every_name_is_a_key(built: Built) -> None:
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}
-    for name in (*FREE, *(one.removeprefix("config.") for one in ROUNDING if one != "environment")):
+    named = (*ROUNDING, *SCHEDULE)
+    for name in (*FREE, *(it.removeprefix("config.") for it in named if it != "environment")):
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     left = identity(built)["config"]
     assert not set(FREE) & set(left)
@@ -77,17 +78,40 @@ def test_code_of_the_model_counts_where_it_is_run(built: Built) -> None:
     before = identity(built)
     code.write_text("scale = 2")
     try:
-        assert differences(before, identity(built)) == ([], [])
+        assert differences(before, identity(built)) == ([], [], [])
         with pytest.raises(ConfigError, match=r"modeling_own\.py"):
             require_same(trusted, identity(built, trust_remote_code=True), Path("step-000003"))
     finally:
         code.unlink()
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"learning_rate": 0.5}, "optim.learning_rate: 0.001 then, 0.5 now"),
+        ({"schedule": "linear"}, "optim.schedule: 'constant' then, 'linear' now"),
+        ({"rates": {"*embed*": 1e-4}}, "optim.rates.*embed*: none then, 0.0001 now"),
+        ({"warmup_steps": 3}, "optim.warmup_steps: none then, 3 now"),
+    ],
+)
+def test_the_learning_rate_of_the_steps_to_come_may_change(
+    changes: dict[str, Any], told: str, built: Built
+) -> None:
+    optim = replace(built.run.optim, **changes)
+    found = require_same(identity(built), identity(built, optim=optim), Path("x"))
+    assert found == ([], [], [told])
+
+
+def test_what_adamw_remembers_by_may_not_change(built: Built) -> None:
+    optim = replace(built.run.optim, beta2=0.95)
+    with pytest.raises(ConfigError, match=r"optim\.beta2: 0\.999 then, 0\.95 now; resume with"):
+        require_same(identity(built), identity(built, optim=optim), Path("x"))
+
+
 def test_what_changes_rounding_is_told(built: Built) -> None:
     now = identity(built, attention="reference")
     now["environment"] = {**now["environment"], "threads": 99}
-    told = require_same(identity(built), now, Path("x"))
+    told = require_same(identity(built), now, Path("x")).rounding
     assert len(told) == 2
     assert told[0] == "attention: 'auto' then, 'reference' now"
     assert told[1].startswith("environment threads: ")
@@ -96,7 +120,7 @@ def test_what_changes_rounding_is_told(built: Built) -> None:
 @pytest.mark.parametrize("key", ["steps", "out", "resume", "check"])
 def test_what_has_no_part_in_the_steps_is_free(key: str, built: Built) -> None:
     value = {"steps": 999, "out": "elsewhere", "resume": True, "check": "off"}[key]
-    assert differences(identity(built), identity(built, **{key: value})) == ([], [])
+    assert differences(identity(built), identity(built, **{key: value})) == ([], [], [])
 
 
 def test_many_differences_are_counted() -> None:
@@ -126,7 +150,7 @@ def test_a_key_that_the_run_had_not_yet_counts_as_its_default(built: Built) -> N
     older = json.loads(json.dumps(now))
     del older["config"]["optim"]["clip_grad_norm"]
     del older["config"]["freeze"]
-    assert require_same(older, now, Path("x")) == []
+    assert require_same(older, now, Path("x")) == ([], [], [])
     with pytest.raises(ConfigError, match=r"freeze: \[\] then, \['a'\] now"):
         require_same(older, identity(built, freeze=["a"]), Path("x"))
     older["config"]["gone"] = 3
@@ -142,7 +166,7 @@ def test_another_version_of_a_library_that_gives_the_same_samples_is_told_only(
     monkeypatch.setattr("taut.identity.version", lambda name: "9.9")
     monkeypatch.setattr("taut.data.template.version", lambda name: "9.9")
     assert built.inputs.renderer.identity() != before, "tokenised anew"
-    (told,) = require_same(then, identity(built), Path("x"))
+    (told,) = require_same(then, identity(built), Path("x")).rounding
     assert told.startswith("environment transformers: ")
 
 
@@ -150,7 +174,7 @@ def test_a_key_of_a_methods_own_that_was_not_there_then_had_its_default() -> Non
     now = {"config": {"method": "dpo", "dpo": to_dict(METHODS["dpo"].dpo)}}  # type: ignore[attr-defined]
     before = json.loads(json.dumps(now))
     del before["config"]["dpo"]["entropy"]
-    assert require_same(before, now, Path("x")) == []
+    assert require_same(before, now, Path("x")) == ([], [], [])
     now["config"]["dpo"]["entropy"] = True
     with pytest.raises(ConfigError, match=r"dpo\.entropy: False then, True now"):
         require_same(before, now, Path("x"))
@@ -188,7 +212,7 @@ def test_a_reward_model_in_this_process_is_part_of_the_run(built: Built, tmp_pat
         (told,) = differences(before, judged(built, judge, template=str(template))).refused
         assert told.startswith(f"reward model reward_model.{name}: other content, ")
         path.write_bytes(was)
-    assert differences(before, judged(built, judge, template=str(template))) == ([], [])
+    assert differences(before, judged(built, judge, template=str(template))) == ([], [], [])
 
 
 def test_what_is_read_of_a_reward_model_is_not_overwritten() -> None:
@@ -203,4 +227,4 @@ def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "math"}
     now = keys | {"rollout.local.sequences": 1, "rollout.url": None}
     old, new = ({"config": module._settings(from_mapping(METHODS["grpo"], k))} for k in (keys, now))
-    assert differences(old, new) == ([], ["rollout.local.sequences: 64 then, 1 now"])
+    assert differences(old, new) == ([], ["rollout.local.sequences: 64 then, 1 now"], [])

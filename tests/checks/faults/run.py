@@ -195,7 +195,7 @@ class _Disk(NamedTuple):
     free: int
 
 
-@fault("run.output", says="will be written to")
+@fault("run.output", says="are needed at")
 def a_disk_that_holds_no_checkpoint(place: Place, is_faulty: bool) -> Session:
     """The disk has less room than one checkpoint and the model take."""
     full = _Disk(10**9, 10**9 - 10**6, 10**6)

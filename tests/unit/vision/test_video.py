@@ -89,7 +89,7 @@ def test_no_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.mp4"
     path.write_bytes(b"film")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(PictureError, match=r"d:1: .*a.mp4 needs PyAV.*pip install av"):
+    with pytest.raises(PictureError, match=r"d:1: .*a.mp4 needs PyAV.*pip install .*video"):
         frames_of(ImageRef("file", str(path)), 2, 64, "d:1")
 
 

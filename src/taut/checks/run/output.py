@@ -1,7 +1,8 @@
 """``out`` and the disk under it: what the run would be refused for at its beginning, and what it would fail of later.
 
 Predicted are the checkpoints that will be there at a time, as ``checkpoint`` counts them, and the model (with
-save.merged=false only the adapter): once, or twice with the best one. Logs are small and left out.
+save.merged=false only the adapter): once, or twice with the best one. Logs are small and left out. Each
+part is named, with what has to stay free, and their sum is what is needed.
 """
 
 from __future__ import annotations
@@ -33,20 +34,19 @@ def ask(session: Session) -> Finding:
         return failed(says, remedy=remedy)
     place = next(path for path in (out, *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free + sum(_sizes(session, out))
-    needed = SPARE + _checkpoints(session) + _models(session)
+    sizes = {"checkpoints": _checkpoints(session), "model": _models(session), "kept free": SPARE}
+    needed = sum(sizes.values())
+    parts = [f"{name}: {_gb(size)}" for name, size in sizes.items()]
     if free < needed:
         return failed(
-            f"{_gb(needed)} will be written to {out}, and {_gb(free)} are free",
+            f"{_gb(needed)} are needed at {out}, and {_gb(free)} are free",
             number=free / 1e9,
             unit="GB free",
-            evidence=[
-                f"checkpoints: {_gb(_checkpoints(session))} (checkpoint.every={run.checkpoint.every}, "
-                f"checkpoint.keep={run.checkpoint.keep})",
-                f"model: {_gb(_models(session))}",
-            ],
-            remedy="free some, name an out on another disk, or set checkpoint.keep=1 or checkpoint.every=0",
+            evidence=parts,
+            remedy=f"free some, name an out on another disk, or set checkpoint.keep=1 (it is {run.checkpoint.keep}) or "
+            f"checkpoint.every=0 (it is {run.checkpoint.every})",
         )
-    return passed(f"there is room: {_gb(free)} are free", needed / 1e9, "GB to write")
+    return passed(f"there is room: {_gb(free)} are free", needed / 1e9, "GB needed", parts)
 
 
 def _checkpoints(session: Session) -> int:
@@ -83,4 +83,4 @@ def _sizes(session: Session, out: Path) -> Iterator[int]:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e9:.3f} GB"
