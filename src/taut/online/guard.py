@@ -196,7 +196,7 @@ class Guard:
             f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
         )
         is_bad = total - rewarded > self.config.warn_unrewarded * total
-        self._warn("unrewarded", detail, step, emit, is_bad=is_bad)
+        self._warn("unrewarded", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
         return True
 
     def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
