@@ -141,14 +141,14 @@ def assemble(
     decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
     decisions.extend(give_critic(run, inputs, loaded, scorer, ranks))
     parallel.shard(scorer, shards_of(scorer), ranks)
-    optimizer = build_optimizer(scorer, run.optim, pace_of(run), rates_of(run, scorer))
+    optimizer = build_optimizer(scorer, run.optim_in_force, pace_of(run), rates_of(run, scorer))
     roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     job = Job(
         scorer=scorer,
         method=method,
         optimizer=optimizer,
-        learning_rate=partial(learning_rate, total=num_steps, config=run.optim),
+        learning_rate=partial(learning_rate, total=num_steps, config=run.optim_in_force),
         num_steps=num_steps,
         budget=budget,
         policy=policy,

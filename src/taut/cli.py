@@ -373,9 +373,11 @@ def _help(name: str, command: Command) -> str:
         module = import_module(command.call.partition(":")[0])
         return "\n".join([*lines, (module.__doc__ or "").strip()])
     lines.append("keys (type; default):")
-    for row in describe(config_class(command)):
+    cls = config_class(command)
+    by_method = cls.defaults_by_method() if hasattr(cls, "defaults_by_method") else {}
+    for row in describe(cls):
         lines.append(f"  {row.key}  ({row.type}; {row.default})")
-        lines.append(f"      {row.doc}")
+        lines.append(f"      {row.doc} {by_method.get(row.key, '')}".rstrip())
     return "\n".join(lines)
 
 

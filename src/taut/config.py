@@ -5,7 +5,8 @@ on top; ``from_mapping`` does the same with Python values. Both refuse what no f
 the field's, and keys set twice. Values are checked, never rewritten: what is in force is what was written.
 
 The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); what is not TOML, or is of no kind the field takes,
-is taken as the text it is (``out=1`` is a directory called 1). ``none`` unsets a field that may be unset.
+is taken as the text it is (``out=1`` is a directory called 1). ``none`` unsets a field that may be unset. The texts of
+a list need no quotes, which a shell would take away (``lora.targets=[q_proj,v_proj]``).
 
 Imports nothing of ours but errors and ``explain.py``. Anyone may import it.
 """
@@ -16,6 +17,7 @@ import bisect
 import dataclasses
 import json
 import os
+import re
 import tomllib
 import types
 import typing
@@ -140,7 +142,7 @@ def describe(cls: type[Any]) -> list[Row]:
             "required"
             if info.is_required()
             else written(info.get_default(call_default_factory=True)),
-            " ".join((info.description or "").split()),
+            " ".join((info.description or "").replace("``", "`").split()),
         )
         for key, info in _leaves(cls, "")
     ]
@@ -246,13 +248,24 @@ def _parse_value(annotation: Any, raw: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except (ValueError, RecursionError):
-        return raw
+        items = _bare_items(raw)
+        return items if items and _accepts(annotation, items) else raw
     if set(parsed) != {"value"}:
         return raw
     value = parsed["value"]
-    is_scalar = not isinstance(value, list | dict)
-    is_text = is_scalar and not _accepts(annotation, value) and _accepts(annotation, raw)
+    # Where a list would do too, a malformed one is told as a list and not taken for a text.
+    may_be_text = annotation in (str, str | None) or not isinstance(value, list | dict)
+    is_text = may_be_text and not _accepts(annotation, value) and _accepts(annotation, raw)
     return raw if is_text else value
+
+
+def _bare_items(raw: str) -> list[str]:
+    """The texts of ``[a,b]``; none where one has a character that may mean something else than itself."""
+    inside = re.fullmatch(r"\s*\[([^][{}()\"'=\\]*)\]\s*", raw)
+    items = [item.strip() for item in inside[1].split(",")] if inside else []
+    if items and not items[-1]:
+        items.pop()  # a comma at the end, as in TOML
+    return items if all(items) else []
 
 
 def _accepts(annotation: Any, value: Any) -> bool:

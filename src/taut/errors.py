@@ -120,3 +120,10 @@ class Interrupted(TautError):
     """
 
     exit_code = 75
+
+
+def install_extra(name: str) -> str:
+    """What to run for an optional library, as docs/install.md has it: taut is installed from its own directory, and is
+    not in a package index.
+    """
+    return f"in the directory of taut run: pip install -c constraints.txt -e '.[{name}]'"

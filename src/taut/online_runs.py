@@ -22,6 +22,7 @@ from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
 from taut.losses.sft import CrossEntropy
+from taut.methods.critic import LEARNING_RATES as CRITIC_RATES
 from taut.methods.critic import CriticConfig
 from taut.methods.distill import DistillConfig
 from taut.methods.policy import GrpoConfig, PolicyConfig, PpoConfig, RollOut
@@ -32,13 +33,13 @@ from taut.online.guard import GuardConfig
 from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.recipe import Recipe
 from taut.online.rollouts import RolloutConfig
+from taut.optim import DefaultRates
 from taut.rewards.panel import PanelConfig
 from taut.rewards.registry import RewardSpec, listed
-from taut.run import Comparing, Method, Objective, command_of
+from taut.run import Comparing, Decision, Method, Objective, command_of
 
 AT_A_CUT = ("stop", "length_overlong")
 """Rewards that are meant for answers that were cut."""
-
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
 """What to do where a method has no setting against cut answers."""
@@ -247,6 +248,9 @@ class GrpoRun(PolicyRun):
     """A run of ``taut grpo``."""
 
     METHOD: ClassVar[Method] = "grpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "TRL, verl and OpenRLHF; tinker-cookbook with LoRA: 1e-5 to 4e-5"
+    )
 
     method: Method = "grpo"
     grpo: GrpoConfig = GrpoConfig()
@@ -291,6 +295,9 @@ class PpoRun(PolicyRun):
     """A run of ``taut ppo``."""
 
     METHOD: ClassVar[Method] = "ppo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "verl and OpenRLHF; TRL: 3e-6"
+    )
 
     method: Method = "ppo"
     rollout: PpoRollout = PpoRollout()
@@ -320,6 +327,15 @@ class PpoRun(PolicyRun):
             )
 
     @property
+    def decisions(self) -> list[Decision]:
+        if self.critic.learning_rate is not None or self.optim.learning_rate is not None:
+            return super().decisions
+        what = "adapters train" if self.critic.lora_rank else "all of its weights train"
+        reason = f"the default of a critic of which {what} ({CRITIC_RATES.sources})"
+        rate = f"{self.critic.rate(self.optim):g}"
+        return [*super().decisions, Decision("critic.learning_rate", rate, reason)]
+
+    @property
     def objective(self) -> Objective:
         config = self.ppo
         gae = Gae(config.gamma, config.lam, config.whiten_advantages, config.bootstrap_cut)
@@ -335,6 +351,7 @@ class OnlineDpoRun(OnlineRun):
     """A run of ``taut online-dpo``."""
 
     METHOD: ClassVar[Method] = "online_dpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(5e-7, 5e-6, "TRL; open-instruct: 8e-7")
 
     method: Method = "online_dpo"
     rollout: PairsRollout = PairsRollout()
@@ -359,6 +376,9 @@ class BestOfNRun(OnlineRun):
     """A run of ``taut best-of-n``."""
 
     METHOD: ClassVar[Method] = "best_of_n"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        2e-5, 2e-4, "as taut sft, whose loss it is"
+    )
 
     method: Method = "best_of_n"
     best_of_n: BestOfNConfig = BestOfNConfig()
@@ -390,6 +410,9 @@ class GkdRun(OnlineRun):
     """A run of ``taut gkd``."""
 
     METHOD: ClassVar[Method] = "gkd"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-5, 1e-4, "tinker-cookbook with LoRA: 1e-4; TRL: 2e-5"
+    )
 
     method: Method = "gkd"
     rollout: GkdRollout = GkdRollout()

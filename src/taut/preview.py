@@ -38,6 +38,7 @@ from taut.estimate import skeleton
 from taut.models.prove import one_sample_reasons
 from taut.online.method import Online
 from taut.parallel import Ranks
+from taut.plural import counted
 from taut.printing import Printer
 from taut.run import Decision, Inputs, Run, load_inputs
 from taut.types import Media, Sample
@@ -103,8 +104,8 @@ def _roll_outs(run: Run, method: Online, num_steps: int) -> str:
     how = method.config
     number = run.batch.samples_per_step * how.minibatches
     return (
-        f"{num_steps:,} step{'s' if num_steps > 1 else ''}, {how.updates} on each roll-out: {number:,} prompts, "
-        f"{how.n} completions each, of at most {how.grows:,} tokens"
+        f"{counted(num_steps, 'steps')}, {how.updates} on each roll-out: {counted(number, 'prompts')}, "
+        f"{counted(how.n, 'completions')} each, of at most {counted(how.grows, 'tokens')}"
     )
 
 
@@ -113,7 +114,7 @@ def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Te
     marks = Marks("", "", "", "\n")
     for sample, row in zip(data[:NUM_SAMPLES], data.asked, strict=False):
         said = ", ".join(shown(text) for text in row.references) or "no right answer"
-        yield Text(f"\n{row.id}: {sample.num_tokens:,} tokens; {said}", "bold")
+        yield Text(f"\n{row.id}: {counted(sample.num_tokens, 'tokens')}; {said}", "bold")
         nothing = replace(sample, target_at_N=np.empty(0, dtype=np.int64), weight_N=np.empty(0))
         yield view_of(nothing, tokenizer, frozenset(), marks)
 
@@ -186,8 +187,9 @@ def _report(data: Dataset) -> Iterator[Text]:
         yield Text(report.sizes)
     else:
         yield Text(
-            f"{report.num_rows:,} rows, {report.num_samples:,} samples, {report.num_tokens:,} tokens, "
-            f"{report.num_targets:,} of them targets ({report.num_targets / report.num_tokens:.0%}){report.pictures}"
+            f"{counted(report.num_rows, 'rows')}, {counted(report.num_samples, 'samples')}, "
+            f"{counted(report.num_tokens, 'tokens')}, {report.num_targets:,} of them targets "
+            f"({report.num_targets / report.num_tokens:.0%}){report.pictures}"
         )
     shortest, middle, longest = np.quantile(data.lengths, [0, 0.5, 1]).astype(int)
     yield Text(f"tokens of a sample: {shortest:,} to {longest:,}, median {middle:,}")
@@ -266,7 +268,7 @@ def _title(sample: Sample, ends: frozenset[int]) -> str:
     num_ends = sum(int(token) in ends for token in sample.ids_T[sample.target_at_N])
     taught = f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
     return (
-        f"{sample.id}: {sample.num_tokens:,} tokens, {sample.num_targets:,} targets, {taught}"
+        f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, {counted(sample.num_targets, 'targets')}, {taught}"
         f"{_said(sample)}"
     )
 
@@ -275,7 +277,7 @@ def _title_of_read(sample: Sample) -> str:
     reads = _read(sample).num_targets
     where = "the last" if sample.read_at_R is None else f"{reads} of them"
     return (
-        f"{sample.id}: {sample.num_tokens:,} tokens, no targets; the head is read at {where}, in brackets"
+        f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, no targets; the head is read at {where}, in brackets"
         f"{_said(sample)}"
     )
 
@@ -351,7 +353,7 @@ def _named(one: Media, num_tokens: int) -> str:
     """By its file; one that had none is kept in a file named by its SHA-256."""
     name = Path(one.picture.source).name
     name = name[:12] if len(name) == 64 else name
-    return f"[{name}: {num_tokens:,} tokens]"
+    return f"[{name}: {counted(num_tokens, 'tokens')}]"
 
 
 def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> str:

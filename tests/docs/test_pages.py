@@ -9,10 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.docs.pages import CHECK_PAGE, CONFIG_PAGE, ROOT, check_page, config_page
+from tests.docs.pages import (
+    CHECK_PAGE,
+    CONFIG_PAGE,
+    RATES_PAGE,
+    ROOT,
+    check_page,
+    config_page,
+    rates_page,
+)
 
 from taut.cli import COMMANDS, config_class, sort_words, switches
 from taut.config import describe, load
+from taut.errors import install_extra
 from taut.run import Run, command_of
 from taut.training import METHODS, class_of
 
@@ -43,6 +52,30 @@ def test_every_path_and_link_of_a_page_exists(page: Path) -> None:
     missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_every_page_can_be_reached_from_the_readme_or_the_index() -> None:
+    reached: set[Path] = set()
+    ahead = [ROOT / "README.md", ROOT / "docs" / "index.md"]
+    while ahead:
+        page = ahead.pop().resolve()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            ahead += [page.parent / link for link in LINK.findall(page.read_text())]
+    assert [
+        page.name for page in (ROOT / "docs").rglob("*.md") if page.resolve() not in reached
+    ] == []
+
+
+def test_pages_and_messages_install_extras_as_the_page_on_installing_does() -> None:
+    """taut is in no package index, so ``pip install taut[rl]`` would find nothing, or something else."""
+    said = (ROOT / "docs" / "install.md").read_text()
+    sources = [*PAGES, *(ROOT / "src/taut").rglob("*.py")]
+    wrong = [str(path) for path in sources if re.search(r"pip install '?taut", path.read_text())]
+    assert wrong == []
+    for name in ("rl", "video", "wandb"):
+        command = install_extra(name).partition(": ")[2]
+        assert f"| `{command}` |" in said
 
 
 def test_architecture_names_every_module() -> None:
@@ -111,6 +144,10 @@ def test_every_example_parses(path: Path) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
+
+
+def test_the_page_of_hyperparameters_is_current() -> None:
+    assert RATES_PAGE.read_text(encoding="utf-8") == rates_page(), "run make docs"
 
 
 def test_the_configuration_page_has_the_default_of_every_command() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ import pytest
 
 import taut
 from taut import api, cli, run
-from taut.cli import Words, main, sort_words
+from taut.cli import COMMANDS, Words, main, sort_words
 from taut.config import describe
+from taut.demo import story
 from taut.errors import CheckFailed, ConfigError
 
 
@@ -235,9 +237,29 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--help"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"usage: taut {command}")
-        assert "optim.learning_rate  (number; " in out
+        assert "optim.learning_rate  (number | none; none)" in out
+        assert "taut sft: 2e-05, with adapters 0.0002." in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_for_users(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: taut {command}")
+    assert "``" not in said
+    assert "imported by" not in said
+
+
+def test_the_demo_lists_its_own_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["demo", "--help"]) == 0
-    assert "usage: taut demo" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for key in ("out", "questions", "steps", "optim.learning_rate"):
+        assert re.search(rf"^  {re.escape(key)}  \(", said, re.MULTILINE) or f", {key}  (" in said
+    plan = story.parse([f"out={tmp_path / 'demo'}", "questions=20", "steps=10"])
+    assert (plan.questions, "steps=10" in plan.run) == (20, True)
+    defaults = dict(word.split("=") for word in story.parse([f"out={tmp_path / 'demo'}"]).run)
+    for key in ("steps", "optim.learning_rate", "dtype"):
+        assert re.search(rf"\b{re.escape(key)}  \([^)]*{defaults[key]}\)", said), key
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -90,6 +90,10 @@ def test_overrides_are_set_on_top_of_the_file(tmp_path: Path) -> None:
         ("resume=true", "resume", True),
         ('freeze=["a", "b"]', "freeze", ["a", "b"]),
         ('train=["a", {path = "b", weight = 2}]', "train", ["a", Source(path="b", weight=2)]),
+        ("freeze=[q_proj,v_proj]", "freeze", ["q_proj", "v_proj"]),
+        ("freeze=[ *.mlp.*, /layers/a-b/ , ]", "freeze", ["*.mlp.*", "/layers/a-b/"]),
+        ("train=[a.jsonl,b c.jsonl]", "train", ["a.jsonl", "b c.jsonl"]),
+        ("out=[a,b]", "out", "[a,b]"),
         ("columns.prompt=question", "columns", {"prompt": "question"}),
         ("columns.prompt=1", "columns", {"prompt": "1"}),
     ],
@@ -99,6 +103,15 @@ def test_values_are_toml_or_else_text(override: str, name: str, value: object) -
     assert getattr(load(Root, None, [override, *given_out]), name) == value
 
 
+@pytest.mark.parametrize(
+    "raw", ["[a,,b]", "[a,b", "a,b", "[/a(b,c)/]", "[a,{b=1}]", "[a=b]", "[]x"]
+)
+def test_a_list_without_quotes_has_plain_items_only(raw: str) -> None:
+    assert "expected a list" in refused(f"freeze={raw}", "out=x")
+
+
+@example("{}")
+@example("[]")
 @given(st.text().filter(lambda text: text.strip() == text and not text.startswith(('"', "'"))))
 def test_a_string_field_takes_any_text(text: str) -> None:
     assert load(Root, None, [f"out={text}"]).out == text

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from taut.checks.examine import Answered, Examination, as_fields
 from taut.checks.finding import Finding, Outcome
+from taut.plural import counted
 
 SCHEMA = "taut.check/2"
 """Raised whenever a field changes its meaning or goes; docs/check.md says what there is."""
@@ -56,8 +57,8 @@ def show_end(console: Console, examination: Examination, *, lists_all: bool) -> 
     """How many checks there are of each outcome, and how to see those that were not shown."""
     num_asked = Counter(one.cause for one in examination.answered if one.cause is not None)
     for cause, number in num_asked.items():
-        counted = f"{number} {'check' if number == 1 else 'checks'}"
-        console.print(Text(f"\n{counted} not asked, since {cause} failed", STYLES["skipped"]))
+        said = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
+        console.print(Text(said, STYLES["skipped"]))
     left_out = [one.name for one in examination.answered if one.is_left_out]
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
@@ -71,9 +72,8 @@ def show_end(console: Console, examination: Examination, *, lists_all: bool) -> 
 def counts(examination: Examination) -> str:
     """``1 failed, 2 warnings, 44 passed, 30 skipped``: findings only where there are any."""
     number = {outcome: examination.count(outcome) for outcome in get_args(Outcome)}
-    warnings = "1 warning" if number["warning"] == 1 else f"{number['warning']} warnings"
     found = [f"{number['failed']} failed"] if number["failed"] else []
-    found += [warnings] if number["warning"] else []
+    found += [counted(number["warning"], "warnings")] if number["warning"] else []
     found.append(f"{number['passed']} passed")
     found += [f"{number['skipped']} skipped"] if number["skipped"] else []
     return ", ".join(found)

@@ -25,6 +25,7 @@ from taut.models.gguf import (
 )
 from taut.models.gguf_vocabulary import notes, vocabulary
 from taut.models.load import checkpoint_dtype, load_model
+from taut.plural import counted
 from taut.rollout.open import ModelUse, open_renderer
 
 _OWN: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -90,7 +91,7 @@ def _tell(written: Written, dtype: Dtype, stops: list[str], remarks: list[str]) 
     console = Console(highlight=False, soft_wrap=True)
     size = f"{written.num_bytes / 1e6:,.1f} MB"
     lines = [
-        f"written {written.path}: {size}, {written.num_tensors} tensors, {dtype}",
+        f"written {written.path}: {size}, {counted(written.num_tensors, 'tensors')}, {dtype}",
         f"passed  read back: every key and tensor; largest error {written.largest_error:.2g} of a tensor's largest",
         f"stops   {', '.join(stops)}",
         *(f"note    {remark}" for remark in remarks),

@@ -36,6 +36,7 @@ from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import EngineError, OutputError
 from taut.evals.answers import prompts_of
+from taut.plural import counted
 from taut.rollout.engine import Engine, Sampling, require_text, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
 from taut.types import Completion, FloatArray, Picture, Prompt
@@ -181,7 +182,7 @@ def summary(result: Generated) -> str:
         parts.append(f"{stopped / total:.1%} stopped, {cut:,} cut, {len(result.errors):,} errors")
         rate = result.num_tokens / max(result.seconds, 1e-9)
         parts.append(
-            f"{result.num_tokens:,} tokens in {result.seconds:.1f} s ({rate:,.{0 if rate >= 10 else 1}f}/s)"
+            f"{counted(result.num_tokens, 'tokens')} in {result.seconds:.1f} s ({rate:,.{0 if rate >= 10 else 1}f}/s)"
         )
     lines.append("; ".join(parts))
     lines += [f"error: {error}" for error in result.errors[:ERRORS_SHOWN]]
@@ -238,7 +239,7 @@ class _Tally:
 
     @property
     def counted(self) -> str:
-        return f"{sum(self.finished.values()):,} completions"
+        return counted(sum(self.finished.values()), "completions")
 
     def _line(self, completion: Completion) -> dict[str, Any]:
         row = self.rows[completion.prompt_id]

@@ -40,6 +40,7 @@ from taut.models.load import (
 )
 from taut.models.save import saving
 from taut.models.score import Scorer
+from taut.plural import counted
 from taut.reloaded import Comparison, Trained, samples_to_compare, score
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
@@ -89,9 +90,10 @@ def run(config: Merge) -> int:
     for check in done.checks:
         console.print(f"passed  {check.name}: {check.value:.3g} ({check.detail})", markup=False)
     dtype = str(done.dtype).removeprefix("torch.")
-    rows = f", {done.num_new_rows} rows added" if done.num_new_rows else ""
+    rows = f", {counted(done.num_new_rows, 'rows')} added" if done.num_new_rows else ""
     lines = (
-        f"merged  {done.num_tensors} tensors of rank {done.rank} into {config.model}{rows}; saved in {dtype}",
+        f"merged  {counted(done.num_tensors, 'tensors')} of rank {done.rank} into {config.model}{rows}; saved in "
+        f"{dtype}",
         f"stops   {done.stops[0]} ({done.stops[1]})",
         f"written {done.out}, with {FILE}",
     )

@@ -143,7 +143,9 @@ def plan(config: Plan) -> Planned:
         planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
         num_parameters = num_parameters or planner.full.traced.num_parameters
-    return Planned(machine, config.gpus, limit, work, num_parameters, tuple(ways))
+    return Planned(
+        machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(config.decisions)
+    )
 
 
 def memory(text: str, key: str) -> int:

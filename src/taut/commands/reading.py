@@ -15,6 +15,7 @@ from taut.data.columns import Columns, Format
 from taut.data.length import Incident
 from taut.data.sources import Source, folder_of
 from taut.errors import DataError
+from taut.plural import counted
 from taut.vision.picture import ImagesConfig
 
 SHOWN = 3
@@ -75,7 +76,9 @@ def tell_left_out(
         )
     if console is None:
         return
-    console.print(f"left out: {len(incidents):,} rows whose pictures cannot be read", markup=False)
+    console.print(
+        f"left out: {counted(len(incidents), 'rows')} whose pictures cannot be read", markup=False
+    )
     for one in incidents[:SHOWN]:
         console.print(f"  {one.place}: {one.reason}", markup=False)
     if len(incidents) > SHOWN:

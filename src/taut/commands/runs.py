@@ -147,7 +147,7 @@ def state_of(out: Path) -> RunState:
 
 def table(found: Iterable[RunState], now: float) -> str:
     """The runs, one a line; the last column may be of any length."""
-    head = ("run", "state", "step", "loss", "checkpoint", "wrote", "")
+    head = ("run", "method", "state", "step", "loss", "checkpoint", "wrote", "")
     rows = [head, *(_row(one, now) for one in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -165,6 +165,7 @@ def _row(one: RunState, now: float) -> tuple[str, ...]:
     why = " ".join("; ".join(filter(None, [resumes, one.reason])).split())
     return (
         str(one.out),
+        one.method or "",
         one.state,
         f"{one.step}/{'?' if one.num_steps is None else one.num_steps}",
         "" if one.loss is None else f"{one.loss:.4f}",

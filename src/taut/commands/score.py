@@ -39,6 +39,7 @@ from taut.data.sources import Source, open_source
 from taut.errors import DataError, ModelError, OutputError, PictureError
 from taut.evals.calibration import Calibration, calibrate, calibrate_pairs, sigmoid, wins
 from taut.evals.statistics import wilson_interval
+from taut.plural import counted
 from taut.rollout.judge import Judge, JudgeUse, open_judge
 from taut.types import FloatArray, Sample
 
@@ -180,7 +181,7 @@ def score(config: Score, console: Console | None = None) -> Scored:
                 file.writelines(json.dumps(r.as_line(), ensure_ascii=False) + "\n" for r in found)
             rows += found
             if console is not None and len(chunk) == CHUNK_ROWS:
-                console.print(f"scored: {len(rows):,} rows", markup=False)
+                console.print(f"scored: {counted(len(rows), 'rows')}", markup=False)
         tell_left_out(reader.left_out, rows, console)
         if not rows:
             raise DataError(f"{opened.path}: no rows; expected at least one; check the path")
@@ -343,9 +344,11 @@ def _result(rows: Sequence[RowScores], out: Path | None, seconds: float, judge: 
 def summary(result: Scored) -> str:
     """The result in a few lines."""
     rate = result.num_tokens / max(result.seconds, 1e-9)
+    sizes = f"{counted(len(result.rows), 'rows')}, {counted(result.num_scores, 'scores')}"
+    tokens = counted(result.num_tokens, "tokens")
     lines = [
-        f"{len(result.rows):,} rows, {result.num_scores:,} scores: mean {result.mean:.4g}, standard deviation "
-        f"{result.deviation:.4g}; {result.num_tokens:,} tokens in {result.seconds:.1f} s ({rate:,.0f}/s)"
+        f"{sizes}: mean {result.mean:.4g}, standard deviation {result.deviation:.4g}; "
+        f"{tokens} in {result.seconds:.1f} s ({rate:,.0f}/s)"
     ]
     if result.accuracy is not None and result.calibration is not None:
         low, high = wilson_interval(result.accuracy * result.num_judged, result.num_judged)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +36,10 @@ from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.prove import one_sample_reasons
 from taut.models.score import Scorer
+from taut.plural import counted
 from taut.rollout.open import one_device
 from taut.run import Run, load_language, load_stops, longest_sample
-from taut.types import Sample
+from taut.types import ComputeDtype, Sample
 from taut.vision.opening import require_alike
 
 
@@ -57,7 +58,7 @@ class Teach:
     """How many tokens are listed for each target."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
     """Most tokens computed at a time; a single longer sample is computed alone."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    dtype: ComputeDtype | None = None
     """Compute dtype; by default bfloat16 where the hardware has it, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -85,8 +86,8 @@ def run(config: Teach) -> int:
     for name, value, reason in done.decisions:
         console.print(f"{name}: {value} ({reason})", markup=False)
     console.print(
-        f"written {done.out}: the {config.top} likeliest tokens at {done.num_targets:,} targets of "
-        f"{done.num_samples:,} samples; they have {done.mass:.2%} of the teacher's probability",
+        f"written {done.out}: the {config.top} likeliest tokens at {counted(done.num_targets, 'targets')} of "
+        f"{counted(done.num_samples, 'samples')}; they have {done.mass:.2%} of the teacher's probability",
         markup=False,
     )
     return 0

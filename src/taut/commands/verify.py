@@ -32,6 +32,7 @@ from taut.config import configclass, replace
 from taut.contract import Contract, facts_of, read_contract, template_digest
 from taut.data.render import Renderer
 from taut.golden import Golden, greedy, prompts_of, rendered
+from taut.plural import counted
 from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_renderer
 from taut.rollout.server import ServerEngine
 from taut.types import Completion
@@ -173,7 +174,11 @@ def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Re
     wrong = [(golden, ids) for golden, ids in found if ids != golden.prompt.ids]
     if not wrong:
         num_tokens = sum(len(ids) for _, ids in found)
-        return Finding(name, "passed", f"{len(found)} prompts, {num_tokens} ids, all as they were")
+        return Finding(
+            name,
+            "passed",
+            f"{counted(len(found), 'prompts')}, {counted(num_tokens, 'ids')}, all as they were",
+        )
     golden, ids = wrong[0]
     was = golden.prompt.ids
     at = next((i for i, (a, b) in enumerate(zip(was, ids, strict=False)) if a != b), len(was))

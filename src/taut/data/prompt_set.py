@@ -30,6 +30,7 @@ from taut.data.render import Renderer
 from taut.data.report import DataReport
 from taut.data.sources import open_source
 from taut.errors import ConfigError, DataError
+from taut.plural import counted
 from taut.types import IntArray, Prompt
 
 
@@ -48,7 +49,8 @@ class PromptReport(DataReport):
 
     @property
     def sizes(self) -> str:
-        return f"{self.num_rows:,} rows, {self.num_samples:,} prompts, {self.num_tokens:,} tokens{self.pictures}"
+        sizes = ("rows", self.num_rows), ("prompts", self.num_samples), ("tokens", self.num_tokens)
+        return ", ".join(counted(number, nouns) for nouns, number in sizes) + self.pictures
 
 
 class PromptSet(Dataset):
@@ -104,10 +106,10 @@ def _nothing_left(path: str, num_rows: int, unread: Sequence[Incident], max_leng
     if not num_rows:
         first = unread[0]
         return (
-            f"{path}: none of its {len(unread)} rows has pictures that can be used ({first.place}: {first.reason}); "
-            "expected some; correct data.images.folder, or the files"
+            f"{path}: none of its {counted(len(unread), 'rows')} has pictures that can be used ({first.place}: "
+            f"{first.reason}); expected some; correct data.images.folder, or the files"
         )
-    found = f"none of its {num_rows} prompts has at most {max_length} tokens"
+    found = f"none of its {counted(num_rows, 'prompts')} has at most {max_length} tokens"
     return f"{path}: {found}; expected some; raise data.max_length"
 
 
@@ -138,7 +140,7 @@ def _fitted(
         if size <= max_length:
             kept.append(row)
             continue
-        reason = f"{size:,} tokens, and a prompt may have {max_length:,}"
+        reason = f"{counted(size, 'tokens')}, and a prompt may have {max_length:,}"
         if too_long == "error":
             raise DataError(
                 f"{row.place}: the prompt has {reason}; expected fewer; raise data.max_length, or set "

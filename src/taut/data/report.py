@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taut.data.length import Incident
+from taut.plural import counted
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,18 @@ class DataReport:
 
     @property
     def sizes(self) -> str:
-        return (
-            f"{self.num_rows:,} rows, {self.num_samples:,} samples, {self.num_tokens:,} tokens, "
-            f"{self.num_targets:,} targets{self.pictures}"
+        sizes = (
+            ("rows", self.num_rows),
+            ("samples", self.num_samples),
+            ("tokens", self.num_tokens),
+            ("targets", self.num_targets),
         )
+        return ", ".join(counted(number, nouns) for nouns, number in sizes) + self.pictures
 
     @property
     def pictures(self) -> str:
         """How many, where there are any."""
-        return f", {self.num_pictures:,} pictures" if self.num_pictures else ""
+        return f", {counted(self.num_pictures, 'pictures')}" if self.num_pictures else ""
 
     def __str__(self) -> str:
         text = self.sizes

@@ -26,6 +26,7 @@ from taut.data.preferences import AnyRow, best_row
 from taut.data.render import Renderer
 from taut.data.sources import Opened
 from taut.errors import DataError, PictureError, TautError
+from taut.plural import counted
 from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer
         first = flat.incidents[0]
         files = ", or data.images.folder" if flat.is_fleeting else ""
         raise DataError(
-            f"{found.path}: none of its {flat.num_rows} rows is left (row {first.place}: "
+            f"{found.path}: none of its {counted(flat.num_rows, 'rows')} is left (row {first.place}: "
             f"{first.reason}); "
             f"expected some; change data.max_length, data.min_length or data.too_long{files}"
         )

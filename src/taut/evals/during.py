@@ -34,6 +34,7 @@ from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.loop import Job
 from taut.memory import require_room
+from taut.plural import counted
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rewards.registry import read_parts
 from taut.rollout.engine import Engine, require_usable
@@ -302,8 +303,8 @@ def _load_rows(
     if not rows:
         first = unread[0]
         raise DataError(
-            f"{first.place}: {first.reason}; so all {len(unread)} prompts of eval.answers are left out; expected some; "
-            "correct data.images.folder, or the files"
+            f"{first.place}: {first.reason}; so all of eval.answers ({counted(len(unread), 'prompts')}) is left out; "
+            "expected some; correct data.images.folder, or the files"
         )
     if len({row.id for row in rows}) < len(rows):  # unique in each source only
         rows = [replace(row, id=row.place) for row in rows]

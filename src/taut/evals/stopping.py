@@ -211,10 +211,12 @@ class StopCheck:
             is_taught=self.is_taught,
             remedy=self.remedy,
         )
+        bad = "failed" if self.config.required else "warning"
+        outcome = "passed" if stops.is_enough else bad
         self.job.emit(
             "check",
             name="stop",
-            outcome="passed" if stops.is_enough else "failed",
+            outcome=outcome,
             value=stops.num_ended / stops.num_asked,
             detail=str(stops),
         )

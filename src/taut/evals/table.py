@@ -9,7 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from taut.data.media import text_of
+from taut.data.prompts import PromptRow
 from taut.evals.report import Answer, Lengths, Metric, Report, spaced
+from taut.plural import counted
 
 BAR = 30
 """Characters of the longest bar of a histogram."""
@@ -43,7 +46,9 @@ def shown(metric: Metric) -> tuple[str, str]:
 
 def _metrics(report: Report) -> Table:
     ks = sorted({k for metric in report.metrics for k in metric.pass_at})
-    title = f"{report.num_completions:,} answers to {report.num_prompts:,} prompts"
+    title = (
+        f"{counted(report.num_completions, 'answers')} to {counted(report.num_prompts, 'prompts')}"
+    )
     passes = [f"pass@{k}" for k in ks]
     table = Table("", "mean", "95% interval", *passes, "scored", "n/a", "errors", title=title)
     for metric in (*report.metrics, report.stopped):
@@ -56,7 +61,9 @@ def _metrics(report: Report) -> Table:
             *(f"{count:,}" for count in counts),
         )
     if report.failures:
-        table.caption = f"{len(report.failures):,} completions failed and are in none of these"
+        table.caption = (
+            f"{counted(len(report.failures), 'completions')} failed and are in none of these"
+        )
     return table
 
 
@@ -74,7 +81,7 @@ def _lengths(lengths: Lengths) -> Table:
 
 
 def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
-    texts = [Column(name, overflow="fold") for name in ("row", "reference", "answer")]
+    texts = [Column(name, overflow="fold") for name in ("row", "question", "reference", "answer")]
     table = Table(*texts, *map(escape, names), show_lines=True)
     for answer in answers:
         mark = {"stop": "", "length": " [dim](cut)[/dim]"}.get(
@@ -85,11 +92,18 @@ def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
         text = escape(answer.completion.text[:CELL])
         table.add_row(
             escape(answer.place.rpartition("/")[2]),
+            escape(_question(answer.row)),
             escape(reference[:CELL]),
             f"{text}{mark}",
             *scores,
         )
     return table
+
+
+def _question(row: PromptRow) -> str:
+    """The last message that was to be answered, or the plain prompt; of a long one the beginning and the end."""
+    asked = row.prompt if isinstance(row.prompt, str) else text_of(row.prompt[-1]["content"])
+    return asked if len(asked) <= CELL else f"{asked[: CELL // 2]} ... {asked[-CELL // 2 :]}"
 
 
 def _score(answer: Answer, name: str) -> str:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError
+from taut.errors import ConfigError, DataError, install_extra
 from taut.rewards.answered import Answered
 from taut.rewards.plain_eval import plainly
 from taut.rewards.verifier import Place, Verifier
@@ -107,6 +107,6 @@ def _library() -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            f"the reward reasoning_gym needs reasoning-gym ({error}); expected it installed; pip install 'taut[rl]'"
+            f"the reward reasoning_gym needs reasoning-gym ({error}); expected it installed; {install_extra('rl')}"
         ) from error
     return reasoning_gym

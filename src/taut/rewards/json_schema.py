@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError
+from taut.errors import ConfigError, DataError, install_extra
 from taut.rewards.answered import Answered
 from taut.rewards.verifier import Judged, Place, Verifier
 
@@ -68,7 +68,7 @@ class JsonSchema(Verifier):
             import jsonschema
         except ImportError as error:
             raise ConfigError(
-                f"the reward json_schema needs jsonschema ({error}); expected it installed; pip install 'taut[rl]'"
+                f"the reward json_schema needs jsonschema ({error}); expected it installed; {install_extra('rl')}"
             ) from error
         return jsonschema
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError
+from taut.errors import ConfigError, install_extra
 from taut.rewards.answered import Answered
 from taut.rewards.verifier import Judged, Place, Verifier
 
@@ -59,7 +59,7 @@ class Language(Verifier):
             from py3langid.langid import MODEL_FILE, LanguageIdentifier
         except ImportError as error:
             raise ConfigError(
-                f"the reward language needs py3langid ({error}); expected it installed; pip install 'taut[rl]'"
+                f"the reward language needs py3langid ({error}); expected it installed; {install_extra('rl')}"
             ) from error
         identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
         strange = {self.language, *self.among} - set(identifier.labels)

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError
+from taut.errors import ConfigError, DataError, install_extra
 from taut.rewards.answered import Answered
 from taut.rewards.verifier import Place, Verifier
 
@@ -64,7 +64,7 @@ class Math(Verifier):
             import math_verify
         except ImportError as error:
             raise ConfigError(
-                f"the reward math needs math-verify ({error}); expected it installed; pip install 'taut[rl]'"
+                f"the reward math needs math-verify ({error}); expected it installed; {install_extra('rl')}"
             ) from error
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its limits are off

@@ -9,7 +9,7 @@ May import config, errors, vision, ``http.py``, ``pictures.py`` and the verifier
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
 from taut.rewards.pictures import sent
 from taut.rewards.verifier import Place, Verifier
+from taut.types import ComputeDtype
 from taut.vision.picture import ImagesConfig
 
 UNREAD = ("folder", "bad", "fps", "max_frames")
@@ -35,7 +36,7 @@ class RewardModel(Verifier):
     """Directory (or hub name) of the reward model."""
     template: str | None = None
     """A file with a chat template to use in place of the tokenizer's own."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    dtype: ComputeDtype | None = None
     """By default bfloat16 on a GPU that has it, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""

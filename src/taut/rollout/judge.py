@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from taut.rollout.open import (
     one_device,
     read_template,
 )
-from taut.types import FloatArray, Sample, Wants
+from taut.types import ComputeDtype, FloatArray, Sample, Wants
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
 
@@ -65,7 +65,7 @@ class JudgeUse:
     """Directory (or hub name) of the reward model."""
     template: str | None = None
     """A file with a chat template to use in place of the tokenizer's own."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    dtype: ComputeDtype | None = None
     """By default bfloat16 on a GPU that has it, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""

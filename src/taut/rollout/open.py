@@ -47,6 +47,7 @@ from taut.rollout.engine import Engine
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.rollout.server import ServerConfig, ServerEngine
 from taut.rollout.sync import SyncConfig
+from taut.types import ComputeDtype
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
 
@@ -68,7 +69,7 @@ class ModelUse:
     """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
     template: str | None = None
     """A file with a chat template to use in place of the tokenizer's own."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    dtype: ComputeDtype | None = None
     """The local engine's dtype; by default bfloat16 on a GPU that has it, else float32."""
     device: str = "auto"
     """The local engine's device: auto, cpu, cuda or cuda:N."""

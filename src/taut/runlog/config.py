@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError
+from taut.errors import ConfigError, install_extra
 
 
 @configclass
@@ -22,11 +22,11 @@ class LogConfig:
     tensorboard: bool = False
     """Write TensorBoard scalars to out/tensorboard."""
     wandb: str | None = None
-    """Weights & Biases project to report to; needs the extra taut[wandb]."""
+    """Weights & Biases project to report to; needs the extra wandb."""
 
     def __post_init__(self) -> None:
         if self.wandb is not None and find_spec("wandb") is None:
             raise ConfigError(
                 f"found log.wandb={self.wandb}, but the package wandb is not installed; "
-                "expected it beside taut; run: pip install 'taut[wandb]', or leave log.wandb out"
+                f"expected it beside taut; {install_extra('wandb')}; or leave log.wandb out"
             )

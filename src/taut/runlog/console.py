@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from taut.plural import counted
 from taut.printing import Printer
 from taut.runlog.events import Event, ReportLost
 
@@ -368,7 +369,7 @@ def summary(
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"
         rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))
-    of_them = f" ({targets:,} targets)" if targets else ""
+    of_them = f" ({counted(targets, 'targets')})" if targets else ""
     rows.append(("tokens", f"{unshared:,}{of_them}, {speed:,.0f} a second"))
     if computed < unshared:
         rows.append(

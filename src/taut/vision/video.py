@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from taut.errors import PictureError
+from taut.errors import PictureError, install_extra
 from taut.vision.picture import BROKEN, ImageRef, require_regular
 
 FORMATS = ("GIF", "WEBP", "PNG")
@@ -55,8 +55,8 @@ def frames_of(film: ImageRef, fps: float, max_frames: int, place: str) -> list[F
         raise
     except ImportError:
         raise PictureError(
-            f"{place}: reading the video {film.name} needs PyAV, which is not installed; pip install av, or give the "
-            "video as GIF, WebP or a list of frames"
+            f"{place}: reading the video {film.name} needs PyAV, which is not installed; {install_extra('video')}; or "
+            "give the video as GIF, WebP or a list of frames"
         ) from None
     except FAILURES as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -63,8 +63,13 @@ def test_a_plan_needs_neither_weights_nor_data(bare: Path) -> None:
     assert "fits: " in text
     assert "on 2 x H100 of 80.00 GiB, of which 72.00 may be used" in text
     assert "no data given" in text
-    assert "40% of its peak is assumed, not measured" in text
+    assert "optim.learning_rate: 2e-05, the default of taut sft where all weights train" in text
+    assert "40% of its peak and 5 us an operator are assumed, not measured" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_learning_rate_that_is_set_needs_no_explanation(bare: Path) -> None:
+    assert "learning_rate" not in text_of(config_of(bare, gpu="H100", optim__learning_rate=1e-4))
 
 
 def test_what_is_asked_comes_first_and_each_way_has_its_keys(bare: Path) -> None:

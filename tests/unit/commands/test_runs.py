@@ -169,9 +169,9 @@ def test_the_table(
     run_in(Path("new"), START, *steps(1, 2), end("stopped", 2, reason), checkpoints=[1])
     assert main(["runs", "new", "old"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run  state    step  loss    checkpoint   wrote",
-        "new  stopped  2/9   2.0000  step-000001  1 s ago    resumes after step 1; step 3: the loss is nan",
-        "old  died     2/9   2.0000               5 min ago  resumes from step 1",
+        "run  method  state    step  loss    checkpoint   wrote",
+        "new  sft     stopped  2/9   2.0000  step-000001  1 s ago    resumes after step 1; step 3: the loss is nan",
+        "old  sft     died     2/9   2.0000               5 min ago  resumes from step 1",
     ]
     assert main(["runs", "new/model"]) == 0
     assert capsys.readouterr().out == "no runs in new/model: no directory with a resolved.json\n"

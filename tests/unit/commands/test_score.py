@@ -246,7 +246,7 @@ def test_the_summary_tells_what_came_of_it(
     config = from_mapping(Score, {"model": model, "data": data, "dtype": "float64"})
     assert command.run(config) == 0
     said = capsys.readouterr().out
-    assert "1 rows, 2 scores: mean" in said
+    assert "1 row, 2 scores: mean" in said
     assert "of 1 pairs (95%:" in said
     as_json = from_mapping(Score, {"model": model, "data": data, "dtype": "float64", "json": True})
     assert command.run(as_json) == 0

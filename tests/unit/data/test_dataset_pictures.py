@@ -119,7 +119,7 @@ def test_rows_with_bad_pictures_are_left_out_until_they_are_good(tmp_path: Path)
 
 def test_nothing_left_names_the_pictures(tmp_path: Path) -> None:
     place = written(tmp_path / "a", "gone.png")
-    with pytest.raises(DataError, match=r"none of its 1 rows.*gone\.png.*data\.images\.folder"):
+    with pytest.raises(DataError, match=r"none of its 1 row .*gone\.png.*data\.images\.folder"):
         load(place, "drop")
 
 

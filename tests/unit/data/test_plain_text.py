@@ -142,7 +142,7 @@ def decision(directory: Path, rows: Sequence[Mapping[str, Any]], **keys: Any) ->
 @pytest.mark.parametrize(
     ("rows", "asked", "value", "reason"),
     [
-        ([PLAIN, PLAIN, DOCUMENT], None, "false", "2 rows are plain text, used as it is"),
+        ([PLAIN, PLAIN, DOCUMENT], None, "false", "plain text in 2 rows is used as it is, without"),
         ([PLAIN], None, "false", "data.apply_chat_template=true renders it as messages"),
         ([PLAIN], False, "false", "without the chat template; set"),
         ([PLAIN], True, "true", "set; plain text becomes a user and an assistant message"),

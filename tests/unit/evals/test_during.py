@@ -55,5 +55,5 @@ def test_prompts_whose_pictures_cannot_be_had_may_be_left_out(tmp_path: Path) ->
     ((name, value, reason),) = found.decisions
     assert (name, value) == ("eval.answers", "without 1 of the prompts")
     assert "gone.png" in reason
-    with pytest.raises(DataError, match=r"all 1 prompts of eval\.answers are left out"):
+    with pytest.raises(DataError, match=r"all of eval\.answers \(1 prompt\) is left out"):
         built(rows[1])

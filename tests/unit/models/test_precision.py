@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
+from taut.commands.generate import Generate
+from taut.config import load
 from taut.data.pack import ALONE, pack
 from taut.errors import ConfigError
 from taut.models.precision import (
@@ -23,6 +25,7 @@ from taut.models.precision import (
     compute_context,
     resolve_dtype,
 )
+from taut.run import Run
 from taut.types import Packed, Sample
 
 CPU = torch.device("cpu")
@@ -101,6 +104,31 @@ def test_the_default_dtype_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="dtype=half is not known; expected one of float64"):
         resolve_dtype("half", CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("double", "float64"),
+        ("float64", "float64"),
+    ],
+)
+def test_a_dtype_has_its_names_of_elsewhere(name: str, dtype: str) -> None:
+    given = ["model=m", "data.train=a.jsonl", f"dtype={name}"]
+    assert load(Run, None, given).dtype == dtype
+    assert load(Generate, None, ["model=m", "prompts=p", "out=o", f"dtype={name}"]).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["fp16", "float16", "half", "torch.float16"])
+def test_float16_is_refused_with_what_to_use(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"found dtype={name}, .*float16.*set dtype=bfloat16"):
+        load(Run, None, ["model=m", "data.train=a.jsonl", f"dtype={name}"])
+    with pytest.raises(ConfigError, match="expected 'float64', 'float32' or 'bfloat16'"):
+        load(Run, None, ["model=m", "data.train=a.jsonl", "dtype=float8"])
 
 
 def test_a_frozen_weight_is_cast_once() -> None:

@@ -175,6 +175,7 @@ def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None
     discounted = policy(estimate=Gae(0.5, 1.0, is_whitened=False))
     given = discounted.trees([path], said([path], value_R=0.0))
     assert given.advantages[path.name].tolist() == [0.5 + 2.5 / 8, 1 + 2.5 / 4, 2.5 / 2, 2.5]
+    assert (given.metrics["return_min"], given.metrics["return_max"]) == (0.8125, 2.5)
     every = [first, second, path]
     grouped = policy().trees(every, said(every))
     plain = policy().trees([first, second, third], said(every))
@@ -244,7 +245,7 @@ def test_a_flat_reward_gives_no_reason_to_be_cut() -> None:
 
 
 def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
-    """Returns are shaped rewards less the penalty, 0.1 a token: of two tokens and of three."""
+    """Returns are shaped rewards, 0.8, less the penalty, 0.1 for each token to come: of two tokens and of three."""
     every = paths([[1.0, 0.0]])
     asked = said(every, value_R=0.25, old_logp_N=-1.0, ref_logp_N=-1.2)
     asked[every[1].name]["value_R"][:] = 6.8
@@ -255,7 +256,7 @@ def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
     )
     found = made.trees(paths([[1.0, 0.8]]), asked).metrics
     assert found["return_min"] == pytest.approx(0.5)
-    assert found["return_max"] == pytest.approx(0.6)
+    assert found["return_max"] == pytest.approx(0.7)
     assert (found["value_low"], found["value_high"]) == (0.25, 6.8)
     assert "value_low" not in policy().trees(every, said(every)).metrics
 

@@ -281,7 +281,10 @@ def test_the_sinks_that_were_asked_for_are_opened(
 
 def test_wandb_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_config, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed.*pip install 'taut\[wandb\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"wandb is not installed.*pip install -c constraints\.txt -e '\.\[wandb\]'",
+    ):
         from_mapping(LogConfig, {"wandb": "project"})
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from taut.checks.data.texts import Texts, texts
 from taut.checks.finding import Finding, passed, warned
 from taut.checks.session import Session
+from taut.checks.template.rendered import short
 
 MOST = 0.01
 """A larger share of rows that repeat another is a warning."""
@@ -74,7 +75,7 @@ def repeats_of(looked: Texts) -> Repeats:
         first, second = np.flatnonzero(group_S == group)[:2]
         times = "twice" if count_G[group] == 2 else f"{count_G[group]:,} times"
         examples.append(
-            f"{looked.places[first]} is there {times}, again in {_line(looked, second)}"
+            f"{short(looked.places[first])} is there {times}, again in {_line(looked, second)}"
         )
     most = int(count_G.max(initial=0))
     return Repeats(len(looked.places), num_repeats, num_repeats - num_exact, most, examples)

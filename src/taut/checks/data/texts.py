@@ -32,6 +32,11 @@ WHITE_SPACE = b" \t\n\r\v\f"
 ALLOWED = bytes(sorted({*range(256)} - {*range(32)} - {127} | {*b"\t\n\r"}))
 """All bytes but the control characters that no text has."""
 REPLACED = "\ufffd"
+UNDECODED, MISREAD, CONTROLS = (
+    "a character that could not be decoded",
+    "a wrong encoding",
+    "a control character",
+)
 MOJIBAKE = re.compile("\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac|\u00ef\u00bb\u00bf")
 """UTF-8 that was read as Latin-1 or Windows-1252 and written again."""
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
@@ -44,6 +49,7 @@ class Broken(NamedTuple):
 
     place: str
     what: str
+    """UNDECODED, MISREAD or CONTROLS."""
     excerpt: str
 
 
@@ -130,12 +136,12 @@ def broken_in(words: list[str]) -> tuple[str, str] | None:
     for text in words:
         if REPLACED in text:
             at = text.index(REPLACED)
-            return "a character that could not be decoded", _excerpt(text, at, at + 1)
+            return UNDECODED, _excerpt(text, at, at + 1)
         if text.isascii():
             if text.encode().translate(None, ALLOWED) and (match := CONTROL.search(text)):
-                return "a control character", _excerpt(text, *match.span())
+                return CONTROLS, _excerpt(text, *match.span())
             continue
-        for what, pattern in (("a wrong encoding", MOJIBAKE), ("a control character", CONTROL)):
+        for what, pattern in ((MISREAD, MOJIBAKE), (CONTROLS, CONTROL)):
             if match := pattern.search(text):
                 return what, _excerpt(text, *match.span())
     return None

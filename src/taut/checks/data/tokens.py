@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from taut.checks.data.records import Flat, flat_train, rows
-from taut.checks.data.texts import Broken, texts
+from taut.checks.data.texts import CONTROLS, Broken, texts
 from taut.checks.finding import Finding, failed, passed, warned
 from taut.checks.session import Session
+from taut.checks.template.rendered import short
 from taut.data import media
 from taut.data.formats import Completion, Document, Row
 from taut.run import num_rows
@@ -90,10 +91,11 @@ def text_of(row: Row) -> list[str]:
 def _broken(session: Session) -> Finding | None:
     """Characters lost or doubled by a wrong encoding, in many rows of the training data."""
     looked = session.once(texts)["train"]
-    num_rows, found = len(looked.places), looked.broken
+    num_rows = len(looked.places)
+    found = [one for one in looked.broken if one.what != CONTROLS]
     if len(found) <= BROKEN * num_rows:
         return None
-    kinds = " and ".join(dict.fromkeys(one.what for one in found))
+    kinds = " or ".join(dict.fromkeys(one.what for one in found))
     return failed(
         f"{len(found):,} of {num_rows:,} rows have {kinds}{looked.looked_at}",
         number=len(found),
@@ -110,18 +112,21 @@ def _few_broken(session: Session) -> Finding | None:
     num_rows = sum(len(one.places) for one in looked)
     if len(found) <= SOME * num_rows:
         return None
-    kinds = " and ".join(dict.fromkeys(one.what for one in found))
+    kinds = " or ".join(dict.fromkeys(one.what for one in found))
     return warned(
         f"{len(found):,} of {num_rows:,} rows have {kinds}",
         number=len(found),
         unit=f"of {num_rows:,} rows",
         evidence=_examples(found),
-        remedy="look at these rows: correct them, or leave them out; the model learns to write such characters",
+        remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
     )
 
 
 def _examples(found: Sequence[Broken]) -> list[str]:
-    return [f"{one.place}: {one.excerpt!r} ({one.what})" for one in found[:SHOWN]]
+    """The first row of each different excerpt: one broken document may be in many rows."""
+    different = {one.excerpt: one for one in reversed(found)}
+    first = [one for one in found if different[one.excerpt] is one]
+    return [f"{short(one.place)}: {one.excerpt!r} ({one.what})" for one in first[:SHOWN]]
 
 
 def _escaped(looked: list[Row]) -> Finding | None:
