@@ -26,6 +26,7 @@ from taut.data.preferences import Kind
 from taut.data.prompt_set import Asking, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
+from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, DataError
 from taut.evals.during import AnswersConfig
 from taut.evals.stopping import StopConfig
@@ -50,7 +51,6 @@ from taut.outdir import SaveConfig
 from taut.parallel import Ranks
 from taut.plural import counted
 from taut.runlog import LogConfig
-from taut.types import ComputeDtype
 from taut.vision.opening import open_album
 
 Method: TypeAlias = Literal[
