@@ -164,6 +164,13 @@ def test_variables_of_the_machine_are_left_aside(tmp_path: Path) -> None:
     assert offer["exit"] == 0
 
 
+def test_a_secret_is_not_printed(tmp_path: Path) -> None:
+    text = f"WANDB_API_KEY=hush {SWIFT}--hub_token hush\n"
+    offer = read(tmp_path, "swift", text)["carried"]
+    assert "hush" not in json.dumps(offer)
+    assert offer["settings"]["model"] == "some/model"
+
+
 # packing
 
 
