@@ -120,6 +120,7 @@ def carry(recipe: Recipe, facts: Facts, asked_processes: int | None = None) -> C
     offer.carry_adapters()
     offer.carry_tokens()
     offer.carry_parts()
+    offer.carry_precision()
     offer.carry_distribution()
     return offer.finish()
 
@@ -261,7 +262,7 @@ class _Offer:
 
     def _uses_hugging_face(self) -> bool:
         variable = self.recipe.environment.get("USE_HF")
-        return self._value("use_hf") is True or (
+        return self._value("use_hf") in (True, 1) or (
             variable is not None and variable.value in ("1", 1, "true")
         )
 
@@ -725,6 +726,10 @@ class _Offer:
 
     def _carry_rate(self) -> None:
         if not self.is_hf:
+            betas = self._value("adam.betas")
+            if isinstance(betas, list) and len(betas) == 2:
+                self.settings["optim.beta1"], self.settings["optim.beta2"] = betas
+                self._carried("adam.betas", "optim.beta1", "optim.beta2")
             return
         if self.is_swift:
             is_full = self._value("tuner_type", "lora") == "full"
@@ -802,7 +807,7 @@ class _Offer:
             names = ("lora_rank", "lora_alpha", "lora_dropout")
             targets, saved = "target_modules", "modules_to_save"
         elif self.is_hf:
-            has, defaults = self._value("use_peft") is True, (16, 32, 0.05)
+            has, defaults = bool(self._value("use_peft")), (16, 32, 0.05)
             names, prefix = ("lora_r", "lora_alpha", "lora_dropout"), ""
             targets, saved = "lora_target_modules", "lora_modules_to_save"
             self._carried("use_peft", "lora.rank")
@@ -945,6 +950,17 @@ class _Offer:
                 self._carried(key, "optim.rates")
             else:
                 self._needless(f"{part} is frozen", key)
+
+    def carry_precision(self) -> None:
+        """Training in float32 all through; 16 bits are what taut computes in of itself."""
+        weights = self._value("torch_dtype" if self.is_swift else "dtype", "float32")
+        is_mixed = self._value("bf16") is not False or bool(self._value("fp16"))
+        if self.is_swift and self._value("bf16") is None:
+            is_mixed = "torch_dtype" not in self.given
+        if weights == "float32" and not is_mixed:
+            self.settings["dtype"] = "float32"
+            for key in ("bf16", "torch_dtype", "dtype"):
+                self._carried(key, "dtype")
 
     def carry_distribution(self) -> None:
         """deepspeed and fsdp: shards are machine, offloading is lacking, what a file says is not read."""

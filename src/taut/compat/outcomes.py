@@ -130,4 +130,4 @@ def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
     """Whether an option with this value asks for nothing."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    return value is None or value is False or value in ("", "none", [], {}, *off)
+    return value is None or value in (False, "", "none", [], {}, *off)

@@ -164,6 +164,13 @@ def test_variables_of_the_machine_are_left_aside(tmp_path: Path) -> None:
     assert offer["exit"] == 0
 
 
+def test_a_secret_is_not_printed(tmp_path: Path) -> None:
+    text = f"WANDB_API_KEY=hush {SWIFT}--hub_token hush\n"
+    offer = read(tmp_path, "swift", text)["carried"]
+    assert "hush" not in json.dumps(offer)
+    assert offer["settings"]["model"] == "some/model"
+
+
 # packing
 
 
@@ -400,6 +407,38 @@ def test_pefts_all_linear_is_of_the_whole_model(
     (model / "config.json").write_text(json.dumps({"model_type": "some"} | config))
     words = f"--use_peft --lora_target_modules all-linear --model_name_or_path {model}"
     assert carried(tmp_path, "trl", words)["settings"]["lora.targets"] == targets
+
+
+def test_openrlhfs_flat_names_are_carried_too(tmp_path: Path) -> None:
+    text = (
+        "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset r.jsonl --input_key body "
+        "--pretrain_mode --adam_betas 0.8 0.9 --l2 0.1 --lora_rank 8 --lora_dropout 0.1 --save_steps 5 "
+        "--use_wandb KEY --aux_loss_coef 0.001\n"
+    )
+    offer = read(tmp_path, "openrlhf", text)["carried"]
+    expected = {"optim.beta1": 0.8, "optim.beta2": 0.9, "optim.weight_decay": 0.1}
+    expected |= {"lora.rank": 8, "lora.dropout": 0.1}
+    assert expected.items() <= offer["settings"].items()
+    assert set(lacking(offer)) == {"model.aux_loss_coef"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "dtype"),
+    [
+        ("trl", "--bf16 false", "float32"),
+        ("trl", "--bf16 true", None),
+        ("trl", "--bf16 false --fp16 true", None),
+        ("trl", "--bf16 false --dtype bfloat16", None),
+        ("swift", "--torch_dtype float32", "float32"),
+        ("swift", "--torch_dtype bfloat16", None),
+    ],
+)
+def test_training_in_float32(
+    framework: str, options: str, dtype: str | None, tmp_path: Path
+) -> None:
+    offer = carried(tmp_path, framework, options)
+    assert offer["settings"].get("dtype") == dtype
+    assert not {"bf16", "fp16", "torch_dtype"} & set(lacking(offer))
 
 
 # data
