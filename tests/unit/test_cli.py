@@ -351,33 +351,47 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, excused: tuple[s
     assert set(json.loads(done.stdout.splitlines()[-1])) <= {*excused}
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "is_early"),
-    [
-        (["out=DIR"], 2, True),
-        (["--out", "DIR"], 2, True),
-        (["run.toml"], 2, True),
-        (["out=DIR", "--resume", "nokey=1"], 2, False),
-        (["run.toml", "overwrite=true", "nokey=1"], 2, False),
-        (["out=other", "nokey=1"], 2, False),
-    ],
-)
-def test_an_out_that_is_taken_is_refused_before_torch_is_imported(
-    words: list[str], code: int, is_early: bool, tmp_path: Path
-) -> None:
+@pytest.fixture
+def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that holds a run, named by run.toml in the working directory."""
     out = tmp_path / "taken"
     out.mkdir()
     (out / "resolved.json").write_text("{}")
     (tmp_path / "run.toml").write_text(f'model = "m"\nout = "{out}"\ndata.train = "a.jsonl"\n')
-    given = [word.replace("DIR", str(out)) for word in words]
+    monkeypatch.chdir(tmp_path)
+    return out
+
+
+def test_an_out_that_is_taken_is_refused_before_torch_is_imported(taken: Path) -> None:
     program = (
-        "import sys; from taut.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from taut.cli import main; code = main(['sft', 'out=taken']); "
         "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, "sft", *given],
-        capture_output=True, text=True, check=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert ("exists and is not empty" in done.stderr) == is_early
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.startswith("taut: error: out=taken exists and is not empty")
     assert done.stderr.count("\n") == 1
-    assert done.stdout == f"{code} {not is_early} {not is_early}\n"
+    assert done.stdout == "2 False False\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["out=taken"], True),
+        (["--out", "taken", "resume=false"], True),
+        (["run.toml"], True),
+        (["out=taken", "--resume"], False),
+        (["run.toml", "--overwrite=true"], False),
+        (["run.toml", "out=other"], False),
+    ],
+)
+def test_an_out_that_is_taken_is_refused_unless_it_is_gone_on_with(
+    words: list[str],
+    is_refused: bool,
+    taken: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sft", *words, "nokey=1"]) == 2
+    expected = "exists and is not empty" if is_refused else "unknown key 'nokey'"
+    assert expected in capsys.readouterr().err
