@@ -553,13 +553,13 @@ class _Offer:
         """Long rows, and the template where the recipe brings one."""
         if "max_length" in self.given and self.is_hf and not self._is_unknown("max_length"):
             length = self._value("max_length")
-            if length is None:
-                self.settings.pop("data.max_length", None)
+            if length is None and not self.is_swift:
+                del self.settings["data.max_length"]
                 self.settings["data.too_long"] = "error"
                 self.assumed.append(
                     "no row is longer than the model's context, which trl would train on"
                 )
-            else:
+            elif length is not None:
                 self.settings["data.max_length"] = length
             self._carried("max_length", "data.max_length")
         elif self._is_unknown("max_length"):
@@ -803,18 +803,18 @@ class _Offer:
     def carry_adapters(self) -> None:
         """LoRA: for trl where use_peft says so, for swift unless tuner_type says another, for OpenRLHF by the rank."""
         if self.is_swift:
-            has, prefix, defaults = self._swift_adapters(), "", (8, 32, 0.05)
+            has, defaults = self._swift_adapters(), (8, 32, 0.05)
             names = ("lora_rank", "lora_alpha", "lora_dropout")
             targets, saved = "target_modules", "modules_to_save"
         elif self.is_hf:
             has, defaults = bool(self._value("use_peft")), (16, 32, 0.05)
-            names, prefix = ("lora_r", "lora_alpha", "lora_dropout"), ""
+            names = ("lora_r", "lora_alpha", "lora_dropout")
             targets, saved = "lora_target_modules", "lora_modules_to_save"
             self._carried("use_peft", "lora.rank")
         else:
             has, defaults = bool(self._value("ds.lora.rank", 0)), (0, 16, 0.0)
-            names, prefix = ("ds.lora.rank", "ds.lora.alpha", "ds.lora.dropout"), "ds.lora."
-            targets, saved = f"{prefix}target_modules", ""
+            names = ("ds.lora.rank", "ds.lora.alpha", "ds.lora.dropout")
+            targets, saved = "ds.lora.target_modules", ""
         others = (targets, "target_regex", saved, "use_rslora", "use_dora")
         adapter = self._value("adapters")
         if is_off(adapter):

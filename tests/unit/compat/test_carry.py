@@ -613,6 +613,22 @@ def test_the_lowest_rate(argument: str, ratio: float, tmp_path: Path) -> None:
     assert offer["exit"] == 0
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "length", "too_long"),
+    [
+        ("trl", "--max_length none", None, "error"),
+        ("trl", "--max_length 512", 512, "truncate"),
+        ("swift", "--max_length none", None, "drop"),
+        ("swift", "--max_length 512 --truncation_strategy right", 512, "truncate"),
+    ],
+)
+def test_long_rows(
+    framework: str, options: str, length: int | None, too_long: str, tmp_path: Path
+) -> None:
+    settings = carried(tmp_path, framework, options)["settings"]
+    assert (settings.get("data.max_length"), settings["data.too_long"]) == (length, too_long)
+
+
 BATCH = "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
 ACCELERATE = (
     "accelerate launch --config_file zero3.yaml swift/cli/sft.py --model m --dataset r.jsonl "
