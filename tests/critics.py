@@ -107,7 +107,7 @@ def steps(place: Path, kind: str, ranks: Ranks, num_steps: int = 3) -> list[list
     scorer, config = make(place, KINDS[kind]), OptimConfig(learning_rate=RATE)
     assert scorer.critic is not None
     parallel.shard(scorer, [*scorer.critic.shards, *anatomy.layers(scorer.model)], ranks)
-    pace = CriticConfig(learning_rate=2 * RATE, warmup_steps=1).pace(RATE)
+    pace = CriticConfig(learning_rate=2 * RATE, warmup_steps=1).pace(config, RATE)
     optimizer = optim.build_optimizer(scorer, config, pace)
     layouts = [pack(judged()[::2], SHARE_ALL), pack(judged()[1::2], SHARE_ALL)]
     seen = []

@@ -35,7 +35,7 @@ EIGHT = (
     "gpt_oss",
 )
 """Every proof of taut must hold for these; refusing one is not an answer."""
-CARRIED = (*EIGHT, "olmo2", "granite", "cohere2", "phi3")
+CARRIED = (*EIGHT, "olmo2", "granite", "cohere2", "phi3", "qwen2_moe", "gemma4_text")
 """These too are carried exactly."""
 STATEFUL = ("qwen3_next", "qwen3_5_text", "lfm2", "bamba")
 """Some layers carry state from token to token and never see the layout."""
@@ -116,6 +116,18 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "phi3": {"sliding_window": 6},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "sliding_window": 0},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 5,
+        "num_kv_shared_layers": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
     "llama4_text": {
         "head_dim": 16,
         "intermediate_size_mlp": 48,
@@ -146,6 +158,8 @@ def tiny_config(name: str, *, vocab_size: int = 97, **changes: Any) -> PreTraine
     """The configuration of ``tiny_model(name)``, with fields changed where asked."""
     special = _SPECIAL["gemma3_text" if name == "gemma3" else name]
     fields = _COMMON | {"vocab_size": vocab_size} | special | changes
+    if name == "gemma4_text":
+        fields["vocab_size_per_layer_input"] = fields["vocab_size"]
     model_type = {"gemma3": "gemma3_text", "phi3_longrope": "phi3"}.get(name, name)
     return AutoConfig.for_model(model_type, **fields)
 

@@ -3,7 +3,8 @@
 - ``FirstStep``: the first step's log-probs equal those of the same samples run one at a time through the library's own
   attention and head (taken before training); a difference stops the run before the update.
 - ``Untouched``: after the first backward every trainable tensor has a gradient, and within ``PATIENCE`` steps one
-  that is not zero; a tensor outside the graph stops the run, one that is always zero is reported.
+  that is not zero; a tensor outside the graph stops the run, one that is always zero is reported. A step whose
+  advantages are all 0, as where all rewards are equal, is not counted: it moves no tensor (taut/online/guard.py warns).
 - ``Spikes``: a gradient norm far above the recent median is reported.
 - ``Divergence``: a loss that stays far above its first value, or a gradient that stays exactly zero, is reported and
   then stops the run.
@@ -132,7 +133,6 @@ class Untouched:
     def __call__(self, report: StepReport, job: Job) -> None:
         if self.steps > PATIENCE or not self.silent:
             return
-        self.steps += 1
         absent = sorted(name for p, name in self.names.items() if p.grad is None)
         if absent:
             raise CheckFailed(
@@ -141,6 +141,9 @@ class Untouched:
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = job.ranks.max(flags)
+        if not (job.method.loss.is_cost or _has_advantages(report, job)):
+            return
+        self.steps += 1
         self.silent -= {
             name for name, flag in zip(self.names.values(), reached, strict=True) if flag
         }

@@ -157,7 +157,9 @@ def _stop_check(built: Built) -> StopCheck:
         return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
     asked = data.prompts() if isinstance(data, PromptSet) else Good(rows_of(run, data))
     check = prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
-    return replace(check, is_taught=run.objective.is_taught_ends)
+    online = run.objective.online
+    remedy = "" if online is None else online.ends_remedy
+    return replace(check, is_taught=run.objective.is_taught_ends, remedy=remedy)
 
 
 def _answers(run: Run) -> AnswersConfig:

@@ -33,7 +33,7 @@ from taut.models.load import (
 from taut.models.precision import ChosenDtype
 from taut.models.prove import one_sample_reasons
 from taut.models.score import Scorer
-from taut.optim import Pace, Rate
+from taut.optim import Pace, Rate, highest
 from taut.parallel import Ranks
 from taut.run import Decision, Inputs, Run
 from taut.types import Wants
@@ -149,7 +149,7 @@ def pace_of(run: Run) -> Pace | None:
     online = run.objective.online
     if online is None or online.critic is None:
         return None
-    return online.critic.pace(run.optim.learning_rate)
+    return online.critic.pace(run.optim, highest(run.optim_in_force))
 
 
 def rates_of(run: Run, scorer: Scorer) -> dict[str, Rate]:

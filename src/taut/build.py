@@ -141,14 +141,14 @@ def assemble(
     decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
     decisions.extend(give_critic(run, inputs, loaded, scorer, ranks))
     parallel.shard(scorer, shards_of(scorer), ranks)
-    optimizer = build_optimizer(scorer, run.optim, pace_of(run), rates_of(run, scorer))
+    optimizer = build_optimizer(scorer, run.optim_in_force, pace_of(run), rates_of(run, scorer))
     roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     job = Job(
         scorer=scorer,
         method=method,
         optimizer=optimizer,
-        learning_rate=partial(learning_rate, total=num_steps, config=run.optim),
+        learning_rate=partial(learning_rate, total=num_steps, config=run.optim_in_force),
         num_steps=num_steps,
         budget=budget,
         policy=policy,
@@ -307,7 +307,7 @@ def _online(run: Run, recipe: Recipe, prompts: Dataset, cursor: Cursor) -> Plan:
     size = run.batch.samples_per_step * recipe.rollout.minibatches
     order = Order(prompts.weights, run.seed, size, run.batch.shuffle, groups)
     num_steps = run.steps or order.num_steps(run.epochs or 1.0) * updates
-    guard = Guard(recipe.guard)
+    guard = Guard(recipe.guard, run.method, recipe.ends_remedy)
     method = Online(recipe.rollout, prompts, order, recipe.make_credit(), guard, run.seed)
     return Plan(method, num_steps, cursor)
 

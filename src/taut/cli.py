@@ -21,6 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,12 +260,17 @@ def _report(line: str, exit_code: int) -> None:
             is_told_here = os.environ["RANK"] == "0"
         if not is_told_here:
             return
-        if path := os.environ.get(
-            "TORCHELASTIC_ERROR_FILE"
-        ):  # torchrun's table of failures quotes it
-            fields = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
-            Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
+        _tell_torchrun(line)
     sys.stderr.write(f"{line}\n")
+
+
+def _tell_torchrun(line: str) -> None:
+    """Leave the line where torchrun's table of failures quotes it from."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    fields = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+    with suppress(OSError):  # the table does without
+        if path:
+            Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -373,9 +379,11 @@ def _help(name: str, command: Command) -> str:
         module = import_module(command.call.partition(":")[0])
         return "\n".join([*lines, (module.__doc__ or "").strip()])
     lines.append("keys (type; default):")
-    for row in describe(config_class(command)):
+    cls = config_class(command)
+    by_method = cls.defaults_by_method() if hasattr(cls, "defaults_by_method") else {}
+    for row in describe(cls):
         lines.append(f"  {row.key}  ({row.type}; {row.default})")
-        lines.append(f"      {row.doc}")
+        lines.append(f"      {row.doc} {by_method.get(row.key, '')}".rstrip())
     return "\n".join(lines)
 
 

@@ -253,8 +253,9 @@ def _parse_value(annotation: Any, raw: str) -> Any:
     if set(parsed) != {"value"}:
         return raw
     value = parsed["value"]
-    is_scalar = not isinstance(value, list | dict)
-    is_text = is_scalar and not _accepts(annotation, value) and _accepts(annotation, raw)
+    # Where a list would do too, a malformed one is told as a list and not taken for a text.
+    may_be_text = annotation in (str, str | None) or not isinstance(value, list | dict)
+    is_text = may_be_text and not _accepts(annotation, value) and _accepts(annotation, raw)
     return raw if is_text else value
 
 

@@ -258,6 +258,7 @@ def _sections(method: Method) -> dict[str, Any]:
 def _settings(run: Run) -> dict[str, Any]:
     """The configuration but for what a resume may change."""
     config = to_dict(run)
+    config["optim"] = to_dict(run.optim_in_force)
     for key in FREE:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables are of one method

@@ -22,6 +22,7 @@ from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
 from taut.losses.sft import CrossEntropy
+from taut.methods.critic import LEARNING_RATES as CRITIC_RATES
 from taut.methods.critic import CriticConfig
 from taut.methods.distill import DistillConfig
 from taut.methods.policy import GrpoConfig, PolicyConfig, PpoConfig, RollOut
@@ -32,12 +33,16 @@ from taut.online.guard import GuardConfig
 from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.recipe import Recipe
 from taut.online.rollouts import RolloutConfig
+from taut.optim import DefaultRates
 from taut.rewards.panel import PanelConfig
 from taut.rewards.registry import RewardSpec, listed
-from taut.run import Comparing, Method, Objective, command_of
+from taut.run import Comparing, Decision, Method, Objective, command_of
 
 AT_A_CUT = ("stop", "length_overlong")
 """Rewards that are meant for answers that were cut."""
+
+REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
+"""What to do where a method has no setting against cut answers."""
 
 
 @configclass
@@ -110,7 +115,13 @@ class OnlineRun(Comparing):
             guard=self.guard,
             critic=critic,
             is_judged=self.is_judged,
+            ends_remedy=self.ends_remedy,
         )
+
+    @property
+    def ends_remedy(self) -> str:
+        """What to do where the policy ends fewer of its answers, in keys that this method has."""
+        return REWARD_ENDS
 
 
 @configclass
@@ -129,6 +140,10 @@ class PolicyRun(OnlineRun):
         _require_meant(self.reference, f"{self.METHOD}.kl_coef=0", is_read=config.kl_coef > 0)
         if self.rollout.engine == "local":
             config.require_no_auto()
+
+    @property
+    def ends_remedy(self) -> str:
+        return f"{'raise' if self.shaping.missing_stop else 'set'} shaping.missing_stop"
 
     def policy(
         self, config: PolicyConfig, estimate: Estimator | Gae, critic: CriticConfig | None = None
@@ -233,6 +248,9 @@ class GrpoRun(PolicyRun):
     """A run of ``taut grpo``."""
 
     METHOD: ClassVar[Method] = "grpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "TRL, verl and OpenRLHF; tinker-cookbook with LoRA: 1e-5 to 4e-5"
+    )
 
     method: Method = "grpo"
     grpo: GrpoConfig = GrpoConfig()
@@ -266,12 +284,20 @@ class GrpoRun(PolicyRun):
     def objective(self) -> Objective:
         return self.policy(self.grpo, self.grpo.estimator)
 
+    @property
+    def ends_remedy(self) -> str:
+        # maxrl refuses what may take a reward below 0
+        return REWARD_ENDS if self.grpo.advantage == "maxrl" else super().ends_remedy
+
 
 @configclass
 class PpoRun(PolicyRun):
     """A run of ``taut ppo``."""
 
     METHOD: ClassVar[Method] = "ppo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "verl and OpenRLHF; TRL: 3e-6"
+    )
 
     method: Method = "ppo"
     rollout: PpoRollout = PpoRollout()
@@ -301,10 +327,23 @@ class PpoRun(PolicyRun):
             )
 
     @property
+    def decisions(self) -> list[Decision]:
+        if self.critic.learning_rate is not None or self.optim.learning_rate is not None:
+            return super().decisions
+        what = "adapters train" if self.critic.lora_rank else "all of its weights train"
+        reason = f"the default of a critic of which {what} ({CRITIC_RATES.sources})"
+        rate = f"{self.critic.rate(self.optim):g}"
+        return [*super().decisions, Decision("critic.learning_rate", rate, reason)]
+
+    @property
     def objective(self) -> Objective:
         config = self.ppo
         gae = Gae(config.gamma, config.lam, config.whiten_advantages, config.bootstrap_cut)
         return self.policy(config, gae, self.critic)
+
+    @property
+    def ends_remedy(self) -> str:
+        return "set ppo.bootstrap_cut=false" if self.ppo.bootstrap_cut else super().ends_remedy
 
 
 @configclass
@@ -312,6 +351,7 @@ class OnlineDpoRun(OnlineRun):
     """A run of ``taut online-dpo``."""
 
     METHOD: ClassVar[Method] = "online_dpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(5e-7, 5e-6, "TRL; open-instruct: 8e-7")
 
     method: Method = "online_dpo"
     rollout: PairsRollout = PairsRollout()
@@ -336,6 +376,9 @@ class BestOfNRun(OnlineRun):
     """A run of ``taut best-of-n``."""
 
     METHOD: ClassVar[Method] = "best_of_n"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        2e-5, 2e-4, "as taut sft, whose loss it is"
+    )
 
     method: Method = "best_of_n"
     best_of_n: BestOfNConfig = BestOfNConfig()
@@ -347,16 +390,18 @@ class BestOfNRun(OnlineRun):
                 f"best_of_n.keep={self.best_of_n.keep} and rollout.n={self.rollout.n}; expected to keep at most as "
                 "many as there are; raise rollout.n"
             )
-        if self.rollout.refills and self.best_of_n.at_least is None:
+        config = self.best_of_n
+        if self.rollout.refills and config.at_least is None and config.overlong == "keep":
             raise ConfigError(
-                f"rollout.refills={self.rollout.refills} replaces prompts whose answers are all not good enough, and "
-                "without best_of_n.at_least the best is always good enough; set that, or take rollout.refills out"
+                f"rollout.refills={self.rollout.refills} replaces prompts without an answer that may be learned, and "
+                "with best_of_n.overlong=keep and no best_of_n.at_least every answer may; set that, or take "
+                "rollout.refills out"
             )
 
     @property
     def objective(self) -> Objective:
         config, loss = self.best_of_n, CrossEntropy()
-        online = self.recipe(partial(Best, loss, config.keep, config.at_least))
+        online = self.recipe(partial(Best, loss, config))
         return Objective(loss, "prompt", online=online)
 
 
@@ -365,6 +410,9 @@ class GkdRun(OnlineRun):
     """A run of ``taut gkd``."""
 
     METHOD: ClassVar[Method] = "gkd"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-5, 1e-4, "tinker-cookbook with LoRA: 1e-4; TRL: 2e-5"
+    )
 
     method: Method = "gkd"
     rollout: GkdRollout = GkdRollout()
@@ -397,6 +445,10 @@ class GkdRun(OnlineRun):
     @property
     def is_judged(self) -> bool:
         return False
+
+    @property
+    def ends_remedy(self) -> str:
+        return "take a distill.teacher that ends its answers, or lower optim.learning_rate"
 
     @property
     def objective(self) -> Objective:

@@ -38,8 +38,9 @@ from taut.errors import ConfigError
 class OptimConfig:
     """AdamW and its schedule."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    """The highest learning rate, reached at the end of the warm-up."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """The highest learning rate, reached at the end of the warm-up. None: the default of the method, by whether all
+    weights train or adapters (docs/hyperparameters.md)."""
     rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
     """Highest learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
     pattern as in ``freeze``. The others have ``learning_rate``.
@@ -79,6 +80,17 @@ class OptimConfig:
             )
 
 
+class DefaultRates(NamedTuple):
+    """The highest learning rates that a method starts from where none is set."""
+
+    full: float
+    """Where all weights train."""
+    lora: float
+    """Where adapters train."""
+    sources: str
+    """Where they are from."""
+
+
 class Rate(NamedTuple):
     """A parameter's own learning rate."""
 
@@ -98,6 +110,12 @@ class Pace(NamedTuple):
     """Steps in which it alone learns."""
 
 
+def highest(config: OptimConfig) -> float:
+    """The highest learning rate of a configuration in which it is settled (``Run.optim_in_force``)."""
+    assert config.learning_rate is not None, "optim.learning_rate is unset: use Run.optim_in_force"
+    return config.learning_rate
+
+
 def num_warmup_steps(total: int, config: OptimConfig) -> int:
     """Steps of warm-up in a run of ``total`` steps."""
     if config.warmup_steps is not None:
@@ -111,7 +129,7 @@ def learning_rate(step: int, total: int, config: OptimConfig) -> float:
     assert step >= 1, f"steps count from 1, got {step}"
     warmup = num_warmup_steps(total, config)
     if step <= warmup:
-        return config.learning_rate * step / warmup
+        return highest(config) * step / warmup
     done = min(1.0, (step - warmup - 1) / max(1, total - warmup))
     shape = {
         "constant": 1.0,
@@ -119,9 +137,9 @@ def learning_rate(step: int, total: int, config: OptimConfig) -> float:
         "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
     }[config.schedule]
     if config.schedule == "constant":
-        return config.learning_rate
+        return highest(config)
     floor = config.min_learning_rate_ratio
-    return config.learning_rate * (floor + (1.0 - floor) * shape)
+    return highest(config) * (floor + (1.0 - floor) * shape)
 
 
 def parameter_groups(
@@ -133,7 +151,7 @@ def parameter_groups(
     """The trainable parameters in two groups: with weight decay, and without; the part with a pace of its own and those
     of each of ``rates`` (parameter -> its own), in two more. A tied one is listed once.
     """
-    usual, rates = Rate("", config.learning_rate), rates or {}
+    usual, rates = Rate("", highest(config)), rates or {}
     listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -148,7 +166,7 @@ def parameter_groups(
             "params": params,
             "weight_decay": 0.0 if is_exempt else config.weight_decay,
             "part": own.part if is_apart else "",
-            "ratio": own.ratio if is_apart else rate.highest / config.learning_rate,
+            "ratio": own.ratio if is_apart else rate.highest / usual.highest,
             "rate": rate.name,
             "waits": 0 if is_apart else own.head_start,
         }
@@ -167,7 +185,7 @@ def build_optimizer(
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     optimizer = torch.optim.AdamW(
         groups,
-        lr=config.learning_rate,
+        lr=highest(config),
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=devices <= {"cpu", "cuda"},

@@ -142,21 +142,26 @@ def is_first_to_fail(exit_code: int) -> bool:
     if not dist.is_initialized():
         return os.environ.get("RANK", "0") == "0"
     store = dist.distributed_c10d._get_default_store()
-    is_first = int(store.add("taut/failed", 1)) == 1
-    if is_first:
-        store.set(EXIT_CODE, str(exit_code))
+    try:
+        is_first = int(store.add("taut/failed", 1)) == 1
+        if is_first:
+            store.set(EXIT_CODE, str(exit_code))
+    except dist.DistError:  # the store ended with its rank, as it may without torchrun
+        return True
     return is_first
 
 
 def exit_code_of_first_to_fail() -> int | None:
-    """The exit code of the rank whose end broke this one's collectives; None where no rank has failed."""
+    """The exit code of the rank whose end broke this one's collectives; None where no rank has said that it fails."""
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
     try:
         return int(store.get(EXIT_CODE)) if store.check([EXIT_CODE]) else None
-    except dist.DistError:  # the store ended with the rank that has it
-        return 1
+    except (
+        dist.DistError
+    ):  # the store ended with its rank, as it may without torchrun: why, is not known
+        return None
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
     with guarded():                     sys.stdout and sys.stderr of a command, whoever prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
+    with told_when_slow("reading"):     a line on stderr, if it takes long
 
 Imports nothing of ours. Anyone may import it.
 """
@@ -15,7 +16,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any, Self, TextIO, cast
+
+SLOW = 2.0
+"""Seconds of silence after which a command says what it does."""
 
 
 class Printer:
@@ -87,6 +92,18 @@ def guarded() -> Iterator[None]:
                     f"taut: warning: stdout cannot be written: {why}; what came after is lost\n"
                 )
             err.flush()
+
+
+@contextmanager
+def told_when_slow(what: str, after: float = SLOW) -> Iterator[None]:
+    """Say on stderr what the command is doing, if the block takes longer than ``after`` seconds."""
+    timer = Timer(after, lambda: sys.stderr.write(f"taut: {what}\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _drop_buffered(stream: TextIO) -> None:

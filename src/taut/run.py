@@ -5,7 +5,7 @@ What is chosen for the user is a ``Decision`` with its reason. ``taut.build`` ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
@@ -14,6 +14,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut import hub
 from taut.alarms import DivergenceConfig
 from taut.checkpoint import CheckpointConfig
 from taut.config import configclass
@@ -25,6 +26,7 @@ from taut.data.preferences import Kind
 from taut.data.prompt_set import Asking, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
+from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, DataError
 from taut.evals.during import AnswersConfig
 from taut.evals.stopping import StopConfig
@@ -44,12 +46,11 @@ from taut.models.noise import NoiseConfig
 from taut.models.reward import NewHead
 from taut.models.tokens import TokensConfig, add_tokens_to_tokenizer
 from taut.online.recipe import Recipe
-from taut.optim import OptimConfig
+from taut.optim import DefaultRates, OptimConfig
 from taut.outdir import SaveConfig
 from taut.parallel import Ranks
 from taut.plural import counted
 from taut.runlog import LogConfig
-from taut.types import ComputeDtype
 from taut.vision.opening import open_album
 
 Method: TypeAlias = Literal[
@@ -131,6 +132,10 @@ class Run:
     METHOD: ClassVar[Method] = "sft"
     MAY_BE_NOISY: ClassVar[bool] = True
     """Whether dropout and other noise take part."""
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
+    )
+    """Taken where ``optim.learning_rate`` is not set."""
 
     method: Method = "sft"
     """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""
@@ -199,6 +204,33 @@ class Run:
     def has_rewards(self) -> bool:
         """Whether answers are judged in training, by what can judge held-out ones too."""
         return False
+
+    @property
+    def optim_in_force(self) -> OptimConfig:
+        """``optim`` with the learning rate that the run takes."""
+        if self.optim.learning_rate is not None:
+            return self.optim
+        rates = self.LEARNING_RATES
+        return replace(self.optim, learning_rate=rates.lora if self.lora.is_on else rates.full)
+
+    @classmethod
+    def defaults_by_method(cls) -> dict[str, str]:
+        """Key -> what the command takes where it is not set, for its help."""
+        rates = cls.LEARNING_RATES
+        said = f"{command_of(cls.METHOD)}: {rates.full:g}, with adapters {rates.lora:g}."
+        return {"optim.learning_rate": said}
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What the configuration leaves to the method, and what that comes to."""
+        if self.optim.learning_rate is not None:
+            return []
+        what = "adapters train" if self.lora.is_on else "all weights train"
+        reason = (
+            f"the default of {command_of(self.METHOD)} where {what} ({self.LEARNING_RATES.sources})"
+        )
+        rate = f"{self.optim_in_force.learning_rate:g}"
+        return [Decision("optim.learning_rate", rate, reason)]
 
     @property
     def objective(self) -> Objective:
@@ -354,7 +386,9 @@ def inputs_of(
 ) -> Inputs:
     """What has been loaded, together, and what was decided on the way."""
     config, tokenizer, new_ids, renderer = language
-    decisions = []
+    decisions = run.decisions
+    if reason := hub.settled():
+        decisions.append(Decision("hub", "cached files only", reason))
     max_length = longest_sample(run, config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))

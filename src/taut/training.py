@@ -28,6 +28,7 @@ from taut.methods.reference import STREAM, ReferenceConfig
 from taut.methods.reward import RewardConfig
 from taut.models.reward import NewHead
 from taut.online_runs import BestOfNRun, GkdRun, GrpoRun, OnlineDpoRun, PpoRun
+from taut.optim import DefaultRates
 from taut.run import Comparing, Method, Objective, Run
 
 
@@ -41,6 +42,9 @@ class DpoRun(Comparing):
     """A run of ``taut dpo``."""
 
     METHOD: ClassVar[Method] = "dpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "TRL; with adapters TRL and tinker-cookbook; Tulu 3 and zephyr (7B, 8B): 5e-7"
+    )
 
     method: Method = "dpo"
     dpo: DpoConfig = DpoConfig()
@@ -65,6 +69,9 @@ class KtoRun(Comparing):
     """A run of ``taut kto``."""
 
     METHOD: ClassVar[Method] = "kto"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "TRL, which advises 5e-7 to 5e-6"
+    )
 
     method: Method = "kto"
     kto: KtoConfig = KtoConfig()
@@ -96,6 +103,9 @@ class OrpoRun(Comparing):
     """A run of ``taut orpo``."""
 
     METHOD: ClassVar[Method] = "orpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        5e-6, 5e-5, "alignment-handbook (zephyr-orpo); TRL: 1e-6"
+    )
 
     method: Method = "orpo"
     orpo: OrpoConfig = OrpoConfig()
@@ -110,6 +120,9 @@ class SimpoRun(Comparing):
     """A run of ``taut simpo``."""
 
     METHOD: ClassVar[Method] = "simpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "its authors: 3e-7 to 1e-6, and 1e-5 breaks the model"
+    )
 
     method: Method = "simpo"
     simpo: SimpoConfig = SimpoConfig()
@@ -124,6 +137,7 @@ class CpoRun(Comparing):
     """A run of ``taut cpo``."""
 
     METHOD: ClassVar[Method] = "cpo"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(1e-6, 1e-5, "TRL")
 
     method: Method = "cpo"
     cpo: CpoConfig = CpoConfig()
@@ -138,6 +152,9 @@ class RewardRun(Comparing):
     """A run of ``taut reward``."""
 
     METHOD: ClassVar[Method] = "reward"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        1e-5, 1e-4, "OpenRLHF: 9e-6; Tulu 3 (8B): 3e-6; tinker-cookbook with LoRA: 3e-4"
+    )
 
     method: Method = "reward"
     reward: RewardConfig = RewardConfig()
@@ -158,6 +175,9 @@ class DistillRun(Run):
     """A run of ``taut distill``."""
 
     METHOD: ClassVar[Method] = "distill"
+    LEARNING_RATES: ClassVar[DefaultRates] = DefaultRates(
+        2e-5, 2e-4, "TRL; tinker-cookbook with LoRA: 1e-4 to 1e-3"
+    )
 
     method: Method = "distill"
     distill: DistillConfig = DistillConfig()

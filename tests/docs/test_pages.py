@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.docs.pages import CHECK_PAGE, CONFIG_PAGE, ROOT, check_page, config_page
+from tests.docs.pages import (
+    CHECK_PAGE,
+    CONFIG_PAGE,
+    RATES_PAGE,
+    ROOT,
+    check_page,
+    config_page,
+    rates_page,
+)
 
 from taut.cli import COMMANDS, config_class, sort_words, switches
 from taut.config import describe, load
@@ -136,6 +144,10 @@ def test_every_example_parses(path: Path) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
+
+
+def test_the_page_of_hyperparameters_is_current() -> None:
+    assert RATES_PAGE.read_text(encoding="utf-8") == rates_page(), "run make docs"
 
 
 def test_the_configuration_page_has_the_default_of_every_command() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import online
 from tests.chats import chats, column, events, save_model, sft, words_of, write_rows
 
 import taut
@@ -97,6 +98,17 @@ def test_the_last_good_checkpoint_is_kept(
     resumed = go(place, tmp_path / "out", checkpoint__every=1, checkpoint__keep=3, resume=True)
     assert resumed.steps == 30
     assert column(tmp_path / "out", "loss")[-1] < column(tmp_path / "out", "loss")[0]
+
+
+def test_a_run_that_generates_does_not_save_what_diverged(tmp_path: Path) -> None:
+    """Another failed check saves the last whole step of such a run, since engine or rewards may be at fault."""
+    model = save_model(tmp_path / "policy", dtype=torch.float32)
+    keys = online.keys_of("best_of_n", model, tmp_path / "data", steps=12, dtype="float32")
+    keys |= {"optim.learning_rate": 1e4, "checkpoint.every": 1, "out": str(tmp_path / "out")}
+    with pytest.raises(taut.DivergenceError, match=r"there is no checkpoint yet$"):
+        online.train(keys)
+    names = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert [name[:19] for name in names] == ["damaged-step-000001"]
 
 
 def test_the_end_says_that_the_loss_was_still_high(

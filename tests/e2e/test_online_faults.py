@@ -153,12 +153,15 @@ def test_a_skipped_step_and_a_wrong_type_after_it_are_gone_on_from_exactly(
 
 def test_rewards_that_never_differ_stop_the_run(model: Path, tmp_path: Path) -> None:
     same = [{"name": "length_overlong", "options": {"max_tokens": 100, "buffer": 1}}]
-    keys = keys_of("grpo", model, tmp_path, rewards=same, guard__max_silent=2, steps=4)
-    with pytest.raises(CheckFailed, match=r"step 2: in the last 2 roll-outs no group .*max_silent"):
+    keys = keys_of("grpo", model, tmp_path, rewards=same, guard__max_silent=5, steps=6)
+    with pytest.raises(CheckFailed, match=r"step 5: in the last 5 roll-outs no group .*max_silent"):
         train(keys)
     out = Path(keys["out"])
-    assert column(out, "grad_norm") == [0.0]
-    assert [e["groups_with_signal"] for e in events(out, "rollout")] == [0, 0]
+    assert column(out, "grad_norm") == [0.0] * 4
+    assert [e["groups_with_signal"] for e in events(out, "rollout")] == [0] * 5
+    (warning,) = events(out, "warning")  # and none of tensors whose gradient is zero
+    assert (warning["name"], warning["step"]) == ("equal_rewards", 3)
+    assert "the rewards of every group were equal" in warning["detail"]
 
 
 def test_an_environment_that_raises_is_an_error_of_its_paths(model: Path, tmp_path: Path) -> None:

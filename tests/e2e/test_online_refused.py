@@ -126,7 +126,11 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket: a file knows nothing"),
     ("gkd", {"distill.sft_weight": 1.0}, r"distill\.sft_weight=1 weighs the data's own answers"),
-    ("best_of_n", {"rollout.refills": 1}, r"rollout\.refills=1 .* best_of_n\.at_least"),
+    (
+        "best_of_n",
+        {"rollout.refills": 1, "best_of_n.overlong": "keep"},
+        r"rollout\.refills=1 .* best_of_n\.at_least",
+    ),
     (
         "grpo",
         {"grpo.correction_cap": 7.0},

@@ -454,6 +454,22 @@ def test_an_out_with_a_run_in_it_is_replaced_only_when_told(go: Go, tmp_path: Pa
     assert len(column(tmp_path / "out", "loss")) == 2
 
 
+def test_a_learning_rate_that_is_not_set_is_told_and_taken(go: Go, tmp_path: Path) -> None:
+    keys = {"steps": 2, "optim__learning_rate": None, "optim__warmup_steps": 0}
+    out = go(**keys, lora__rank=4).out
+    assert column(out, "learning_rate") == [2e-4, 2e-4]
+    value, reason = decisions(out)["optim.learning_rate"]
+    assert (value, reason[:42]) == ("0.0002", "the default of taut sft where adapters tra")
+    assert (
+        json.loads((out / "resolved.json").read_text())["config"]["optim"]["learning_rate"] is None
+    )
+    keys |= {"resume": True, "steps": 3, "checkpoint__every": 1}
+    with pytest.raises(taut.ConfigError, match="is finished after step 2 and has no checkpoint"):
+        go(**keys, lora__rank=4)
+    with pytest.raises(taut.ConfigError, match=r"optim\.learning_rate: 0\.0002 then, 0\.1 now"):
+        go(**{**keys, "steps": 2, "optim__learning_rate": 0.1}, lora__rank=4)
+
+
 def test_a_stopped_run_says_so_at_its_end(go: Go, tmp_path: Path) -> None:
     """An absurd learning rate without clipping overflows; the events end with why."""
     with pytest.raises(taut.NonFiniteError):

@@ -54,7 +54,7 @@ def test_answers_that_cease_to_end_are_told_once() -> None:
     guard, told = Guard(GuardConfig()), list[tuple[Any, ...]]()
 
     def look(share: float) -> None:
-        fields = {"stopped": share, "errors": 0, "groups_with_signal": 1}
+        fields = {"stopped": share, "errors": 0, "completions": 8, "groups_with_signal": 1}
         guard.look(1, fields, lambda *kind, **said: told.append((*kind, said["name"])))
 
     for share in [0.9] * (BEGINNING + RECENT):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,35 @@ def test_untouched_reports_a_gradient_that_is_always_zero(tmp_path: Path) -> Non
     (warning,) = of_kind(events, "warning")
     assert (warning["name"], warning["tensors"]) == ("zero_gradient", [name])
     assert warning["step"] == PATIENCE
+
+
+def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> None:
+    """Where all rewards are equal no tensor has a gradient; steps with a signal say which never has."""
+    built, events = make(tmp_path)
+    name, parameter = next(
+        (n, p) for n, p in built.scorer.named_parameters() if "q_proj.weight" in n
+    )
+    parameter.register_hook(torch.zeros_like)
+    alarm, num_equal = Untouched.watching(built.scorer), 2 * PATIENCE
+
+    def look(report: StepReport, job: Any) -> None:
+        is_equal = report.step <= num_equal
+        for trained in job.trained if is_equal else ():
+            trained.grad.zero_()
+        packed: Any = SimpleNamespace(
+            streams={"advantage_N": torch.full((3,), float(not is_equal))}
+        )
+        method = SimpleNamespace(loss=PolicyGradient())
+        seen: Any = SimpleNamespace(
+            method=method, ranks=job.ranks, emit=job.emit, scorer=job.scorer
+        )
+        alarm(replace(report, scored=[(packed, None)]), seen)
+
+    built.job.alarms = [look]
+    for step in range(1, num_equal + PATIENCE + 1):
+        train_step(built.job, step)
+    (warning,) = of_kind(events, "warning")
+    assert (warning["tensors"], warning["step"]) == ([name], num_equal + PATIENCE)
 
 
 def test_untouched_has_patience_with_adapters(tmp_path: Path) -> None:

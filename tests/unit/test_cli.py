@@ -237,7 +237,8 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--help"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"usage: taut {command}")
-        assert "optim.learning_rate  (number; " in out
+        assert "optim.learning_rate  (number | none; none)" in out
+        assert "taut sft: 2e-05, with adapters 0.0002." in out
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -110,6 +110,8 @@ def test_a_list_without_quotes_has_plain_items_only(raw: str) -> None:
     assert "expected a list" in refused(f"freeze={raw}", "out=x")
 
 
+@example("{}")
+@example("[]")
 @given(st.text().filter(lambda text: text.strip() == text and not text.startswith(('"', "'"))))
 def test_a_string_field_takes_any_text(text: str) -> None:
     assert load(Root, None, [f"out={text}"]).out == text

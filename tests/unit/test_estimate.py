@@ -86,7 +86,7 @@ def test_shares_move_the_fullest_moment() -> None:
     rows = np.zeros((3, len(PARTS)), dtype=np.int64)
     rows[1, PARTS.index("activations")] = 60
     rows[2, PARTS.index("gradients")] = 100
-    history = History(rows, backward=2)
+    history = History(rows, backward=2, operators=0)
     assert history.peak()["gradients"] == 100
     assert history.peak({"gradients": 0.5})["activations"] == 60
 
@@ -219,7 +219,7 @@ def test_seconds_follow_the_equation(tmp_path: Path) -> None:
 
 def test_a_data_sheet_gives_seconds_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
     one, _ = traced(tmp_path)
-    work = Work(1000, 0, 0, 1000)
+    work = Work(10**9, 0, 0, 1000)
     fast = from_data_sheet("H100", one, [work], 1, recomputes=False)
     slow = from_data_sheet("A100-80GB", one, [work], 1, recomputes=False)
     assert slow.compute / fast.compute == pytest.approx(
@@ -230,6 +230,52 @@ def test_a_data_sheet_gives_seconds_and_says_that_nothing_was_measured(tmp_path:
     both = from_data_sheet("H100", one, [work], 2, recomputes=False)
     assert both.communication == pytest.approx(1.5 * one.weights.all / 450e9)
     assert replace(both, communication=9.0).total == pytest.approx(9.0 + both.update)
+
+
+def test_a_small_micro_batch_takes_as_long_as_its_kernels_and_its_weights(tmp_path: Path) -> None:
+    """An H100 moves 3,350 GB/s. A billion parameters, all trained: 10 bytes of each weight and 4 of each gradient are
+    14 GB, 4.179 ms. A thousand operators of 5 us are 5 ms. Next to that the products of a token are nothing.
+    """
+    tiny, _ = traced(tmp_path)
+    history = replace(tiny.histories[0], operators=1000)
+    one = replace(tiny, histories=(history,), num_parameters=10**9, num_trained=10**9, passes=0)
+    work = Work(1, 1, 1, 1)
+    launched = from_data_sheet("H100", one, [work, work], 1, recomputes=False)
+    assert launched.compute == pytest.approx(2 * 5e-3)
+    assert launched.update == pytest.approx(28e9 / 3350e9)
+    few = replace(one, histories=(replace(history, operators=800),))
+    moved = from_data_sheet("H100", few, [work, work], 1, recomputes=False)
+    assert moved.compute == pytest.approx(2 * 14e9 / 3350e9)
+    frozen = replace(few, num_trained=0, histories=(replace(history, operators=1),))
+    assert from_data_sheet("H100", frozen, [work], 1, recomputes=False).compute == pytest.approx(
+        10e9 / 3350e9
+    )
+    scored = replace(one, passes=3)  # three more forwards, each a third of forward and backward
+    assert from_data_sheet("H100", scored, [work], 1, recomputes=False).compute == pytest.approx(
+        2 * 5e-3
+    )
+
+
+def test_operators_are_counted_views_are_not_and_layers_add_alike(tmp_path: Path) -> None:
+    weight = torch.zeros(10)
+    with Ledger({"weights": [weight]}) as ledger:
+        made = weight + 1
+        made[2:].view(2, 4).mul_(2.0)
+        torch.zeros(3)
+    assert ledger.history().operators == 3
+    config = tiny_config("llama")
+    config.num_hidden_layers = 12
+    run = saved(config, tmp_path / "deep")
+    deep = trace(run, config, REFERENCE, packed_of(20), is_first=True)
+    assert deep.depths == (2, 3)
+    config.num_hidden_layers = 4
+    whole = trace(
+        saved(config, tmp_path / "whole"), config, REFERENCE, packed_of(20), is_first=True
+    )
+    assert whole.depths == (4,)
+    per_layer = (deep.operators - whole.operators) / 8
+    assert deep.histories[1].operators - deep.histories[0].operators == per_layer
+    assert 50 < per_layer < 500
 
 
 def test_without_data_micro_batches_are_filled(tmp_path: Path) -> None:

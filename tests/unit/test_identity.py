@@ -46,6 +46,15 @@ def test_every_key_is_of_one_kind_and_every_name_is_a_key(built: Built) -> None:
     assert to_dict(built.run)["data"]["cache"] is None
 
 
+def test_a_default_learning_rate_is_compared_by_its_value(built: Built) -> None:
+    def with_rate(rate: float | None) -> dict[str, Any]:
+        return identity(built, optim=replace(built.run.optim, learning_rate=rate))
+
+    assert differences(with_rate(None), with_rate(2e-5)) == ([], [])
+    found = differences(with_rate(1e-5), with_rate(None)).refused
+    assert found == ["optim.learning_rate: 1e-05 then, 2e-05 now"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -42,7 +42,7 @@ def test_schedules_of_four_steps(settings: dict, expected: list[float]) -> None:
 def test_no_step_has_rate_zero() -> None:
     for schedule in ("constant", "linear", "cosine"):
         for total in (1, 2, 7, 100):
-            config = OptimConfig(schedule=schedule)
+            config = OptimConfig(learning_rate=1e-5, schedule=schedule)
             assert all(optim.learning_rate(s, total, config) > 0 for s in range(1, total + 1))
 
 
@@ -71,7 +71,7 @@ def test_impossible_settings_are_refused(settings: dict) -> None:
 
 def test_norms_and_biases_do_not_decay() -> None:
     model = tiny_model("qwen2")
-    groups = optim.parameter_groups(model, OptimConfig(weight_decay=0.1))
+    groups = optim.parameter_groups(model, OptimConfig(learning_rate=1e-5, weight_decay=0.1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -84,11 +84,15 @@ def test_norms_and_biases_do_not_decay() -> None:
 def test_frozen_parameters_are_left_out_and_nothing_to_train_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
-    listed = [p for group in optim.parameter_groups(model, OptimConfig()) for p in group["params"]]
+    listed = [
+        p
+        for group in optim.parameter_groups(model, OptimConfig(learning_rate=1e-5))
+        for p in group["params"]
+    ]
     assert {id(p) for p in listed} == {id(p) for p in model[1].parameters()}
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter is left to train"):
-        optim.parameter_groups(model, OptimConfig())
+        optim.parameter_groups(model, OptimConfig(learning_rate=1e-5))
 
 
 def test_first_update_by_hand() -> None:
@@ -98,7 +102,9 @@ def test_first_update_by_hand() -> None:
     layer = nn.Linear(1, 1, dtype=torch.float64)
     nn.init.constant_(layer.weight, 2.0)
     nn.init.constant_(layer.bias, 2.0)
-    optimizer = optim.build_optimizer(layer, OptimConfig(weight_decay=0.5, eps=1e-12))
+    optimizer = optim.build_optimizer(
+        layer, OptimConfig(learning_rate=1e-5, weight_decay=0.5, eps=1e-12)
+    )
     optim.set_learning_rate(optimizer, 0.1)
     layer.weight.grad = torch.full_like(layer.weight, -3.0)
     layer.bias.grad = torch.full_like(layer.bias, 7.0)
@@ -138,14 +144,14 @@ def test_a_part_with_a_pace_of_its_own_learns_at_its_rate_and_first() -> None:
 def test_the_gradient_of_such_a_part_is_clipped_apart() -> None:
     """A norm of 3 and one of 4: together 5, each held to 2."""
     model = _of_two_parts()
-    optimizer = optim.build_optimizer(model, OptimConfig(), Pace("critic"))
+    optimizer = optim.build_optimizer(model, OptimConfig(learning_rate=1e-5), Pace("critic"))
     for parameter, gradient in zip(model.parameters(), (3.0, 0.0, 0.0, 4.0), strict=True):
         parameter.grad = torch.full_like(parameter, gradient)
     found = optim.clip(optimizer, 2.0)
     assert found == pytest.approx({"grad_norm": 5.0, "grad_norm/critic": 4.0})
     left = [p.grad.item() for p in model.parameters() if p.grad is not None]
     assert left == pytest.approx([2.0, 0.0, 0.0, 2.0], rel=1e-5)
-    together = optim.build_optimizer(model, OptimConfig())
+    together = optim.build_optimizer(model, OptimConfig(learning_rate=1e-5))
     assert optim.clip(together, None) == pytest.approx({"grad_norm": 8**0.5})
     optim.clip(together, 2.0)
     left = [p.grad.item() for p in model.parameters() if p.grad is not None]

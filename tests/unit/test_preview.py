@@ -94,7 +94,7 @@ def test_what_was_set_stands_apart_from_the_defaults(model: Path) -> None:
     assert "learning_rate" not in given
     assert "step_separator" not in given
     assert "samples_per_step" not in defaults
-    assert re.search(r"optim +learning_rate=1e-05", defaults)
+    assert re.search(r"optim +learning_rate=none", defaults)
 
 
 def test_what_was_decided_has_its_reason(model: Path) -> None:
@@ -103,9 +103,15 @@ def test_what_was_decided_has_its_reason(model: Path) -> None:
     assert re.search(r"stop +<\|im_end\|> +<\|im_end\|> ends an +assistant", text)
     assert re.search(r"data\.max_length +256 +the model's context", text)
     assert re.search(r"dtype +float32 +asked for by name", text)
+    assert re.search(
+        r"optim\.learning_rate +2e-05 +the default of taut sft where all weights", text
+    )
     assert "share_prefixes" not in text
     text = shown(model, data, lora={"rank": 4, "dropout": 0.1})
     assert re.search(r"share_prefixes +false +noise", section(text, "decisions"))
+    assert re.search(
+        r"optim\.learning_rate +0\.0002 +the default of taut sft where +adapters", text
+    )
     assert "prefixes are not shared" in section(text, "plan")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from taut.printing import Printer, guarded
+from taut.printing import Printer, guarded, told_when_slow
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,16 @@ def test_a_printer_is_not_wrapped_again() -> None:
     printer = Printer(None)
     assert Printer.on(printer) is printer  # type: ignore[arg-type]
     assert printer.failure is not None
+
+
+def test_what_takes_long_is_told_and_what_does_not_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with told_when_slow("measuring", after=0.0):
+        time.sleep(0.2)
+    with told_when_slow("reading", after=60.0):
+        pass
+    assert capsys.readouterr().err == "taut: measuring\n"
 
 
 def test_the_streams_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

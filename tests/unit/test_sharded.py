@@ -33,7 +33,7 @@ class Small(nn.Module):
 def test_only_what_trains_and_what_counts_is_saved() -> None:
     """Tied once, frozen not, buffers that last."""
     model = Small()
-    state = sharded.training_state(model, build_optimizer(model, OptimConfig()))
+    state = sharded.training_state(model, build_optimizer(model, OptimConfig(learning_rate=1e-5)))
     keys = ["step", "exp_avg", "exp_avg_sq"]
     assert list(state) == [
         "model.table.weight",
@@ -60,7 +60,7 @@ def test_adapters_are_saved_without_the_base(tmp_path: Path) -> None:
 
 def test_written_and_read_back_exactly(tmp_path: Path) -> None:
     model, ranks = Small(), parallel.start("cpu")
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-5))
     state = sharded.training_state(model, optimizer)
     room = sharded.allocate(state)
     sharded.stage(state, room)

@@ -11,6 +11,7 @@ import taut
 from taut.config import describe, from_mapping
 from taut.errors import ConfigError
 from taut.explain import ELSEWHERE, INSTEAD
+from taut.run import Run, command_of
 from taut.training import METHODS
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
@@ -35,6 +36,63 @@ PLAIN = {"model": "m", "data.train": "t.jsonl"}
 def test_refused(method: Any, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(METHODS[method], {"method": method, **PLAIN, **keys})
+
+
+RATES = {
+    "sft": (2e-5, 2e-4),
+    "reward": (1e-5, 1e-4),
+    "dpo": (1e-6, 1e-5),
+    "kto": (1e-6, 1e-5),
+    "orpo": (5e-6, 5e-5),
+    "simpo": (1e-6, 1e-5),
+    "cpo": (1e-6, 1e-5),
+    "distill": (2e-5, 2e-4),
+    "grpo": (1e-6, 1e-5),
+    "ppo": (1e-6, 1e-5),
+    "online_dpo": (5e-7, 5e-6),
+    "best_of_n": (2e-5, 2e-4),
+    "gkd": (1e-5, 1e-4),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_learning_rate_that_is_not_set_is_that_of_the_method(method: Any) -> None:
+    needed: dict[str, Any] = {"method": method, **PLAIN}
+    if method in ("distill", "gkd"):
+        needed["distill.teacher"] = "t"
+    elif method in ("grpo", "ppo", "online_dpo", "best_of_n"):
+        needed["rewards"] = "exact_match"
+
+    def made(**keys: Any) -> Run:
+        dotted = {key.replace("__", "."): value for key, value in keys.items()}
+        return from_mapping(METHODS[method], {**needed, **dotted})
+
+    full, lora = RATES[method]
+    for keys, rate, what in (
+        ({}, full, "where all weights train"),
+        ({"lora__rank": 4}, lora, "where adapters train"),
+        ({"lora__adapter": "a"}, lora, "where adapters train"),
+    ):
+        run = made(**keys)
+        assert run.optim.learning_rate is None, "the configuration is as it was written"
+        assert run.optim_in_force.learning_rate == rate
+        decision = run.decisions[0]
+        assert (decision.name, float(decision.value)) == ("optim.learning_rate", rate)
+        assert f"the default of {command_of(method)} {what} (" in decision.reason
+    for keys in ({}, {"lora__rank": 4}):
+        run = made(optim__learning_rate=0.5, **keys)
+        assert run.optim_in_force.learning_rate == 0.5
+        assert not run.decisions
+
+
+def test_a_critic_has_a_default_of_its_own() -> None:
+    given = {"method": "ppo", "rewards": "exact_match", **PLAIN}
+    for keys, rate in (({}, 1e-5), ({"critic.lora_rank": 4}, 1e-4)):
+        _, decision = from_mapping(METHODS["ppo"], {**given, **keys}).decisions
+        assert (decision.name, float(decision.value)) == ("critic.learning_rate", rate)
+    for key in ("optim.learning_rate", "critic.learning_rate"):
+        names = [it.name for it in from_mapping(METHODS["ppo"], {**given, key: 0.1}).decisions]
+        assert names == ["optim.learning_rate"] * (key != "optim.learning_rate")
 
 
 def test_without_a_reference_point_one_sample_is_a_step() -> None:

@@ -85,6 +85,17 @@ def _has_two_way_blocks(config: PreTrainedConfig) -> bool:
     return config.model_type == "gemma3"
 
 
+def head_sizes(config: PreTrainedConfig) -> list[int]:
+    """The size of a head in each layer of a language model; Gemma 4 has larger ones in layers with full attention."""
+    layers = (
+        config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
+    )
+    return [
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layers
+    ]
+
+
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
 ) -> str | None:
@@ -106,10 +117,9 @@ def _obstacle(
     sizes = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
     if None not in sizes and sizes[0] != sizes[1]:
         return f"queries have heads of {sizes[0]}, values of {sizes[1]}"
-    head_dim = getattr(config, "head_dim", None) or sizes[0]
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    if head_dim > 256 or head_dim % 8:
-        return f"heads have size {head_dim}; the kernel takes multiples of 8 up to 256"
+    for head_dim in {sizes[0]} if sizes[0] else set(head_sizes(config)):
+        if head_dim > 256 or head_dim % 8:
+            return f"heads have size {head_dim}; the kernel takes multiples of 8 up to 256"
     if config.model_type.startswith("gpt_oss"):
         return "the model has attention sinks"
     return None
@@ -193,8 +203,13 @@ def _mask(**request: Any) -> None:
         raise AttentionError(
             "an attention_mask was passed to the model; taut's layout says what is visible; pass none"
         )
-    if _observation is not None:
-        _observation.windows_masked.add(window_of(request["mask_function"], request["config"]))
+    if _observation is None:
+        return
+    config = request["config"]
+    window = window_of(request["mask_function"], config)
+    if window == 0 and "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+        return  # Qwen2-MoE builds it for sliding layers, of which this model has none
+    _observation.windows_masked.add(window)
 
 
 def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
@@ -212,7 +227,7 @@ def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
     causal = key <= query
     if torch.equal(allowed, causal):
         return None
-    if window and torch.equal(allowed, causal & (query - key < window)):
+    if window is not None and torch.equal(allowed, causal & (query - key < window)):
         return int(window)
     wrong = (allowed != causal).nonzero()[0]
     q, k = (near[int(index)] for index in wrong)

@@ -55,6 +55,7 @@ from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
 from taut.parallel import Ranks
+from taut.printing import told_when_slow
 from taut.run import Run, load_inputs
 from taut.training import class_of
 from taut.types import Packed
@@ -132,18 +133,23 @@ def plan(config: Plan) -> Planned:
     require_foretold(config, model)
     machine = _machine(config, model)
     if config.data.train is not None:
-        inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
-        model, work = inputs.config, workload(config, inputs, config.gpus)
+        with told_when_slow("reading the data and laying out the first steps"):
+            inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
+            model, work = inputs.config, workload(config, inputs, config.gpus)
     else:
         work = without_data(config, model, config.gpus)
     limit = int(machine.memory * (1 - config.headroom))
-    rates = _rates(config, model, machine, work)
+    with told_when_slow("timing a few layers on this machine (measure=false leaves that out)"):
+        rates = _rates(config, model, machine, work)
     ways, num_parameters = [], 0
     for name, other in _ways(config):
-        planner = _Planner(other, model, machine, work, limit)
+        with told_when_slow(f"counting the bytes of {name}"):
+            planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
         num_parameters = num_parameters or planner.full.traced.num_parameters
-    return Planned(machine, config.gpus, limit, work, num_parameters, tuple(ways))
+    return Planned(
+        machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(config.decisions)
+    )
 
 
 def memory(text: str, key: str) -> int:

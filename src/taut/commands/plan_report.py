@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from taut.estimate import GPUS, PARTS, Footprint, Kernels, Seconds, Workload
+from taut.run import Decision
 
 GIB = 2**30
 ABOUT = {
@@ -70,6 +71,8 @@ class Planned:
     num_parameters: int
     ways: tuple[Way, ...]
     """As asked first."""
+    decisions: tuple[Decision, ...] = ()
+    """What the configuration leaves to the method."""
 
     @property
     def fits(self) -> bool:
@@ -85,7 +88,10 @@ def show(planned: Planned, console: Console) -> None:
         f"{planned.num_parameters:,} parameters, {dtype}, on {planned.num_ranks} x {machine.name} of "
         f"{_gib(machine.memory)} GiB, of which {_gib(planned.limit)} may be used"
     )
-    console.print(f"micro-batches: {work.source}\n")
+    console.print(f"micro-batches: {work.source}")
+    for decision in planned.decisions:
+        console.print(f"{decision.name}: {decision.value}, {decision.reason}")
+    console.print()
     console.print(_parts(planned))
     console.print(_verdict(planned) + "\n", style="bold green" if planned.fits else "bold red")
     console.print(_table(planned))

@@ -28,6 +28,7 @@ from taut.config import configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.pack import ALONE, PackPolicy, pack
 from taut.data.top_logprobs import Top, line_of
+from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, OutputError
 from taut.methods.distill import require_context, require_same_tokenizer
 from taut.models.anatomy import head
@@ -39,7 +40,7 @@ from taut.models.score import Scorer
 from taut.plural import counted
 from taut.rollout.open import one_device
 from taut.run import Run, load_language, load_stops, longest_sample
-from taut.types import ComputeDtype, Sample
+from taut.types import Sample
 from taut.vision.opening import require_alike
 
 

@@ -44,43 +44,11 @@ FREEZES = {
     "freeze_aligner": ("projector", True),
 }
 """ms-swift's words for parts of a vision-language model, and whether they are frozen unless it is told."""
+PARTS = tuple(part for part, _ in FREEZES.values())
 RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
-COLUMNS = {
-    "messages": "messages",
-    "conversations": "conversations",
-    "query": "instruction",
-    "response": "output",
-    "system": "system",
-    "images": "images",
-    "videos": "videos",
-    "tools": "tools",
-}
-"""ms-swift's name of a column -> taut's."""
-PEFT_TARGETS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "llama",
-            "llama4",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen3",
-            "stablelm",
-        ),
-        ("q_proj", "v_proj"),
-    ),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "falcon": ("query_key_value",),
-    "gpt_neox": ("query_key_value",),
-    "gpt2": ("c_attn",),
-}
-"""Which modules peft 0.21 adapts where none are named, by model_type."""
 UNKNOWN_TARGETS = (
-    "not set: peft chooses by the model's type (q_proj and v_proj of llama, mistral, qwen2, qwen3, gemma), and the "
-    "model is not here"
+    "not set: peft chooses by the model's type (q_proj and v_proj of llama, mistral, qwen2, qwen3, gemma), which is "
+    "not known here"
 )
 
 
@@ -152,6 +120,7 @@ def carry(recipe: Recipe, facts: Facts, asked_processes: int | None = None) -> C
     offer.carry_adapters()
     offer.carry_tokens()
     offer.carry_parts()
+    offer.carry_precision()
     offer.carry_distribution()
     return offer.finish()
 
@@ -181,6 +150,16 @@ class _Offer:
         self.assumed = list[str]()
         self.outcomes = dict[str, Option]()
         for key, option in self.given.items():
+            value, is_number = option.value, type(option.value) in (int, float)
+            if is_number and not math.isfinite(value):
+                self.given[key] = option = option._replace(obstacle="not a finite number")
+            elif (
+                key in load_table().numbers
+                and value is not None
+                and not is_number
+                and not option.obstacle
+            ):
+                self.given[key] = option = option._replace(obstacle="not a number")
             if not option.obstacle:
                 continue
             if load_table().keys_of(recipe.framework).get(key) == "out":
@@ -223,6 +202,11 @@ class _Offer:
         for key in keys:
             self._record(key, "needless", why)
 
+    def _value(self, key: str, default: Any = None) -> Any:
+        """An option's value; ``default`` where it is not set or not known."""
+        option = self.given.get(key)
+        return default if option is None or option.obstacle else option.value
+
     def _is_unknown(self, key: str) -> bool:
         """Whether it is set to something that is not known."""
         return key in self.given and bool(self.given[key].obstacle)
@@ -237,11 +221,8 @@ class _Offer:
         for key, name in load_table().keys_of(self.recipe.framework).items():
             if key not in self.given:
                 continue
-            value = self.recipe.value(key)
+            value = self._value(key)
             if self._is_unknown(key):
-                self._fill_in(name, name.rpartition(".")[2].upper())
-            elif isinstance(value, float) and not math.isfinite(value):
-                self._record(key, "lacking", "not a number that taut takes")
                 self._fill_in(name, name.rpartition(".")[2].upper())
             elif value is not None and not isinstance(value, bool | int | float | str):
                 self._record(key, "lacking", f"one value is expected by {name}")
@@ -256,13 +237,10 @@ class _Offer:
         """The model, and an adapter to go on from."""
         model = str(self.recipe.model)
         self.settings["model"] = str(Path(model).expanduser()) if model[0] == "~" else model
-        key = next(
-            name
-            for name in ("model", "model_name_or_path", "model.model_name_or_path")
-            if name in self.given
-        )
-        if isinstance(self.given[key].value, list):
-            self._record(key, "lacking", "several words in the place of one model")
+        names = ("model", "model_name_or_path", "model.model_name_or_path")
+        key = next(name for name in names if name in self.recipe.settings)
+        if isinstance(self.recipe.settings[key].value, list | dict):
+            self._record(key, "lacking", "several values in the place of one model")
             self._fill_in("model", "MODEL")
         elif self.facts.answer("is_adapter").holds:
             self._record(
@@ -284,7 +262,7 @@ class _Offer:
 
     def _uses_hugging_face(self) -> bool:
         variable = self.recipe.environment.get("USE_HF")
-        return self.recipe.value("use_hf") is True or (
+        return self._value("use_hf") in (True, 1) or (
             variable is not None and variable.value in ("1", 1, "true")
         )
 
@@ -317,7 +295,7 @@ class _Offer:
             self._carry_mixture(mixtures[0])
         else:
             self._carry_trl_name()
-        text = self.recipe.value("dataset_text_field")
+        text = self._value("dataset_text_field")
         if text in (None, "text"):
             self._needless("what taut reads in any case", "dataset_text_field")
         else:
@@ -335,8 +313,8 @@ class _Offer:
             self._set_data("dataset_name", "data.train", [{"path": path}])
             self._needless("a file has no splits", *keys, "dataset_test_split")
         else:
-            source = _hub(path) | _present("name", self.recipe.value("dataset_config"))
-            train = source | {"split": self.recipe.value("dataset_train_split", "train")}
+            source = _hub(path) | _present("name", self._value("dataset_config"))
+            train = source | {"split": self._value("dataset_train_split", "train")}
             self._set_data("dataset_name", "data.train", [train])
             for key in keys:
                 self._carried(key, "data.train")
@@ -345,20 +323,20 @@ class _Offer:
         self._carry_trl_evaluation(None)
 
     def _carry_trl_evaluation(self, source: dict[str, Any] | None) -> None:
-        strategy = self.recipe.value("eval_strategy", "no")
+        strategy = self._value("eval_strategy", "no")
         if strategy in ("no", False) or source is None:
             self._needless("nothing is evaluated", "eval_strategy", "eval_steps")
             if "dataset_test_split" not in self.outcomes:
                 self._needless("nothing is evaluated", "dataset_test_split")
             return
-        split = self.recipe.value("dataset_test_split", "test")
+        split = self._value("dataset_test_split", "test")
         self.settings["data.eval"] = [source | {"split": split}]
         self._carried("eval_strategy", "data.eval")
         self._carried("dataset_test_split", "data.eval")
         self._carry_eval_steps("eval_steps")
 
     def _carry_eval_steps(self, key: str) -> None:
-        steps = self.recipe.value(key)
+        steps = self._value(key)
         if type(steps) is int and steps > 0:
             self.settings["eval.every"] = steps
             self._carried(key, "eval.every")
@@ -367,7 +345,7 @@ class _Offer:
 
     def _carry_mixture(self, key: str) -> None:
         """trl's ``datasets``, open-r1's ``dataset_mixture``."""
-        entries = self.recipe.value(key)
+        entries = self._value(key)
         sources, lacks = list[dict[str, Any]](), list[str]()
         for entry in entries if isinstance(entries, list) else []:
             if not isinstance(entry, dict):
@@ -399,7 +377,7 @@ class _Offer:
     def _carry_swift_data(self) -> None:
         uses_hugging_face = self._uses_hugging_face()
         for key, name in (("dataset", "data.train"), ("val_dataset", "data.eval")):
-            value = self.recipe.value(key)
+            value = self._value(key)
             if name == "data.eval" and is_off(value):
                 why = "nothing of the data is for evaluation, or split_dataset_ratio says it"
                 self._needless(why, "eval_strategy", "eval_steps", key)
@@ -412,18 +390,18 @@ class _Offer:
             found = [_swift_source(word, uses_hugging_face) for word in words]
             lacks = "; ".join(dict.fromkeys(one for one in found if isinstance(one, str)))
             self._set_data(key, name, [one for one in found if isinstance(one, dict)], lacks)
-        if "val_dataset" in self.outcomes and self.outcomes["val_dataset"].outcome != "needless":
-            self._carried("eval_strategy", "data.eval")
-            self._carry_eval_steps("eval_steps")
-        columns = self.recipe.value("columns")
-        if isinstance(columns, dict) and all(ours in COLUMNS for ours in columns.values()):
+            if name == "data.eval":
+                self._carried("eval_strategy", "data.eval")
+                self._carry_eval_steps("eval_steps")
+        columns, names = self._value("columns"), load_table().columns
+        if isinstance(columns, dict) and set(map(str, columns.values())) <= names.keys():
             self.settings["data.columns"] = {
-                COLUMNS[ours]: theirs for theirs, ours in columns.items()
+                names[ours]: theirs for theirs, ours in columns.items()
             }
             self._carried("columns", "data.columns")
         elif "columns" in self.given and not self._is_unknown("columns"):
             self._record("columns", "lacking", "columns that taut has no name for")
-        if "self-cognition" not in str(self.recipe.value("dataset", "")):
+        if "self-cognition" not in str(self._value("dataset", "")):
             self._needless(
                 "fills in rows of swift/self-cognition only", "model_name", "model_author"
             )
@@ -437,7 +415,7 @@ class _Offer:
                     )
 
     def _carry_openrlhf_data(self) -> None:
-        value = self.recipe.value
+        value = self._value
         kinds = (
             ("data.dataset", "data.dataset_split", "data.train"),
             ("eval.dataset", "eval.split", "data.eval"),
@@ -464,17 +442,36 @@ class _Offer:
         """What of a row is read, and what of it is learned."""
         if self.is_swift:
             names = {"default": "assistant", "last_round": "last", "all": "all"}
-            scale = self.recipe.value("loss_scale", "default")
-            if scale in names:
+            scale = self._value("loss_scale", "default")
+            if isinstance(scale, str) and scale in names:
                 self.settings["data.targets"] = names[scale]
                 self._carried("loss_scale", "data.targets")
             elif not self._is_unknown("loss_scale"):
                 self._record("loss_scale", "lacking", "weights of tokens by a pattern")
             self._needless("follows from loss_scale", "is_binary_loss_scale")
+            self._carry_thoughts()
         elif self.is_hf:
             self._carry_trl_targets()
         else:
             self._carry_openrlhf_rows()
+
+    def _carry_thoughts(self) -> None:
+        """Of a model that can think ms-swift puts an empty thought before answers that have none."""
+        key, why = (
+            "add_non_thinking_prefix",
+            "swift puts an empty thought before answers without one",
+        )
+        thinks = self.facts.answer("template_thinks").holds
+        if self._is_unknown(key):
+            return
+        if self.recipe.value(key, True) is not False and thinks is not False:
+            if thinks:
+                self._record(key, "lacking", f"{why}: put it into the rows")
+                return
+            self.assumed.append(
+                f"the model's template has no switch for thinking: of one that has, {why}"
+            )
+        self._needless("nothing is put before answers", key)
 
     def _carry_trl_targets(self) -> None:
         keys = ("assistant_only_loss", "completion_only_loss")
@@ -482,9 +479,9 @@ class _Offer:
             self._fill_in("data.targets", "TARGETS")
             return
         row = self.facts.first_row
-        if any(self.recipe.value(key) for key in keys):
+        if any(self._value(key) for key in keys):
             self.settings["data.targets"] = "assistant"
-        elif self.recipe.value("completion_only_loss") is False or "data.columns" in self.settings:
+        elif self._value("completion_only_loss") is False or "data.columns" in self.settings:
             self.settings["data.targets"] = "all"
         elif isinstance(row, Mapping):
             is_completion = {"prompt", "completion"} <= row.keys()
@@ -504,7 +501,7 @@ class _Offer:
 
     def _carry_openrlhf_rows(self) -> None:
         """Columns, targets and template, which depend on one another."""
-        value, keys = self.recipe.value, ("data.input_key", "data.output_key")
+        value, keys = self._value, ("data.input_key", "data.output_key")
         question, answer = value(keys[0], "input"), value(keys[1])
         if value("model.pretrain_mode_enable"):
             self.settings |= {"data.format": "text", "data.columns": {"text": question}}
@@ -555,7 +552,7 @@ class _Offer:
     def carry_length(self) -> None:
         """Long rows, and the template where the recipe brings one."""
         if "max_length" in self.given and self.is_hf and not self._is_unknown("max_length"):
-            length = self.recipe.value("max_length")
+            length = self._value("max_length")
             if length is None:
                 self.settings.pop("data.max_length", None)
                 self.settings["data.too_long"] = "error"
@@ -567,7 +564,7 @@ class _Offer:
             self._carried("max_length", "data.max_length")
         elif self._is_unknown("max_length"):
             self._fill_in("data.max_length", "MAX_LENGTH")
-        strategy = self.recipe.value("truncation_strategy")
+        strategy = self._value("truncation_strategy")
         if strategy in (None, "delete", "right"):
             self.settings["data.too_long"] = (
                 "truncate" if strategy == "right" else self.settings["data.too_long"]
@@ -577,12 +574,12 @@ class _Offer:
             self._record(
                 "truncation_strategy", "lacking", "data.too_long cuts at the end, drops, or refuses"
             )
-        if self.recipe.value("truncation_mode", "keep_start") == "keep_start":
+        if self._value("truncation_mode", "keep_start") == "keep_start":
             self._carried("truncation_mode", "data.too_long")
         else:
             self._record("truncation_mode", "lacking", "data.too_long=truncate keeps the start")
         for key in ("chat_template", "chat_template_path"):
-            template = self.recipe.value(key)
+            template = self._value(key)
             if is_off(template):
                 self._needless("off", key)
             elif key == "chat_template_path" and str(template).endswith(".jinja"):
@@ -631,10 +628,13 @@ class _Offer:
                 "1 process: the recipe does not say how many; --processes N says it"
             )
         defaults = (1, None, 1) if self.is_swift else (8, 1, 1)
-        each, times, shards = map(self.recipe.value, keys, defaults)
-        if times is None and keys[1] not in self.given and type(each) is int and number:
+        each, times, shards = map(self._value, keys, defaults)
+        for key, value in zip(keys, (each, times, shards), strict=True):
+            if key in self.given and not self._is_unknown(key) and not _is_count(value):
+                self._record(key, "lacking", "a whole number above 0 is expected")
+        if times is None and keys[1] not in self.given and _is_count(each) and number:
             times = max(1, math.ceil(16 / each / number))
-        is_known = all(type(value) is int for value in (each, times, shards, number))
+        is_known = all(map(_is_count, (each, times, shards, number)))
         if number is None or not is_known or any(self._is_unknown(key) for key in keys):
             self._fill_in("batch.samples_per_step", "SAMPLES")
             self._carry_packing("an unknown number of packs")
@@ -648,27 +648,26 @@ class _Offer:
             self.settings["batch.samples_per_step"] = rows
             self._carry_packing(f"{rows} packs")
             why = f"batch.samples_per_step: {each} x {times} x {number} processes"
-        for key in (*keys[:2], *sorted(stated_by - self.outcomes.keys())):
-            self._carried(key, "batch.samples_per_step", why=why)
+        for key in (*keys[:2], *sorted(stated_by)):
+            if key not in self.outcomes:
+                self._carried(key, "batch.samples_per_step", why=why)
 
     def _carry_packing(self, packs: str) -> None:
         """Where samples are packed, trl and ms-swift count packs."""
-        if is_off(self.recipe.value("packing")) and not self._is_unknown("packing"):
+        if is_off(self._value("packing")) and not self._is_unknown("packing"):
             self._needless(
                 "packing is always on and exact", "packing", "packing_length", "packing_strategy"
             )
             return
         self._fill_in("batch.samples_per_step", "SAMPLES")
-        length = self.recipe.value("packing_length") or self.settings.get(
-            "data.max_length", "max_length"
-        )
+        length = self._value("packing_length") or self.settings.get("data.max_length", "max_length")
         self._record(
             "packing",
             "lacking",
             f"a step is {packs} of {length} tokens; batch.samples_per_step counts samples: multiply by those in a pack",
         )
         self._needless("told with packing", "packing_length")
-        if self.recipe.value("packing_strategy") == "wrapped":
+        if self._value("packing_strategy") == "wrapped":
             self._record(
                 "packing_strategy", "lacking", "samples are joined and cut; taut cuts none"
             )
@@ -679,7 +678,7 @@ class _Offer:
         """Epochs or steps."""
         if not self.is_hf:
             return
-        steps = self.recipe.value("max_steps", -1)
+        steps = self._value("max_steps", -1)
         keys = ("max_epochs", "num_train_epochs")
         if self._is_unknown("max_steps") or (isinstance(steps, int) and steps > 0):
             self.settings.pop("epochs")
@@ -687,7 +686,7 @@ class _Offer:
             if self._is_unknown("max_steps"):
                 self._fill_in("steps", "STEPS")
             self._carried("max_steps", "steps")
-            if not is_off(self.recipe.value("max_epochs")):
+            if not is_off(self._value("max_epochs")):
                 self._record(
                     "max_epochs",
                     "lacking",
@@ -700,8 +699,8 @@ class _Offer:
             if self._is_unknown(key):
                 self._fill_in("epochs", "EPOCHS")
                 return
-            if self.recipe.value(key) is not None:
-                self.settings["epochs"] = self.recipe.value(key)
+            if self._value(key) is not None:
+                self.settings["epochs"] = self._value(key)
                 self._carried(key, "epochs")
                 break
         self._needless("max_epochs holds", *(key for key in keys if key not in self.outcomes))
@@ -711,7 +710,7 @@ class _Offer:
         self._carry_rate()
         framework = self.recipe.framework
         key = "lr_scheduler_type" if self.is_hf else "lr_scheduler"
-        schedule = str(self.recipe.value(key, DEFAULT_SCHEDULE.get(framework, "linear")))
+        schedule = str(self._value(key, DEFAULT_SCHEDULE.get(framework, "linear")))
         if self._is_unknown(key):
             self._fill_in("optim.schedule", "SCHEDULE")
         elif schedule in SCHEDULES:
@@ -727,14 +726,18 @@ class _Offer:
 
     def _carry_rate(self) -> None:
         if not self.is_hf:
+            betas = self._value("adam.betas")
+            if isinstance(betas, list) and len(betas) == 2:
+                self.settings["optim.beta1"], self.settings["optim.beta2"] = betas
+                self._carried("adam.betas", "optim.beta1", "optim.beta2")
             return
         if self.is_swift:
-            is_full = self.recipe.value("tuner_type", "lora") == "full"
+            is_full = self._value("tuner_type", "lora") == "full"
             self.settings["optim.learning_rate"] = 1e-5 if is_full else 1e-4
         if self._is_unknown("learning_rate"):
             self._fill_in("optim.learning_rate", "LEARNING_RATE")
-        elif self.recipe.value("learning_rate") is not None:
-            self.settings["optim.learning_rate"] = self.recipe.value("learning_rate")
+        elif self._value("learning_rate") is not None:
+            self.settings["optim.learning_rate"] = self._value("learning_rate")
         self._carried("learning_rate", "optim.learning_rate")
 
     def _carry_lowest_rate(self, schedule: str) -> None:
@@ -742,14 +745,14 @@ class _Offer:
         self.settings[name] = 0.0
         if not self.is_hf:
             if is_min:
-                self.settings[name] = self.recipe.value("min_lr_ratio", 0.1)
+                self.settings[name] = self._value("min_lr_ratio", 0.1)
                 self._carried("min_lr_ratio", name)
             self._needless("of cosine_with_min_lr only", *(() if is_min else ("min_lr_ratio",)))
             return
         prefix = "lr_scheduler_kwargs."
         rate = self.settings.get("optim.learning_rate")
         for key in [key for key in self.given if key.startswith(prefix)]:
-            value = self.recipe.value(key)
+            value = self._value(key)
             if is_min and key == f"{prefix}min_lr_rate":
                 self.settings[name] = value
             elif (
@@ -765,7 +768,7 @@ class _Offer:
             self._carried(key, name)
         self._needless(
             "off",
-            *(["lr_scheduler_kwargs"] if is_off(self.recipe.value("lr_scheduler_kwargs")) else []),
+            *(["lr_scheduler_kwargs"] if is_off(self._value("lr_scheduler_kwargs")) else []),
         )
 
     def _carry_warmup(self, schedule: str) -> None:
@@ -775,9 +778,7 @@ class _Offer:
         if any(self._is_unknown(key) for key in keys):
             self._fill_in("optim.warmup_ratio", "WARMUP_RATIO")
             return
-        told = {
-            key: self.recipe.value(key, default if len(keys) == 1 else None) or 0 for key in keys
-        }
+        told = {key: self._value(key, default if len(keys) == 1 else None) or 0 for key in keys}
         if schedule == "constant":
             self.settings["optim.warmup_ratio"] = 0.0
             self._needless("a constant schedule has no warm-up there", *keys)
@@ -806,16 +807,16 @@ class _Offer:
             names = ("lora_rank", "lora_alpha", "lora_dropout")
             targets, saved = "target_modules", "modules_to_save"
         elif self.is_hf:
-            has, defaults = self.recipe.value("use_peft") is True, (16, 32, 0.05)
+            has, defaults = bool(self._value("use_peft")), (16, 32, 0.05)
             names, prefix = ("lora_r", "lora_alpha", "lora_dropout"), ""
             targets, saved = "lora_target_modules", "lora_modules_to_save"
             self._carried("use_peft", "lora.rank")
         else:
-            has, defaults = bool(self.recipe.value("ds.lora.rank", 0)), (0, 16, 0.0)
+            has, defaults = bool(self._value("ds.lora.rank", 0)), (0, 16, 0.0)
             names, prefix = ("ds.lora.rank", "ds.lora.alpha", "ds.lora.dropout"), "ds.lora."
             targets, saved = f"{prefix}target_modules", ""
         others = (targets, "target_regex", saved, "use_rslora", "use_dora")
-        adapter = self.recipe.value("adapters")
+        adapter = self._value("adapters")
         if is_off(adapter):
             self._needless("off", "adapters")
         elif not has:
@@ -839,10 +840,10 @@ class _Offer:
             if self._is_unknown(key):
                 self._fill_in(name, name.rpartition(".")[2].upper())
             else:
-                self.settings[name] = self.recipe.value(key, default)
+                self.settings[name] = self._value(key, default)
                 self._carried(key, name)
         for key in ("use_rslora", "use_dora"):
-            if self.recipe.value(key):
+            if self._value(key):
                 self.settings[f"lora.{key.removeprefix('use_')}"] = True
                 self._carried(key, f"lora.{key.removeprefix('use_')}")
             else:
@@ -850,14 +851,14 @@ class _Offer:
         self._carry_modules(targets, saved)
 
     def _swift_adapters(self) -> bool:
-        tuner = self.recipe.value("tuner_type", "lora")
+        tuner = self._value("tuner_type", "lora")
         if tuner in ("full", "lora"):
             self._carried("tuner_type", "lora.rank")
         return bool(tuner != "full")
 
     def _carry_modules(self, targets: str, saved: str) -> None:
         """Which modules are adapted, and which are trained whole."""
-        modules, regex = _names(self.recipe.value(targets)), self.recipe.value("target_regex")
+        modules, regex = _names(self._value(targets)), self._value("target_regex")
         if regex:
             self.settings["lora.targets"] = [f"/{regex}/"]
             self._carried("target_regex", "lora.targets")
@@ -867,22 +868,19 @@ class _Offer:
         elif not modules and self.is_hf and not self.is_swift:
             config = self.facts.file("config.json") or {}
             model_type = str(config.get("model_type"))
-            if model_type in PEFT_TARGETS:
-                self.settings["lora.targets"] = list(PEFT_TARGETS[model_type])
-                self.assumed.append(
-                    f"peft adapts {', '.join(PEFT_TARGETS[model_type])} of {model_type} by itself"
-                )
+            if chosen := load_table().peft_targets.get(model_type):
+                self.settings["lora.targets"] = list(chosen)
+                self.assumed.append(f"peft adapts {', '.join(chosen)} of {model_type} by itself")
                 self._carried(targets, "lora.targets")
             else:
                 self._record(targets, "lacking", UNKNOWN_TARGETS)
                 self._fill_in("lora.targets", "MODULES")
         elif modules in ([], ["all-linear"]):
-            self.settings["lora.targets"] = "all-linear"
+            adapts_all = self.is_vision is True and not self.is_swift
+            self.settings["lora.targets"] = list(PARTS) if adapts_all else "all-linear"
             self._carried(targets, "lora.targets")
-            if not self.is_swift and self.is_vision is not False:
-                text = (
-                    "of a model that takes pictures peft's all-linear adapts the vision tower too"
-                )
+            if self.is_vision is None and not self.is_swift:
+                text = "of one that does peft's all-linear adapts the vision tower too"
                 self.assumed.append(f"the model takes no pictures: {text}")
         elif {"all-linear", "all-embedding", "all-norm", "embed_tokens"} & set(modules):
             self._record(
@@ -892,7 +890,7 @@ class _Offer:
         else:
             self.settings["lora.targets"] = modules
             self._carried(targets, "lora.targets")
-        whole = _names(self.recipe.value(saved))
+        whole = _names(self._value(saved))
         if any(name.startswith("all-") for name in whole):
             self._record(saved, "lacking", "lora.modules_to_save takes names of modules")
         elif whole:
@@ -903,7 +901,7 @@ class _Offer:
 
     def carry_tokens(self) -> None:
         """ms-swift's ``new_special_tokens``: words, or files of them."""
-        words = self.recipe.value("new_special_tokens")
+        words = self._value("new_special_tokens")
         words = words if isinstance(words, list) else [words]
         if any(str(word).endswith(".txt") for word in words):
             self._record("new_special_tokens", "lacking", "name the words of the file: tokens.add")
@@ -925,9 +923,7 @@ class _Offer:
                     f"the model takes no pictures: of one that does swift freezes {parts}"
                 )
             return
-        frozen = [
-            part for key, (part, default) in FREEZES.items() if self.recipe.value(key, default)
-        ]
+        frozen = [part for key, (part, default) in FREEZES.items() if self._value(key, default)]
         trained = [part for part, _ in FREEZES.values() if part not in frozen]
         name = "lora.targets" if has_adapters else "freeze"
         if not has_adapters and frozen:
@@ -946,7 +942,7 @@ class _Offer:
         for key in FREEZES:
             if key not in self.outcomes:
                 self._carried(key, name)
-        rates = {part: self.recipe.value(key) for key, part in RATES.items() if part in trained}
+        rates = {part: self._value(key) for key, part in RATES.items() if part in trained}
         if rates := {part: rate for part, rate in rates.items() if rate is not None}:
             self.settings["optim.rates"] = rates
         for key, part in RATES.items():
@@ -955,6 +951,17 @@ class _Offer:
             else:
                 self._needless(f"{part} is frozen", key)
 
+    def carry_precision(self) -> None:
+        """Training in float32 all through; 16 bits are what taut computes in of itself."""
+        weights = self._value("torch_dtype" if self.is_swift else "dtype", "float32")
+        is_mixed = self._value("bf16") is not False or bool(self._value("fp16"))
+        if self.is_swift and self._value("bf16") is None:
+            is_mixed = "torch_dtype" not in self.given
+        if weights == "float32" and not is_mixed:
+            self.settings["dtype"] = "float32"
+            for key in ("bf16", "torch_dtype", "dtype"):
+                self._carried(key, "dtype")
+
     def carry_distribution(self) -> None:
         """deepspeed and fsdp: shards are machine, offloading is lacking, what a file says is not read."""
         known = {
@@ -962,7 +969,7 @@ class _Offer:
             "fsdp": {"fsdp2", "full_shard", "shard_grad_op", "hybrid_shard", "auto_wrap", "true"},
         }
         for key, names in known.items():
-            value = self.recipe.value(key)
+            value = self._value(key)
             words = (
                 set(str(value).lower().split())
                 if not isinstance(value, list)
@@ -983,6 +990,10 @@ class _Offer:
                 self._record(key, judged.outcome, judged.why, refuses=judged.refuses)
         settings = {key: value for key, value in self.settings.items() if key not in self.unfilled}
         return Carried(settings, self.unfilled, tuple(self.outcomes.values()), tuple(self.assumed))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _hub(path: str) -> dict[str, Any]:

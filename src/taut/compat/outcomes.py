@@ -50,6 +50,13 @@ class Table:
     variables: tuple[str, ...]
     """How the names of environment variables of the machine begin."""
 
+    numbers: frozenset[str]
+    """Options that are computed with; another value is as good as none."""
+    columns: Mapping[str, str]
+    """ms-swift's name of a column -> taut's."""
+    peft_targets: Mapping[str, tuple[str, ...]]
+    """By model_type: the modules that peft adapts where none are named."""
+
     def keys_of(self, framework: str) -> Mapping[str, str]:
         """Options of a framework whose value means the same in taut."""
         return self.keys.get(framework, self.keys["hf"])
@@ -73,7 +80,21 @@ def load_table() -> Table:
             _require_new(name, aside, lacking)
             lacking[name] = Lacking(entry["why"], tuple(off), entry.get("refuses", False))
     variables = tuple(name for entry in content["machine"] for name in entry.get("variables", ()))
-    return Table(content["keys"], content["defaults"], aside, lacking, variables)
+    peft_targets = {
+        model_type: tuple(entry["modules"])
+        for entry in content["peft_targets"]
+        for model_type in entry["model_types"]
+    }
+    return Table(
+        keys=content["keys"],
+        defaults=content["defaults"],
+        aside=aside,
+        lacking=lacking,
+        variables=variables,
+        numbers=frozenset(content["numbers"]),
+        columns=content["columns"],
+        peft_targets=peft_targets,
+    )
 
 
 def _require_new(name: str, *tables: Mapping[str, Any]) -> None:
@@ -109,4 +130,4 @@ def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
     """Whether an option with this value asks for nothing."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    return value is None or value is False or value in ("", "none", [], {}, *off)
+    return value is None or value in (False, "", "none", [], {}, *off)

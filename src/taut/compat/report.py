@@ -7,6 +7,7 @@ imports it.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from taut.compat.traps import Judged, State
 
 SCHEMA = "taut.recipe/2"
 """Raised whenever a field changes its meaning or goes; docs/recipes.md says what there is."""
+SECRET = re.compile(r"(?i)token$|key$|secret$")
 STYLES = {"wrong": "bold red", "late": "yellow", "slow": "cyan"}
 LABEL = 9
 """Columns of the words on the left."""
@@ -110,7 +112,7 @@ def _carried_as_json(carried: Carried) -> dict[str, Any]:
             {
                 "key": option.key,
                 "place": option.place or None,
-                "value": _json_value(option.value),
+                "value": _json_value(option),
                 "outcome": option.outcome,
                 "why": option.why,
                 "keys": list(option.keys),
@@ -120,13 +122,15 @@ def _carried_as_json(carried: Carried) -> dict[str, Any]:
     }
 
 
-def _json_value(value: Any) -> Any:
-    """A value of a recipe; a date, or a number that JSON has none for, as text."""
+def _json_value(option: Option) -> Any:
+    """The option's value, unless it is a secret; a date, or a number that JSON has none for, as text."""
+    if option.outcome == "machine" and SECRET.search(option.key):
+        return "***"
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(option.value, allow_nan=False)
     except (TypeError, ValueError):
-        return str(value)
-    return value
+        return str(option.value)
+    return option.value
 
 
 def _as_json(one: Judged) -> dict[str, Any]:
@@ -215,7 +219,7 @@ def _carried(console: Console, carried: Carried | None) -> None:
     """The command of taut, to be copied; every setting that it lacks; the others in one line for each reason."""
     if carried is None:
         return
-    lacking = carried.having("lacking")
+    lacking = sorted(carried.having("lacking"), key=lambda option: not option.refuses)
     if carried.command is None:
         console.print(Text("\nIn taut: no command", "bold"))
         _list(console, "Not in taut:", [option.line for option in lacking], len(lacking))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from taut import hub
 from taut.data.formats import shown
 from taut.errors import DataError
 
@@ -53,10 +54,14 @@ def load_table(source: Source, path: Path) -> Any:
             loaded = datasets.load_from_disk(str(path))
         else:
             where = str(path) if path.is_dir() else source.path.removeprefix("hf://")
+            if not path.is_dir():
+                hub.settle()
             loaded = datasets.load_dataset(
                 where, source.name, revision=source.revision, keep_in_memory=False
             )
     except (*LOAD_FAILURES, datasets.exceptions.DatasetsError) as error:
+        if not path.is_dir() and (reason := hub.explain(where, error, "dataset")):
+            raise DataError(f"data: {source.path}: {reason}") from None
         cause = error.__cause__ or error  # datasets says only that something went wrong
         raise DataError(
             f"data: {source.path} cannot be loaded as a Hugging Face data set: {_first_line(cause)}; "

@@ -25,6 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from taut import hub
 from taut.config import configclass, user_path
 from taut.data.arrow import Records, load_table, read_parquet, read_table
 from taut.data.columns import Format
@@ -168,6 +169,11 @@ def _open_file(source: Source, path: Path) -> Opened:
             "rename it"
         )
     digest, stamps = _digest([path])
+    if hub.is_pointer(path):
+        raise DataError(
+            f"data: {source.path} is a git-lfs pointer; expected the file that it stands for; fetch it: git lfs pull, "
+            "or hf download --repo-type dataset"
+        )
     return Opened(
         source.path, f"{suffix}:{digest}", stamps, lambda: readers[suffix](path, source.path)
     )

@@ -62,6 +62,8 @@ class History:
     """[moves, parts]: bytes of each part after each move."""
     backward: int
     """The move with which the backward begins."""
+    operators: int
+    """How many operators made or changed a tensor; views are none."""
 
     def peak(self, shares: Shares = MappingProxyType({})) -> Parts:
         """The fullest moment of all."""
@@ -102,6 +104,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         self._moves: list[int] = []
         """n: storage n - 1 was made; -n: it was freed."""
         self._backward = 0
+        self._operators = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         for part, tensors in known.items():
             for tensor in tensors:
@@ -111,10 +114,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = self.call(func, args, kwargs or {})
-        part = None
+        part, num_before = None, len(self._sizes)
         for tensor in _tensors(result):
             part = part or self._part_of(func, args, tensor)
             self._note(tensor, part)
+        self._operators += len(self._sizes) > num_before or func._schema.is_mutable
         return result
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +145,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         sizes, parts = np.array(self._sizes), np.array([PARTS.index(p) for p in self._parts])
         change_MP = np.zeros((moves.size, len(PARTS)), dtype=np.int64)
         change_MP[np.arange(moves.size), parts[number_M]] = sizes[number_M] * np.sign(moves)
-        return History(change_MP.cumsum(0), self._backward or moves.size)
+        return History(change_MP.cumsum(0), self._backward or moves.size, self._operators)
 
     def _take_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

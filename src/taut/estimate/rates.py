@@ -7,10 +7,16 @@ forward where layers are computed again), N its targets, P the parameters that t
 PROBED layers with random weights and a small vocabulary, b and c on the embedding and the chunked head alone, at two
 numbers of targets, d on an update of those layers; so no time is ever fitted to a whole model.
 
-For a GPU that is not here (``GPUS``): (F + F_head) / (UTILISATION * peak), AdamW's 28 bytes a parameter at the
-memory's bandwidth, and what FSDP sends at the link's (float32 weights gathered for forward and backward, gradients
-scattered, once a micro-batch), as far as it takes longer than computing. Nothing of it was measured here, and what says
-so stays beside the number.
+For a GPU that is not here (``GPUS``) a micro-batch takes the longest of
+
+    (F + F_head) / (UTILISATION * peak)                         its products
+    (WEIGHT_BYTES * weights + 4 * P) / bandwidth                every weight cast and read, every gradient written
+    operators * LAUNCH                                          each operator dispatched
+
+so that a small micro-batch is not put at nothing. With it go AdamW's 28 bytes a parameter at the memory's bandwidth,
+and what FSDP sends at the link's (float32 weights gathered for forward and backward, gradients scattered, once a
+micro-batch), as far as it takes longer than computing. None of it was measured, and the source that is printed with the
+number says so.
 
 Imports build and below. The package and its command import it.
 """
@@ -58,6 +64,12 @@ UTILISATION = 0.4
 """Part of a GPU's dense peak that a training step is put at. A guess until measured."""
 ADAMW_BYTES = 28
 """Read and written by an update, per parameter: weight, gradient and two moments read, all but the gradient written."""
+
+WEIGHT_BYTES = 10
+"""Moved per weight by a micro-batch: read in float32, its bf16 copy written, and read forward and backward."""
+LAUNCH = 5e-6
+"""Seconds an operator takes at least: the library's Python, torch's dispatcher, the launch of a kernel. A guess until
+measured."""
 
 
 class Gpu(NamedTuple):
@@ -145,16 +157,21 @@ def from_data_sheet(
 ) -> Seconds:
     """A step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
     gpu = GPUS[name]
-    flops = sum(
+    speed, bandwidth = UTILISATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
+    moved = WEIGHT_BYTES * traced.num_parameters + 4 * traced.num_trained
+    least = max(moved / bandwidth, LAUNCH * traced.operators * (1 + traced.passes / 3))
+    products = [
         _layers(traced, work, recomputes=recomputes) + traced.head_flops * work.targets
         for work in works
-    )
+    ]
     sent = len(works) * (num_ranks - 1) / num_ranks * (2 * traced.weights.all + traced.trained.all)
     return Seconds(
-        compute=flops / (UTILISATION * gpu.tflops * 1e12),
-        update=ADAMW_BYTES * traced.num_trained / num_ranks / (gpu.gb_per_second * 1e9),
+        compute=sum(max(flops / speed, least) for flops in products),
+        update=ADAMW_BYTES * traced.num_trained / num_ranks / bandwidth,
         communication=sent / (gpu.link_gb_per_second * 1e9),
-        source=f"{name}: {UTILISATION:.0%} of its peak is assumed, not measured",
+        source=(
+            f"{name}: {UTILISATION:.0%} of its peak and {LAUNCH * 1e6:g} us an operator are assumed, not measured"
+        ),
     )
 
 
@@ -203,7 +220,7 @@ def _time_layers(
     flops, scorer, small = anatomy.flops(model), Scorer(model), _with_few_targets(packed)
     seconds = fastest(lambda: _step(scorer, small, kernels.dtype))
     done = work_of(small, flops.window).layers(flops)
-    optimizer = build_optimizer(scorer, run.optim)
+    optimizer = build_optimizer(scorer, run.optim_in_force)
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
     done *= 1 + _again(is_full) * run.activation_checkpointing

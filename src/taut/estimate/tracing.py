@@ -100,6 +100,15 @@ class Traced:
         """Operations of the head on a target: of the three products that ``flops`` counts, and of those beside."""
         return self.flops.per_target * (1 + (self.passes + (not self.is_linear)) / 3)
 
+    @property
+    def operators(self) -> int:
+        """How many operators run forward and backward, each a kernel at least. Every layer adds as many."""
+        counts = [history.operators for history in self.histories]
+        if len(counts) == 1:
+            return counts[0]
+        (few, many), (less, more) = self.depths, counts
+        return round(less + (self.num_layers - few) / (many - few) * (more - less))
+
     def parts(self, shares: Shares = MappingProxyType({})) -> Parts:
         """Bytes at the fullest moment, in full; ``shares`` say which moment that is."""
         peaks = [history.peaks(shares) for history in self.histories]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from taut.data.prompts import PromptRow
-from taut.evals.statistics import bootstrap_interval, pass_at_k, wilson_interval
+from taut.evals.statistics import bootstrap_interval, mean, pass_at_k, wilson_interval
 from taut.rewards import Score
 from taut.types import Completion
 
@@ -146,7 +146,7 @@ def _metric(
     for answer, score in zip(answers, scores, strict=True):
         if score.value is not None:
             groups.setdefault(answer.row.id, []).append(score.value)
-    means = [float(np.mean(group)) for group in groups.values()]
+    means = [mean(group) for group in groups.values()]
     is_binary = all(value in (0.0, 1.0) for group in groups.values() for value in group)
     interval: Literal["wilson", "bootstrap"] | None = None
     low, high = None, None
@@ -162,7 +162,7 @@ def _metric(
     num_scored = sum(map(len, groups.values()))
     return Metric(
         name=name,
-        mean=float(np.mean(means)) if means else None,
+        mean=mean(means) if means else None,
         low=low,
         high=high,
         interval=interval,

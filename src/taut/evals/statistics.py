@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
+ROUNDING = 1e-14
+"""A mean smaller than this share of the largest value is rounding."""
 
 
 class Interval(NamedTuple):
@@ -33,7 +36,9 @@ def wilson_interval(hits: float, trials: int, z: float = 1.959964) -> Interval:
     scale = 1 + z * z / trials
     centre = (rate + z * z / (2 * trials)) / scale
     half = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials)) / scale
-    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+    # at a rate of 0 centre equals half, and their computed difference is rounding
+    low = max(0.0, centre - half) if rate > 0 else 0.0
+    return Interval(low, min(1.0, centre + half) if rate < 1 else 1.0)
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Interval:
@@ -42,8 +47,19 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Interval:
     draw = np.random.default_rng(seed)
     array = np.asarray(values, dtype=np.float64)
     means = [array[draw.integers(0, array.size, array.size)].mean() for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(low), float(high))
+    low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    return Interval(_without_rounding(low, array), _without_rounding(high, array))
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; exactly 0 where values cancel but for rounding."""
+    array = np.asarray(values, dtype=np.float64)
+    return _without_rounding(float(array.mean()), array)
+
+
+def _without_rounding(number: float, of: NDArray[np.float64]) -> float:
+    """``number``, or 0 where it is only what rounding leaves of values that cancel."""
+    return 0.0 if abs(number) < ROUNDING * float(np.abs(of).max()) else number
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

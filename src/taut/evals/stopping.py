@@ -82,6 +82,8 @@ class Stops:
     """(sample id, the last words) of answers that did not end."""
     is_taught: bool = True
     """Whether the run teaches ends: it learns good answers as such, and does not only compare."""
+    remedy: str = ""
+    """What the method itself can do about it, in keys that it has."""
 
     @property
     def is_enough(self) -> bool:
@@ -91,7 +93,8 @@ class Stops:
     def cause(self) -> str:
         """What probably keeps the model from ending."""
         if self.end_probability is None:
-            return "the model runs on; look at its roll-outs, allow more with stop.tokens, or set shaping.missing_stop"
+            remedies = ["look at its answers", "allow more with stop.tokens", self.remedy]
+            return f"the model runs on; {'; or '.join(filter(None, remedies))}"
         found = f"where the reference answers end, the end has a probability of {self.end_probability:.2g}"
         if self.end_probability >= LIKELY:
             remedy = "train longer, or allow more" if self.is_taught else "allow more"
@@ -184,6 +187,8 @@ class StopCheck:
     obstacle: str = ""
     """Why it cannot be asked."""
     is_taught: bool = True
+    remedy: str = ""
+    """As in ``Stops``."""
 
     def __call__(self) -> Stops | None:
         """Draw the answers, see which end, and emit a ``check`` event. Every rank makes the same calls and learns the
@@ -204,6 +209,7 @@ class StopCheck:
             end_probability=_end_probability(references, self.job) if references else None,
             examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
             is_taught=self.is_taught,
+            remedy=self.remedy,
         )
         bad = "failed" if self.config.required else "warning"
         outcome = "passed" if stops.is_enough else bad

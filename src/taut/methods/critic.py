@@ -39,12 +39,15 @@ from taut.models.prove import one_sample_reasons
 from taut.models.reward import NewHead, initialise, load_reward_model
 from taut.models.save import saving
 from taut.models.tokens import add_tokens
-from taut.optim import Pace
+from taut.optim import DefaultRates, OptimConfig, Pace
 from taut.parallel import Ranks
 
 KEY = "critic.model"
 NEW_HEAD = NewHead()
 """What a language model gets: no bias, so that it is saved as most reward models and other frameworks' critics are."""
+
+LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
+"""Taken where neither ``critic.learning_rate`` nor ``optim.learning_rate`` is set."""
 
 Reason = tuple[str, str, str]
 """A decision: what, its value, why."""
@@ -66,7 +69,8 @@ class CriticConfig:
     detach: bool = False
     """Of a shared critic: keep its loss from training the policy's own weights."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """The highest learning rate of the critic, on the schedule of the others; None: optim.learning_rate."""
+    """The highest learning rate of the critic, on the policy's schedule. None: optim.learning_rate if that is set, else
+    1e-5, or 1e-4 with lora_rank (docs/hyperparameters.md)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start in which the critic alone learns: the policy's learning rate is 0."""
 
@@ -83,10 +87,14 @@ class CriticConfig:
                 f"on the policy; expected critic.kind=own; set that, or leave {given[0]} out"
             )
 
-    def pace(self, learning_rate: float) -> Pace:
-        """How fast it learns. ``learning_rate``: the others' (optim.learning_rate)."""
-        ratio = 1.0 if self.learning_rate is None else self.learning_rate / learning_rate
-        return Pace(PART, ratio, self.warmup_steps)
+    def rate(self, optim: OptimConfig) -> float:
+        """The highest learning rate of the critic."""
+        default = LEARNING_RATES.lora if self.lora_rank else LEARNING_RATES.full
+        return self.learning_rate or optim.learning_rate or default
+
+    def pace(self, optim: OptimConfig, policy_rate: float) -> Pace:
+        """How fast it learns beside a policy whose highest learning rate is ``policy_rate``."""
+        return Pace(PART, self.rate(optim) / policy_rate, self.warmup_steps)
 
 
 class Setting(NamedTuple):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from taut.attention.select import head_sizes
 from taut.errors import ModelError
 
 STATEFUL_TYPES = frozenset(
@@ -333,18 +334,19 @@ def flops(model: nn.Module) -> Flops:
         if p.ndim >= 2:
             share = used if num_experts and _is_expert(name, p, num_experts) else 1.0
             per_token += share * p.numel() * (6.0 if p.requires_grad else 4.0)
-    heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
-    per_layer = 12.0 * heads * (dim or config.hidden_size // heads)
-    kinds = [kind for kind in layer_types(model) if kind not in STATEFUL_TYPES]
-    windowed = sum(kind == "sliding_attention" for kind in kinds)
+    per_pair = {"full": 0.0, "sliding": 0.0}
+    for kind, size in zip(layer_types(model), head_sizes(config), strict=True):
+        if kind not in STATEFUL_TYPES:
+            which = "sliding" if kind == "sliding_attention" else "full"
+            per_pair[which] += 12.0 * config.num_attention_heads * size
     weight = head(model).weight if has_head(model) else None
     per_target = 0.0 if weight is None else (6.0 if weight.requires_grad else 4.0) * weight.numel()
     return Flops(
         per_token=per_token,
-        per_pair=per_layer * (len(kinds) - windowed),
-        per_window_pair=per_layer * windowed,
+        per_pair=per_pair["full"],
+        per_window_pair=per_pair["sliding"],
         per_target=per_target,
-        window=getattr(config, "sliding_window", None) if windowed else None,
+        window=getattr(config, "sliding_window", None) if per_pair["sliding"] else None,
     )
 
 

@@ -38,6 +38,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from taut import hub
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.models import anatomy, parts
@@ -203,6 +204,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             f"{path} has no tokenizer; expected tokenizer.json beside config.json; copy it from "
             "the base model"
         )
+    if Path(path).is_dir():
+        require_file_itself(next(filter(Path.is_file, (Path(path) / name for name in _TOKENIZERS))))
     with one_line(path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -283,6 +286,7 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
     directory = Path(path)
     if not directory.exists():
         if _HUB_NAME.fullmatch(path):
+            hub.settle()
             return
         raise ModelError(
             f"model={path} does not exist; expected a model directory or a hub name like org/name"
@@ -308,13 +312,29 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
         raise ModelError(
             f"{path}/config.json is not JSON ({error}); copy it from the base model"
         ) from error
-    if needs_weights and not any(
-        (directory / name).is_file() or (directory / f"{name}.index.json").is_file()
-        for name in _WEIGHTS
-    ):
+    if not needs_weights:
+        return
+    weights = next((name for name in _WEIGHTS if _has_weights(directory, name)), None)
+    if weights is None:
         raise ModelError(
             f"model={path} has no weights; expected model.safetensors; copy them from the base "
             "model"
+        )
+    stem, _, suffix = weights.rpartition(".")
+    for file in sorted(directory.glob(f"{stem}*.{suffix}")):
+        require_file_itself(file)
+
+
+def _has_weights(directory: Path, name: str) -> bool:
+    return (directory / name).is_file() or (directory / f"{name}.index.json").is_file()
+
+
+def require_file_itself(path: Path) -> None:
+    """Refuse git-lfs's placeholder of a file."""
+    if hub.is_pointer(path):
+        raise ModelError(
+            f"{path} is a git-lfs pointer of {path.stat().st_size} bytes; expected the file that it stands for; "
+            f"fetch it: git -C {path.parent} lfs pull, or hf download"
         )
 
 
@@ -340,6 +360,8 @@ def one_line(path: str, wanted: str) -> Iterator[None]:
         with quiet_library():
             yield
     except _LIBRARY_ERRORS as error:
+        if not Path(path).exists() and (reason := hub.explain(path, error)):
+            raise ModelError(f"model={path}: {reason}") from error
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
 

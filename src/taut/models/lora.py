@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy, parts
+from taut.models.load import require_file_itself
 from taut.models.targets import ALL, is_meant, saved_names, target_names
 
 
@@ -346,6 +347,7 @@ def _require_adapter(path: str, task: str) -> None:
             f"lora.adapter={path} has no adapter_model.safetensors; expected an adapter saved as "
             "safetensors"
         )
+    require_file_itself(directory / "adapter_model.safetensors")
     settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     if settings.get("task_type") not in (task, None):
         raise ModelError(

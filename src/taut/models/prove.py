@@ -142,7 +142,7 @@ def _require_calls(model: nn.Module, seen: Observation) -> None:
     unasked = seen.windows_masked - seen.windows_called
     if expected and unasked - {None}:
         raise AttentionError(
-            f"{type(model).__name__} masks a sliding window of {max(w for w in unasked if w)} that "
+            f"{type(model).__name__} masks a sliding window of {max(w for w in unasked if w is not None)} that "
             "no attention layer asks "
             "for by keyword; it would be dropped, so the model is refused"
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -37,6 +37,9 @@ class BestOfNConfig:
     """How many of a prompt's answers, the best first."""
     at_least: float | None = None
     """The reward an answer must have to be learned; None: any."""
+    overlong: Literal["drop", "keep"] = "drop"
+    """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
+    to run on where one is chosen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,33 +153,49 @@ class Pairs(Credit):
 
 
 class Best(Credit):
-    """Rejection sampling: of each group the best answers that are good enough."""
+    """Rejection sampling: of each group the best answers that are good enough and, unless cut ones are kept, whole."""
 
     needs_one = True
 
-    def __init__(self, loss: Loss, keep: int, at_least: float | None) -> None:
+    def __init__(self, loss: Loss, config: BestOfNConfig) -> None:
         super().__init__(loss)
-        self.keep, self.at_least = keep, at_least
-        self.good = max(self.good, at_least or 0.0)
+        self.config = config
+        self.good = max(self.good, config.at_least or 0.0)
 
     def is_useful(self, group: Group) -> bool:
-        rewards = [said.total for _, said in group.judged if said.total is not None]
-        return any(self.at_least is None or reward >= self.at_least for reward in rewards)
+        return any(
+            said.total is not None and self._may_be_learned(one, said.total)
+            for one, said in group.judged
+        )
+
+    def _may_be_learned(self, episode: Episode, reward: float) -> bool:
+        is_whole = episode.finish_reason != "length" or self.config.overlong == "keep"
+        return is_whole and (self.config.at_least is None or reward >= self.config.at_least)
 
     def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
         made = []
         for group in _groups(paths).values():
-            chosen = sorted(group, key=lambda one: -one.reward)[: self.keep]
-            good = [one for one in chosen if self.at_least is None or one.reward >= self.at_least]
-            made += [(one, sample_of(one.episode, one.name, has_reads=False)) for one in good]
+            good = [one for one in group if self._may_be_learned(one.episode, one.reward)]
+            chosen = sorted(good, key=lambda one: -one.reward)[: self.config.keep]
+            made += [(one, sample_of(one.episode, one.name, has_reads=False)) for one in chosen]
         if not made:
-            best = max(path.reward for path in paths)
-            raise CheckFailed(
-                f"no answer of a roll-out has a reward of best_of_n.at_least={self.at_least:g}; the best has {best:g}; "
-                "expected some; lower it, raise rollout.n, or take easier prompts"
-            )
+            raise CheckFailed(self._nothing(paths))
         kept = float(np.mean([path.reward for path, _ in made]))
         return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
+
+    def _nothing(self, paths: Sequence[Rewarded]) -> str:
+        """Why no answer of a roll-out can be learned."""
+        whole = [path for path in paths if not path.is_cut]
+        if not whole and self.config.overlong == "drop":
+            return (
+                f"all {len(paths)} completions of a roll-out were cut, and best_of_n.overlong=drop leaves those out; "
+                "expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
+            )
+        best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
+        return (
+            f"no answer of a roll-out has a reward of best_of_n.at_least={self.config.at_least:g}; the best has "
+            f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
+        )
 
 
 class All(Credit):

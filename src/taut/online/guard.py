@@ -8,9 +8,11 @@
     dropped      the share of answers that are cut and left out of training (shaping.overlong=drop)
     values       the critic's values against the range of the returns of recent roll-outs
     updates      where several updates train on a roll-out, KL(old || policy) and the share of clipped tokens; entropy
-                 against that of the first updates. Means of the last ``RECENT`` updates are compared with the limits
+                 against that of the first updates, as long as answers are not good: a policy that has learned its
+                 task has lost its entropy too. Means of the last ``RECENT`` updates are compared with the limits
 
-Each of the last three only warns: once, and again after the number has been within its limit.
+Each of the last three only warns: once, and again after the number has been down to half of its limit (entropy: up to
+twice).
 
 What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
 
@@ -36,6 +38,10 @@ BEGINNING = 3
 """Roll-outs, or updates, that later ones are compared with."""
 RECENT = 5
 """Roll-outs, or updates, that are averaged for that."""
+WARN_SILENT = 3
+"""Roll-outs in a row without a signal after which that is warned of."""
+GOOD = 0.7
+"""Answers are good where their mean reward is this far from the worst to the best that any answer has had."""
 SHOWN = 3
 """Errors that a message names."""
 DRIFT, LOW, HIGH = "old/kl_k1", "clip/low", "clip/high"
@@ -74,9 +80,9 @@ class GuardConfig:
     the last 5 updates."""
     warn_clipped: Annotated[float, Field(ge=0, le=1)] = 0.4
     """Warn when a larger share of the tokens has a ratio outside the clip range, mean of the last 5 updates."""
-    warn_entropy: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Warn when the entropy of the last 5 updates is below this share of that of the first 3. 0 disables the
-    warning."""
+    warn_entropy: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Warn when the entropy of the last 5 updates is below this share of that of the first 3, and the mean reward is
+    not yet near the best that answers get. 0 disables the warning."""
     warn_dropped: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Warn when shaping.overlong=drop leaves a larger share of a roll-out's answers out of training."""
     warn_values: Annotated[float, Field(gt=0)] = 0.5
@@ -89,6 +95,10 @@ class Guard:
     """The watch over one run."""
 
     config: GuardConfig
+    section: str = "grpo"
+    """The method's own section of the configuration, for the keys that warnings name."""
+    ends_remedy: str = "lower optim.learning_rate"
+    """What to do where the policy ends fewer of its answers, in keys that the method has."""
     first: list[float] = field(default_factory=list)
     """Shares of ends of the first roll-outs,"""
     recent: list[float] = field(default_factory=list)
@@ -100,7 +110,9 @@ class Guard:
     told: set[str] = field(default_factory=set)
     """What is told once."""
     last: dict[str, list[float]] = field(default_factory=dict)
-    """Last numbers of each monitor of updates, and of the returns; at most ``RECENT`` of each."""
+    """Last numbers of each monitor of updates, of the returns and of the mean reward; at most ``RECENT`` of each."""
+    extremes: list[float] = field(default_factory=list)
+    """The worst and the best reward of any answer; empty before the first."""
     first_entropy: list[float] = field(default_factory=list)
     """Entropy of the first updates."""
 
@@ -143,10 +155,23 @@ class Guard:
                 "to one prompt; take easier or harder prompts, or a model that gets some right (guard.max_silent)"
             )
         self.silent = silent
+        if silent == WARN_SILENT:
+            detail = (
+                f"in the last {silent} roll-outs the rewards of every group were equal (the last mean is "
+                f"{fields['reward']:g}), so rewards teach nothing; take easier or harder prompts, a larger rollout.n, "
+                "or rewards that tell answers apart"
+            )
+            if self.config.max_silent:
+                detail += f"; at {self.config.max_silent} in a row the run stops (guard.max_silent)"
+            emit("warning", name="equal_rewards", step=step, detail=detail)
         if fields["errors"]:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
         self._look_at_ends(step, float(fields["stopped"]), emit)
+        if "reward" in fields:
+            self._recent("reward", fields["reward"])
+            every = [*self.extremes, fields["reward_min"], fields["reward_max"]]
+            self.extremes = [min(every), max(every)]
         self._look_at_dropped(step, fields, emit)
         self._look_at_values(step, fields, emit)
 
@@ -160,21 +185,18 @@ class Guard:
         if not rewarded:
             self.unrewarded += 1
             detail = (
-                f"none of {total} completions has a reward: {why}; the updates of this roll-out are skipped; at "
+                f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
                 f"{self.config.max_unrewarded} such roll-outs in a row the run stops (guard.max_unrewarded)"
             )
             emit("warning", name="unrewarded", step=step, detail=detail)
             return False
         self.unrewarded = 0
-        if total - rewarded <= self.config.warn_unrewarded * total:
-            self.told.discard("unrewarded")
-        elif "unrewarded" not in self.told:
-            self.told.add("unrewarded")
-            detail = (
-                f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
-                f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
-            )
-            emit("warning", name="unrewarded", step=step, detail=detail)
+        detail = (
+            f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
+            f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
+        )
+        is_bad = total - rewarded > self.config.warn_unrewarded * total
+        self._warn("unrewarded", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
         return True
 
     def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
@@ -183,16 +205,12 @@ class Guard:
             return
         self.recent = [*self.recent, share][-RECENT:]
         before, now = sum(self.first) / len(self.first), sum(self.recent) / len(self.recent)
-        if len(self.recent) < RECENT or now >= before - self.config.warn_stops:
-            self.told.discard("stops")
-            return
-        if "stops" not in self.told:
-            self.told.add("stops")
-            detail = (
-                f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
-                "to run on; raise rollout.max_new_tokens if they need it, else set shaping.missing_stop"
-            )
-            emit("warning", name="stops", step=step, detail=detail)
+        detail = (
+            f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
+            f"to run on; raise rollout.max_new_tokens if they need it, else {self.ends_remedy}"
+        )
+        is_bad = len(self.recent) == RECENT and now < before - self.config.warn_stops
+        self._warn("stops", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
 
     def _look_at_dropped(
         self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
@@ -202,7 +220,7 @@ class Guard:
             f"{share:.0%} of the answers are cut and left out of training by shaping.overlong=drop; expected at most "
             f"{limit:.0%} (guard.warn_dropped); raise rollout.max_new_tokens, or set shaping.overlong=keep"
         )
-        self._warn("dropped", detail, step, emit, is_bad=share > limit)
+        self._warn("dropped", detail, step, emit, is_bad=share > limit, is_over=share <= limit / 2)
 
     def _look_at_values(
         self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
@@ -222,27 +240,31 @@ class Guard:
             f"from {min(lows):.3g} to {max(highs):.3g}; expected values near the returns (guard.warn_values); lower "
             "critic.learning_rate, or raise critic.warmup_steps"
         )
-        is_bad = margin > 0 and (low < least - margin or high > most + margin)
-        self._warn("values", detail, step, emit, is_bad=is_bad)
+        outside = max(least - low, high - most)
+        is_bad, is_over = margin > 0 and outside > margin, outside <= margin / 2
+        self._warn("values", detail, step, emit, is_bad=is_bad, is_over=is_over)
 
     def _look_at_update(self, report: StepReport, emit: Callable[..., None]) -> None:
         """Warn of a policy that leaves the one that answered, of clipped tokens, and of entropy that is lost."""
         config, metrics = self.config, report.metrics
         less = "lower optim.learning_rate, or train less on each roll-out (rollout.minibatches, rollout.epochs)"
         if DRIFT in metrics:
-            drift = fmean(self._recent("drift", metrics[DRIFT]))
+            drift, limit = fmean(self._recent("drift", metrics[DRIFT])), config.warn_kl
             detail = (
                 f"the policy is {drift:.2g} nats a token away from the one that answered (KL, mean of the last "
-                f"updates); expected at most {config.warn_kl:g} (guard.warn_kl); {less}"
+                f"updates); expected at most {limit:g} (guard.warn_kl); {less}"
             )
-            self._warn("drift", detail, report.step, emit, is_bad=drift > config.warn_kl)
+            is_bad, is_over = drift > limit, drift <= limit / 2
+            self._warn("drift", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
         if LOW in metrics:
             clipped = fmean(self._recent("clipped", metrics[LOW] + metrics[HIGH]))
+            limit = config.warn_clipped
             detail = (
                 f"{clipped:.0%} of the tokens have a ratio outside the clip range (mean of the last updates); "
-                f"expected at most {config.warn_clipped:.0%} (guard.warn_clipped); {less}"
+                f"expected at most {limit:.0%} (guard.warn_clipped); {less}"
             )
-            self._warn("clipped", detail, report.step, emit, is_bad=clipped > config.warn_clipped)
+            is_bad, is_over = clipped > limit, clipped <= limit / 2
+            self._warn("clipped", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
         if ESTIMATE not in metrics:
             return
         entropy = metrics.get(EXACT, metrics[ESTIMATE])
@@ -250,12 +272,18 @@ class Guard:
             self.first_entropy.append(entropy)
             return
         before, now = fmean(self.first_entropy), fmean(self._recent("entropy", entropy))
+        if not self.extremes:
+            return
+        reward, (worst, best) = fmean(self.last["reward"]), self.extremes
         detail = (
-            f"the entropy has fallen from {before:.2g} to {now:.2g} nats a token; expected at least "
-            f"{config.warn_entropy:.0%} of what it was (guard.warn_entropy): answers to a prompt become alike, and "
-            "nothing is learned of equal answers; lower optim.learning_rate, or raise rollout.temperature"
+            f"the entropy has fallen from {before:.2g} to {now:.2g} nats a token, and the mean reward is {reward:.3g} "
+            f"where answers had up to {best:.3g}; expected at least {config.warn_entropy:.0%} of the entropy "
+            "(guard.warn_entropy): the answers to a prompt become alike before they are good, and nothing is learned "
+            "from equal answers; lower optim.learning_rate, or raise rollout.temperature"
         )
-        self._warn("entropy", detail, report.step, emit, is_bad=now < config.warn_entropy * before)
+        limit, is_good = config.warn_entropy * before, reward >= worst + GOOD * (best - worst)
+        is_bad, is_over = now < limit and not is_good, now >= 2 * limit
+        self._warn("entropy", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
 
     def _recent(self, name: str, value: float) -> list[float]:
         """The last ``RECENT`` numbers of a name, this one included."""
@@ -263,12 +291,19 @@ class Guard:
         return self.last[name]
 
     def _warn(
-        self, name: str, detail: str, step: int, emit: Callable[..., None], *, is_bad: bool
+        self,
+        name: str,
+        detail: str,
+        step: int,
+        emit: Callable[..., None],
+        *,
+        is_bad: bool,
+        is_over: bool,
     ) -> None:
-        """Emit a warning, once for as long as it is bad."""
-        if not is_bad:
+        """Emit a warning if a number is bad, and not again before it is over."""
+        if is_over:
             self.told.discard(name)
-        elif name not in self.told:
+        elif is_bad and name not in self.told:
             self.told.add(name)
             emit("warning", name=name, step=step, detail=detail)
 
@@ -303,7 +338,8 @@ class Guard:
                 min(effective, weight) < self.config.warn_effective,
                 f"the weights of tokens have a mean of {weight:.2f} and an effective sample size of {effective:.0%} "
                 f"of the tokens; expected at least {self.config.warn_effective:g} of both (guard.warn_effective); "
-                "products over an answer fade with its length: correction_level=geometric or token does not",
+                f"products over an answer fade with its length: {self.section}.correction_level=geometric or token "
+                "does not",
             ),
         ):
             if is_bad and name not in self.told:
@@ -315,6 +351,7 @@ class Guard:
         return {
             "last": {name: list(values) for name, values in self.last.items()},
             "first_entropy": list(self.first_entropy),
+            "extremes": list(self.extremes),
             "first": list(self.first),
             "recent": list(self.recent),
             "silent": self.silent,
@@ -326,6 +363,7 @@ class Guard:
         last = remembered.get("last", {})  # older checkpoints have none
         self.last = {name: list(values) for name, values in last.items()}
         self.first_entropy = list(remembered.get("first_entropy", ()))
+        self.extremes = list(remembered.get("extremes", ()))
         self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
         self.silent, self.told = int(remembered["silent"]), set(remembered["told"])
         self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none

@@ -125,14 +125,14 @@ class PolicyCredit(Credit):
         scale, reward_S = self._shaped(paths)
         penalties = [self._penalty(path, said[path.name]) for path in paths]
         if isinstance(self.ways.estimate, Gae):
-            advantages, returns = _by_critic(
+            advantages, returns, of_critic = _by_critic(
                 self.ways.estimate, paths, reward_S, scale, penalties, said
             )
         else:
             group_S = torch.tensor([path.group for path in paths])
             estimated = self.ways.estimate(reward_S, group_S, penalties)
             advantages = [advantage_N.numpy() for advantage_N in estimated]
-            returns = [None] * len(paths)
+            returns, of_critic = [None] * len(paths), {}
         given = dict(zip([path.name for path in paths], advantages, strict=True))
         made = [
             (path, self._sample(path, given[path.name], of, said[path.name]))
@@ -144,7 +144,7 @@ class PolicyCredit(Credit):
                 f"all {len(paths)} completions of a roll-out were cut, and shaping.overlong=drop leaves those out; "
                 "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
             )
-        metrics = self._metrics(reward_S, paths, said)
+        metrics = self._metrics(reward_S, paths, said) | of_critic
         if self.ways.shaping.overlong == "drop":
             metrics["dropped"] = 1.0 - len(made) / len(paths)
         learned = {path.name: given[path.name] for path, _ in made}
@@ -221,7 +221,6 @@ class PolicyCredit(Credit):
 
     def _metrics(self, reward_S: Tensor, paths: Sequence[Rewarded], said: Said) -> dict[str, float]:
         metrics = {}
-        total_S = reward_S
         if self.ways.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
         if self.ways.penalty is not None:
@@ -230,16 +229,6 @@ class PolicyCredit(Credit):
             metrics["kl"] = float(kl.estimate(gap_N, "k1").mean())
             metrics["kl_k3"] = float(kl.estimate(gap_N, "k3").mean())
             metrics["kl_coef"] = self._coef
-            paid = [self._coef * float((own - reference).sum()) for own, reference in pairs]
-            total_S = total_S - torch.tensor(paid, dtype=torch.float64)
-        if isinstance(self.ways.estimate, Gae):
-            metrics |= {"return_min": float(total_S.min()), "return_max": float(total_S.max())}
-            sizes = [path.episode.sampled_at_N.size for path in paths]
-            value_R = np.concatenate(
-                [said[path.name][VALUE][:size] for path, size in zip(paths, sizes, strict=True)]
-            )
-            low, high = np.quantile(value_R, VALUE_RANGE)
-            metrics |= {"value_low": float(low), "value_high": float(high)}
         return metrics
 
     def _next_coef(self, metrics: Mapping[str, float]) -> float:
@@ -256,10 +245,13 @@ def _by_critic(
     scale: Scale,
     penalties: Sequence[Tensor],
     said: Said,
-) -> tuple[list[FloatArray], list[FloatArray | None]]:
-    """(advantages, returns) of each path's tokens."""
+) -> tuple[list[FloatArray], list[FloatArray | None], dict[str, float]]:
+    """(advantages, returns) of each path's tokens, and the ranges of what the critic says and of what rewards come to:
+    the discounted sum of the rewards from each token on, which no value of the critic has a part in.
+    """
     advantages: list[Tensor] = []
     returns: list[FloatArray | None] = []
+    values, sums = [], []
     for path, reward, penalty_N in zip(paths, reward_S.tolist(), penalties, strict=True):
         size, turn_N = penalty_N.numel(), torch.zeros_like(penalty_N)
         for n, turn_reward in path.episode.turn_rewards:
@@ -274,10 +266,20 @@ def _by_critic(
         advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
         advantages.append(advantage_N)
         returns.append(return_N.numpy())
+        values.append(value_R[:size])
+        sums.append(gae(reward_N, torch.zeros_like(reward_N), 0.0, how.gamma, 1.0)[1])
     if how.is_whitened:
         sizes = [one.numel() for one in advantages]
         advantages = list(torch.split(whiten(torch.cat(advantages)), sizes))
-    return [one.numpy() for one in advantages], returns
+    sum_N = torch.cat(sums)
+    low, high = np.quantile(torch.cat(values).numpy(), VALUE_RANGE).tolist()
+    ranges = {
+        "return_min": float(sum_N.min()),
+        "return_max": float(sum_N.max()),
+        "value_low": low,
+        "value_high": high,
+    }
+    return [one.numpy() for one in advantages], returns, ranges
 
 
 def _length(path: Rewarded) -> int:

@@ -63,6 +63,8 @@ class Recipe(NamedTuple):
     critic: CriticConfig | None = None
     is_judged: bool = True
     """Whether rewards are what is learned from."""
+    ends_remedy: str = "lower optim.learning_rate"
+    """What to do where the policy ends fewer of its answers, in keys that the method has."""
     is_coupled: bool = False
     """Whether the answers of a group are compared inside the loss, as pairs are."""
     decisions: Sequence[tuple[str, str, str]] = ()

@@ -86,7 +86,10 @@ def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
         pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
     ]
     has_none = [said.total is None and (one.error or said.error) is None for one, said in said_of]
-    worth = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
+    worth = {}
+    if rewards:
+        worth = {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
+        worth |= {"reward_min": min(rewards), "reward_max": max(rewards)}
     return {
         **worth,
         **_parts(rolled),

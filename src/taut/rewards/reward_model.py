@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from taut.config import configclass
+from taut.dtypes import ComputeDtype
 from taut.errors import EngineError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of
 from taut.rewards.pictures import sent
 from taut.rewards.verifier import Place, Verifier
-from taut.types import ComputeDtype
 from taut.vision.picture import ImagesConfig
 
 UNREAD = ("folder", "bad", "fps", "max_frames")

@@ -35,6 +35,7 @@ from taut.data.pack import ALONE, PackPolicy, common_prefix, pack, prefix_order
 from taut.data.preferences import Answers, AnyRow, Stepwise
 from taut.data.render import Renderer
 from taut.data.template import checked
+from taut.dtypes import ComputeDtype
 from taut.errors import DataError, NonFiniteError, OutOfMemory
 from taut.models import anatomy
 from taut.models.load import context_length, load_config, load_tokenizer
@@ -49,7 +50,7 @@ from taut.rollout.open import (
     one_device,
     read_template,
 )
-from taut.types import ComputeDtype, FloatArray, Sample, Wants
+from taut.types import FloatArray, Sample, Wants
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
 

@@ -28,6 +28,7 @@ from taut.config import configclass
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
+from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy
 from taut.models.adapted import adapter_settings, put_on
@@ -47,7 +48,6 @@ from taut.rollout.engine import Engine
 from taut.rollout.local import LocalConfig, LocalEngine
 from taut.rollout.server import ServerConfig, ServerEngine
 from taut.rollout.sync import SyncConfig
-from taut.types import ComputeDtype
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
 

@@ -14,7 +14,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -23,6 +23,9 @@ from rich.text import Text
 from taut.plural import counted
 from taut.printing import Printer
 from taut.runlog.events import Event, ReportLost
+
+BAR = 10
+"""Columns of the progress bar."""
 
 RECENT = 20
 """Steps whose duration predicts the rest."""
@@ -101,11 +104,6 @@ class ConsoleReport:
                 self._say(f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}")
         for what in ("dropped", "cut"):
             self._show_incidents(what, event.get(what, ()))
-        if self._console.is_terminal:
-            columns = BarColumn(10), MofNCompleteColumn(), TextColumn("{task.description}")
-            self._progress = Progress(*columns, console=self._console)
-            self._task = self._progress.add_task("", total=self._num_steps)
-            self._progress.start()
 
     def _show_incidents(self, what: str, lines: Sequence[str]) -> None:
         for line in lines[:LINES_SHOWN]:
@@ -118,12 +116,24 @@ class ConsoleReport:
         if not event.get("skipped"):
             self._steps.append({key: event[key] for key in COUNTED})
         step = event["step"]
-        text = rollout_text(self._rollouts) + step_text(event, self._time_left(step))
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, description=text)
+        parts = step_parts(event, self._time_left(step), self._rollouts)
+        if self._console.is_terminal:
+            self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
             total = "" if self._num_steps is None else f"/{self._num_steps}"
-            self._say(f"step {step}{total}  {text}")
+            self._say(f"step {step}{total}  {line_of(parts)}")
+
+    def _draw(self, step: int, parts: Sequence[Part]) -> None:
+        """The progress bar, from the first step on: what comes before has lines of its own."""
+        if self._progress is None:
+            columns = BarColumn(BAR), MofNCompleteColumn(), TextColumn("{task.description}")
+            self._progress = Progress(*columns, console=self._console)
+            self._task = self._progress.add_task("", total=self._num_steps)
+            self._progress.start()
+        assert self._task is not None
+        count = len(f"{self._num_steps}/{self._num_steps}")
+        text = line_of(parts, self._console.width - BAR - count - 2)
+        self._progress.update(self._task, completed=step, description=text)
 
     def _keep_rollout(self, event: Event) -> None:
         """The lines of the steps that train on it show it."""
@@ -186,8 +196,6 @@ class ConsoleReport:
     def _show_resume(self, event: Event) -> None:
         found = f"resumed after step {event['from_step']}"
         self._say(found if event["from_step"] else "resume: no checkpoint in out; from the start")
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=event["from_step"])
 
     def _show_end(self, event: Event) -> None:
         self.close()
@@ -245,39 +253,60 @@ def trained_text(event: Event) -> str:
     return f": {total:,} parameters, {part} trained"
 
 
-def rollout_text(rollouts: Sequence[Event]) -> str:
-    """The newest roll-out, in front of a step's line."""
-    if not rollouts:
-        return ""
-    last = rollouts[-1]
-    parts = []
-    if "reward" in last:
-        is_whole = last.get("rewarded") == last.get("completions")
-        over = "" if is_whole else f" ({last['rewarded']} of {last['completions']})"
-        parts.append(f"reward {last['reward']:.3f}{over}")
-    if "stopped" in last:
-        parts += [f"ends {last['stopped']:.0%}", f"{last['tokens_mean']:.0f} tokens"]
-    return "".join(f"{part}  " for part in parts)
+class Part(NamedTuple):
+    """A part of a step's line."""
+
+    text: str
+    rank: int
+    """Where there is no room for all, those with the highest rank are left out first."""
 
 
-def step_text(event: Event, left: timedelta | None) -> str:
-    """A step in one line."""
+def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) -> list[Part]:
+    """What a step's line says, in the order in which it stands there."""
+    generated = rollout_parts(rollouts[-1]) if rollouts else []
     if event.get("skipped"):
-        return "skipped: no completion has a reward"
+        return [*generated, Part("skipped: no completion has a reward", 0)]
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
-    parts = [
-        f"loss {event['loss']:.4f}",
-        *(f"{key.split('/')[-1]} {event[key]:.3g}" for key in HEADLINES if key in event),
-        f"grad {event['grad_norm']:.3g}",
-        f"lr {event['learning_rate']:.2e}",
-        f"{speed:,.0f} tok/s",
+    parts = [*generated, Part(f"loss {event['loss']:.4f}", 0)]
+    parts += [
+        Part(f"{key.split('/')[-1]} {event[key]:.3g}", 3) for key in HEADLINES if key in event
+    ]
+    parts += [
+        Part(f"grad {event['grad_norm']:.3g}", 5),
+        Part(f"lr {event['learning_rate']:.2e}", 8),
+        Part(f"{speed:,.0f} tok/s", 6),
     ]
     if left is not None:
-        parts.append(f"{left} left")
+        parts.append(Part(f"{left} left", 1))
     if event["num_tokens"] < event["num_tokens_unshared"]:
-        parts.append(f"saved {saved(event['num_tokens'], event['num_tokens_unshared'])}")
-    parts.append(f"{memory_bytes(event) / 1e9:.1f} GB")
-    return "  ".join(parts)
+        shared = not_computed(event["num_tokens"], event["num_tokens_unshared"])
+        parts.append(Part(f"{shared} of tokens shared", 9))
+    return [*parts, Part(f"{memory_bytes(event) / 1e9:.1f} GB", 10)]
+
+
+def rollout_parts(rollout: Event) -> list[Part]:
+    """What the line of a step that trains on a roll-out says of it."""
+    parts = []
+    if "reward" in rollout:
+        is_whole = rollout.get("rewarded") == rollout.get("completions")
+        over = "" if is_whole else f" ({rollout['rewarded']} of {rollout['completions']})"
+        parts.append(Part(f"reward {rollout['reward']:.3f}{over}", 2))
+    if "stopped" in rollout:
+        parts.append(Part(f"ends {rollout['stopped']:.0%}", 4))
+        parts.append(Part(f"{rollout['tokens_mean']:.0f} tokens", 7))
+    return parts
+
+
+def line_of(parts: Sequence[Part], width: int | None = None) -> str:
+    """The parts side by side, the least important left out until they fit into ``width`` columns."""
+    kept = list(parts)
+    while width is not None and len(kept) > 1 and len(_line(kept)) > width:
+        kept.remove(max(kept, key=lambda part: part.rank))
+    return _line(kept)
+
+
+def _line(parts: Sequence[Part]) -> str:
+    return "  ".join(part.text for part in parts)
 
 
 def memory_bytes(event: Event) -> int:
@@ -287,8 +316,8 @@ def memory_bytes(event: Event) -> int:
     return int(event.get("memory_bytes") or own)
 
 
-def saved(num_tokens: int, num_tokens_unshared: int) -> str:
-    """The share of tokens that prefix sharing left out."""
+def not_computed(num_tokens: int, num_tokens_unshared: int) -> str:
+    """The percentage of tokens that lie in a prefix another sample has too, and are not computed again."""
     return f"{1 - num_tokens / num_tokens_unshared:.0%}"
 
 
@@ -373,6 +402,9 @@ def summary(
     rows.append(("tokens", f"{unshared:,}{of_them}, {speed:,.0f} a second"))
     if computed < unshared:
         rows.append(
-            ("computed", f"{computed:,}: sharing prefixes saved {saved(computed, unshared)}")
+            (
+                "computed",
+                f"{computed:,}: {not_computed(computed, unshared)} of tokens are in shared prefixes",
+            )
         )
     return rows

@@ -17,6 +17,7 @@ from taut.config import from_mapping, load
 from taut.data.render import Renderer
 from taut.data.stops import derive_stop_set
 from taut.errors import ConfigError
+from taut.interrupts import Interrupt
 from taut.rollout.engine import Engine, Sampling
 from taut.rollout.local import LocalEngine
 from taut.rollout.open import Opened
@@ -28,8 +29,13 @@ class Speaks(LocalEngine):
     """A local engine that says given ids."""
 
     def __init__(
-        self, answers: Sequence[Sequence[int]], *, interrupt_after: int | None = None
+        self,
+        answers: Sequence[Sequence[int]],
+        *,
+        interrupt_after: int | None = None,
+        interrupt: type[KeyboardInterrupt] = KeyboardInterrupt,
     ) -> None:
+        self.interrupt = interrupt
         self.answers, self.interrupt_after = iter(answers), interrupt_after
         self.asked: list[Prompt] = []
 
@@ -37,7 +43,7 @@ class Speaks(LocalEngine):
         self.asked.append(prompt)
         for number, index in enumerate(next(self.answers)[: sampling.max_new_tokens]):
             if number == self.interrupt_after:
-                raise KeyboardInterrupt
+                raise self.interrupt
             yield index
 
 
@@ -99,6 +105,12 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(renderer: Rendere
     start = renderer.template.decode(said[:2])
     assert talk(renderer, engine, "go", "on") == f"{start}\n[stopped]\n" * 2
     assert f"<|im_start|>assistant\n{start}<|im_end|>" in prompts(renderer, engine)[1]
+
+
+def test_a_signal_that_ends_the_program_is_no_ctrl_c(renderer: Renderer) -> None:
+    engine = Speaks([ids(renderer, "the cat sat")], interrupt_after=2, interrupt=Interrupt)
+    with pytest.raises(Interrupt):
+        talk(renderer, engine, "go", "on")
 
 
 def test_a_server_answers_at_once_and_its_errors_leave_no_trace(renderer: Renderer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from taut.commands.plan import Plan, memory, plan
 from taut.commands.plan_report import show
 from taut.config import from_mapping
 from taut.errors import ConfigError, TautError
+from taut.printing import told_when_slow
 
 
 def config_of(model: Path, **keys: Any) -> Plan:
@@ -63,8 +65,13 @@ def test_a_plan_needs_neither_weights_nor_data(bare: Path) -> None:
     assert "fits: " in text
     assert "on 2 x H100 of 80.00 GiB, of which 72.00 may be used" in text
     assert "no data given" in text
-    assert "40% of its peak is assumed, not measured" in text
+    assert "optim.learning_rate: 2e-05, the default of taut sft where all weights train" in text
+    assert "40% of its peak and 5 us an operator are assumed, not measured" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_learning_rate_that_is_set_needs_no_explanation(bare: Path) -> None:
+    assert "learning_rate" not in text_of(config_of(bare, gpu="H100", optim__learning_rate=1e-4))
 
 
 def test_what_is_asked_comes_first_and_each_way_has_its_keys(bare: Path) -> None:
@@ -95,6 +102,16 @@ def test_exit_codes_and_the_budget_that_fits(
     assert 100 <= int(found[1]) < 1000
     assert command.run(config_of(bare, gpu_memory=half, **keys)) == 0
     assert "fits: " in capsys.readouterr().out
+
+
+def test_a_plan_that_takes_long_says_what_it_does(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "told_when_slow", partial(told_when_slow, after=0.0))
+    plan(config_of(bare, gpu="L4"))
+    said = capsys.readouterr().err.splitlines()
+    assert "taut: counting the bytes of all weights" in said
+    assert "taut: counting the bytes of LoRA, rank 16, checkpointing" in said
 
 
 def test_where_nothing_fits_it_says_so(bare: Path) -> None:

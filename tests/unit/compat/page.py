@@ -98,7 +98,7 @@ One object. `schema` is `taut.recipe/2`; the number is raised whenever a field c
 | `carried.settings` | taut's keys with their values |
 | `carried.unfilled` | taut's keys that you have to fill in, with the word that stands in the command |
 | `carried.assumed` | lines on what the recipe does not say and the command rests on |
-| `carried.options` | all options, environment variables (`$NAME`) and options of the launcher (`--NAME`) |
+| `carried.options` | all options, variables (`$NAME`) and options of the launcher (`--NAME`); secrets are `***` |
 | `carried.options[].key`, `place`, `value` | the option; `place` is null where it is not set and that is lacking |
 | `carried.options[].outcome`, `why`, `keys` | one of the four; the reason; the keys of taut that say it |
 

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft.utils.constants import (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS,
+)
 from rich.console import Console
+from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.compat.examine import DIALECTS, examine
 from taut.compat.outcomes import load_table
@@ -160,6 +164,13 @@ def test_variables_of_the_machine_are_left_aside(tmp_path: Path) -> None:
     assert offer["exit"] == 0
 
 
+def test_a_secret_is_not_printed(tmp_path: Path) -> None:
+    text = f"WANDB_API_KEY=hush {SWIFT}--hub_token hush\n"
+    offer = read(tmp_path, "swift", text)["carried"]
+    assert "hush" not in json.dumps(offer)
+    assert offer["settings"]["model"] == "some/model"
+
+
 # packing
 
 
@@ -293,6 +304,25 @@ def test_a_value_that_is_not_known_is_left_to_the_user(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "key"),
+    [
+        ("swift", "--warmup_steps few", "warmup_steps"),
+        ("swift", "--per_device_train_batch_size 0", "per_device_train_batch_size"),
+        ("swift", "--gradient_accumulation_steps 1.5", "gradient_accumulation_steps"),
+        ("swift", "--loss_scale all last_round", "loss_scale"),
+        ("trl", "--learning_rate nan", "learning_rate"),
+        ("trl", "--model_name_or_path a b", "model_name_or_path"),
+    ],
+)
+def test_a_value_of_another_kind_is_lacking(
+    framework: str, options: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, options)
+    assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
 # adapters
 
 
@@ -312,6 +342,11 @@ def test_trls_adapters_without_modules_are_pefts_choice(tmp_path: Path) -> None:
     offer = carried(tmp_path, "trl", f"--use_peft --model_name_or_path {model}")
     assert offer["settings"]["lora.targets"] == ["q_proj", "v_proj"]
     assert offer["exit"] == 0
+
+
+def test_the_modules_that_peft_adapts_are_pefts() -> None:
+    table = load_table().peft_targets
+    assert {name: tuple(PEFT_TARGETS[name]) for name in table} == table
 
 
 @pytest.mark.parametrize(
@@ -358,7 +393,74 @@ def test_trls_router_loss_of_a_mixture_of_experts_is_lacking(tmp_path: Path) -> 
     assert offer["exit"] == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        ({}, "all-linear"),
+        ({"vision_config": {}}, ["language_model", "vision_tower", "projector"]),
+    ],
+)
+def test_pefts_all_linear_is_of_the_whole_model(
+    config: dict[str, Any], targets: Any, tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "some")
+    (model / "config.json").write_text(json.dumps({"model_type": "some"} | config))
+    words = f"--use_peft --lora_target_modules all-linear --model_name_or_path {model}"
+    assert carried(tmp_path, "trl", words)["settings"]["lora.targets"] == targets
+
+
+def test_openrlhfs_flat_names_are_carried_too(tmp_path: Path) -> None:
+    text = (
+        "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset r.jsonl --input_key body "
+        "--pretrain_mode --adam_betas 0.8 0.9 --l2 0.1 --lora_rank 8 --lora_dropout 0.1 --save_steps 5 "
+        "--use_wandb KEY --aux_loss_coef 0.001\n"
+    )
+    offer = read(tmp_path, "openrlhf", text)["carried"]
+    expected = {"optim.beta1": 0.8, "optim.beta2": 0.9, "optim.weight_decay": 0.1}
+    expected |= {"lora.rank": 8, "lora.dropout": 0.1}
+    assert expected.items() <= offer["settings"].items()
+    assert set(lacking(offer)) == {"model.aux_loss_coef"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "dtype"),
+    [
+        ("trl", "--bf16 false", "float32"),
+        ("trl", "--bf16 true", None),
+        ("trl", "--bf16 false --fp16 true", None),
+        ("trl", "--bf16 false --dtype bfloat16", None),
+        ("swift", "--torch_dtype float32", "float32"),
+        ("swift", "--torch_dtype bfloat16", None),
+    ],
+)
+def test_training_in_float32(
+    framework: str, options: str, dtype: str | None, tmp_path: Path
+) -> None:
+    offer = carried(tmp_path, framework, options)
+    assert offer["settings"].get("dtype") == dtype
+    assert not {"bf16", "fp16", "torch_dtype"} & set(lacking(offer))
+
+
 # data
+
+
+@pytest.mark.parametrize(
+    ("switch", "option", "keys"),
+    [
+        ("{% if enable_thinking %}{% endif %}", "", {"add_non_thinking_prefix"}),
+        ("{% if enable_thinking %}{% endif %}", "--add_non_thinking_prefix false", set()),
+        ("", "", set()),
+    ],
+)
+def test_swifts_empty_thoughts_before_answers(
+    switch: str, option: str, keys: set[str], tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "qwen3")
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = f"{switch}{tokenizer.chat_template}"
+    save_tokenizer(tokenizer, model)
+    offer = carried(tmp_path, "swift", f"--model {model} {option}")
+    assert set(lacking(offer)) == keys
 
 
 def test_so_many_rows_of_a_file_are_lacking(tmp_path: Path) -> None:
@@ -381,6 +483,19 @@ def test_swifts_data_by_name(options: str, train: Any, tmp_path: Path) -> None:
     content = read(tmp_path, "swift", f"swift sft --model m {options}\n")
     assert content["carried"]["settings"]["data.train"] == train
     assert content["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "ours"),
+    [
+        ('{"q": "query", "a": "response"}', {"instruction": "q", "output": "a"}),
+        ('{"q": "rejected_response"}', None),
+    ],
+)
+def test_swifts_columns(columns: str, ours: Any, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", f"--columns '{columns}'")
+    assert offer["settings"].get("data.columns") == ours
+    assert ("columns" in lacking(offer)) == (ours is None)
 
 
 def test_data_of_modelscope_cannot_be_named(tmp_path: Path) -> None:

@@ -176,12 +176,19 @@ def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     assert "optim.clip_grad_norm" not in found.carried.settings
     assert found.carried.unfilled["optim.clip_grad_norm"] == "CLIP_GRAD_NORM"
     lacking = [option.line for option in found.carried.having("lacking")]
-    assert "a.yaml:2: max_grad_norm = NaN: not a number that taut takes" in lacking
+    assert "a.yaml:2: max_grad_norm = NaN: the value is not known (not a finite number)" in lacking
     json.dumps(found.as_json(), allow_nan=False)
 
 
 def test_methods_other_than_sft_are_not_carried_over() -> None:
     assert report("trl:trl_dpo.sh").carried is None
+
+
+@pytest.mark.parametrize("spec", ["trl:trl_dpo.sh", "swift:swift_grpo.yaml"])
+def test_what_taut_does_is_said_as_of_a_method_that_there_is(spec: str) -> None:
+    traps = report(spec).as_json()["traps"]
+    assert traps
+    assert not [trap["id"] for trap in traps if "by design" in trap["taut"]]
 
 
 def test_settings_know_their_lines() -> None:

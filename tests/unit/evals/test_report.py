@@ -18,7 +18,7 @@ from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, DataError
 from taut.evals.answers import EvalSampling, answer, require_scorable
 from taut.evals.report import Answer, Report, build_report, pass_ks, spaced
-from taut.evals.statistics import bootstrap_interval, pass_at_k, wilson_interval
+from taut.evals.statistics import bootstrap_interval, mean, pass_at_k, wilson_interval
 from taut.rewards import Answered, Panel, PanelConfig, Verifier, open_panel
 from taut.rewards.registry import Part
 from taut.rollout.engine import Sampling
@@ -55,6 +55,21 @@ def report(said: Sequence[Sequence[str]], *names: str, reference: str = "fox") -
 )
 def test_wilson_interval(hits: int, trials: int, low: float, high: float) -> None:
     assert wilson_interval(hits, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_an_interval_ends_at_0_and_1_exactly_where_nothing_or_everything_was_right() -> None:
+    """Of 69 answers without a right one the formula's rounding would print 3.469e-18."""
+    found = [(wilson_interval(0, n).low, wilson_interval(n, n).high) for n in range(1, 500)]
+    assert set(found) == {(0.0, 1.0)}
+    assert all(wilson_interval(1, n).low > 0 for n in range(2, 500))
+
+
+def test_values_that_cancel_have_a_mean_of_0() -> None:
+    """numpy's mean of these is 9.25e-18."""
+    assert mean([0.1, 0.2, -0.3]) == 0.0
+    assert mean([1e-20, 3e-20]) == pytest.approx(2e-20), "small values are no rounding"
+    bounds = bootstrap_interval([0.1, 0.2, -0.3] * 7)
+    assert all(bound == 0.0 or abs(bound) > 1e-6 for bound in bounds)
 
 
 @given(st.integers(1, 300), st.floats(0, 1))

@@ -13,9 +13,9 @@ from tests.models import save_tiny
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError
-from taut.methods.critic import CriticConfig, Setting, build_critic
+from taut.methods.critic import LEARNING_RATES, CriticConfig, Setting, build_critic
 from taut.models.critic import OwnCritic, SharedCritic
-from taut.optim import Pace
+from taut.optim import OptimConfig, Pace
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,18 @@ def test_what_has_no_effect_is_refused(settings: dict[str, Any], message: str) -
 
 
 def test_its_pace_is_told_relative_to_the_others() -> None:
-    assert CriticConfig().pace(1e-5) == Pace("critic", 1.0, 0)
-    assert CriticConfig(learning_rate=2e-5, warmup_steps=7).pace(1e-5) == Pace("critic", 2.0, 7)
+    rate = 1e-5
+    given = OptimConfig(learning_rate=rate)
+    assert CriticConfig().pace(given, rate) == Pace("critic", 1.0, 0)
+    own = CriticConfig(learning_rate=2e-5, warmup_steps=7)
+    assert own.pace(given, rate) == Pace("critic", 2.0, 7)
+
+
+def test_its_rate_has_a_default_of_its_own_where_none_is_set() -> None:
+    assert CriticConfig().rate(OptimConfig()) == LEARNING_RATES.full == 1e-5
+    assert CriticConfig(lora_rank=4).rate(OptimConfig()) == LEARNING_RATES.lora == 1e-4
+    assert CriticConfig().rate(OptimConfig(learning_rate=0.5)) == 0.5
+    assert CriticConfig().pace(OptimConfig(), 1e-6).ratio == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(

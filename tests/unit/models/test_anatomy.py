@@ -1,4 +1,4 @@
-"""Parts, heads, state and RoPE of eighteen architectures."""
+"""Parts, heads, state and RoPE of twenty architectures."""
 
 from __future__ import annotations
 
@@ -89,6 +89,13 @@ def test_flops_by_hand() -> None:
     windowed = anatomy.flops(tiny_model("gemma2"))
     assert windowed.per_pair == windowed.per_window_pair == 12 * 4 * 16
     assert windowed.window == 5
+
+
+def test_flops_of_layers_with_heads_of_different_sizes() -> None:
+    cost = anatomy.flops(tiny_model("gemma4_text"))
+    assert cost.per_window_pair == 12 * 4 * (8 + 8)
+    assert cost.per_pair == 12 * 4 * (16 + 16)
+    assert cost.window == 5
 
 
 def test_flops_count_active_experts_and_leave_out_gradients_of_frozen_weights() -> None:

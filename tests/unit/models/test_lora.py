@@ -180,6 +180,10 @@ def test_an_adapter_directory_that_does_not_fit_is_refused(tmp_path: Path) -> No
     wider = tiny_model("llama", hidden_size=64)
     with pytest.raises(ModelError, match="does not fit this model"):
         apply_lora(wider, LoraConfig(adapter=str(tmp_path)))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (tmp_path / "adapter_model.safetensors").write_text(pointer)
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors is a git-lfs pointer"):
+        apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match="has no adapter_model"):
         apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))

@@ -67,6 +67,16 @@ def test_chunked_attention_is_refused_by_name() -> None:
         run(load("llama4_text"))
 
 
+def test_a_window_of_zero_in_a_layer_that_has_it_is_refused_by_name() -> None:
+    """Of Qwen2-MoE it is in the configuration where no layer has a window: that is carried, above."""
+    sliding = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    model = tiny_model("qwen2_moe", **sliding)
+    model.set_attn_implementation(f"{select.PREFIX}reference")
+    assert model.config.sliding_window == 0
+    with pytest.raises(AttentionError, match="Qwen2MoeForCausalLM masks a sliding window of 0"):
+        run(model)
+
+
 def test_longrope_packs_within_the_first_regime_and_not_beyond() -> None:
     assert run(load("phi3_longrope"), max_length=32).one_sample is None
     beyond = run(load("phi3_longrope"), max_length=33).one_sample

@@ -15,7 +15,7 @@ from taut.errors import CheckFailed
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.losses.sft import CrossEntropy
-from taut.online.credit import All, Best, Pairs, Rewarded, paths_of
+from taut.online.credit import All, Best, BestOfNConfig, Pairs, Rewarded, paths_of
 from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 from taut.online.rollouts import Group
 from taut.rewards.panel import Verdict
@@ -175,6 +175,7 @@ def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None
     discounted = policy(estimate=Gae(0.5, 1.0, is_whitened=False))
     given = discounted.trees([path], said([path], value_R=0.0))
     assert given.advantages[path.name].tolist() == [0.5 + 2.5 / 8, 1 + 2.5 / 4, 2.5 / 2, 2.5]
+    assert (given.metrics["return_min"], given.metrics["return_max"]) == (0.8125, 2.5)
     every = [first, second, path]
     grouped = policy().trees(every, said(every))
     plain = policy().trees([first, second, third], said(every))
@@ -244,7 +245,7 @@ def test_a_flat_reward_gives_no_reason_to_be_cut() -> None:
 
 
 def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
-    """Returns are shaped rewards less the penalty, 0.1 a token: of two tokens and of three."""
+    """Returns are shaped rewards, 0.8, less the penalty, 0.1 for each token to come: of two tokens and of three."""
     every = paths([[1.0, 0.0]])
     asked = said(every, value_R=0.25, old_logp_N=-1.0, ref_logp_N=-1.2)
     asked[every[1].name]["value_R"][:] = 6.8
@@ -255,7 +256,7 @@ def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
     )
     found = made.trees(paths([[1.0, 0.8]]), asked).metrics
     assert found["return_min"] == pytest.approx(0.5)
-    assert found["return_max"] == pytest.approx(0.6)
+    assert found["return_max"] == pytest.approx(0.7)
     assert (found["value_low"], found["value_high"]) == (0.25, 6.8)
     assert "value_low" not in policy().trees(every, said(every)).metrics
 
@@ -311,12 +312,33 @@ def test_the_best_and_the_worst_are_a_pair() -> None:
 
 
 def test_the_best_that_are_good_enough_are_kept() -> None:
-    made = Best(CrossEntropy(), keep=2, at_least=0.4)
+    made = Best(CrossEntropy(), BestOfNConfig(keep=2, at_least=0.4))
     given = made.trees(paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
     (tree,) = given.trees
     assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
     with pytest.raises(CheckFailed, match="at_least"):
         made.trees(paths([[0.1, 0.2]]), {})
+
+
+def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> None:
+    """Learned as it is, the best of all would teach the model to run on."""
+    every = paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]], a1="length", b1="length")
+    made = Best(CrossEntropy(), BestOfNConfig())
+    names = [s.id for tree in made.trees(every, {}).trees for s in tree.samples]
+    assert names == ["a#2 of roll-out 1", "b#2 of roll-out 1"]
+    keeping = Best(CrossEntropy(), BestOfNConfig(overlong="keep"))
+    names = [s.id for tree in keeping.trees(every, {}).trees for s in tree.samples]
+    assert names == ["a#1 of roll-out 1", "b#1 of roll-out 1"]
+    cut = paths([[0.9, 0.5]], a0="length", a1="length")
+    with pytest.raises(
+        CheckFailed, match=r"all 2 completions .* were cut, and best_of_n\.overlong"
+    ):
+        made.trees(cut, {})
+    group = Group(tuple(p.episode for p in cut), tuple(p.verdict for p in cut))
+    assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
+    good = Best(CrossEntropy(), BestOfNConfig(at_least=0.6))
+    with pytest.raises(CheckFailed, match=r"at_least=0\.6; the best has 0\.5"):
+        good.trees(paths([[0.9, 0.5]], a0="length"), {})
 
 
 def test_all_are_kept_as_they_are() -> None:

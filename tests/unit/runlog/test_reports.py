@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
     assert lines[2:7] == [f"dropped  a.jsonl:{line}: too long" for line in range(5)]
     assert lines[7] == "dropped  and 4 more: see events.jsonl"
     assert lines[8].startswith(
-        "step 1/4  loss 1.0000  grad 0.5  lr 1.00e-04  200 tok/s  0:00:02 left  saved 25%  "
+        "step 1/4  loss 1.0000  grad 0.5  lr 1.00e-04  200 tok/s  0:00:02 left  25% of tokens shared  "
     )
     assert lines[8].endswith("GB")
     assert "0:00:01 left" in lines[9]
@@ -135,13 +136,54 @@ def test_a_terminal_gets_a_bar_that_is_redrawn() -> None:
     assert "loss 0.3333" in text
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("is_rolled_out", [False, True])
+def test_a_narrow_terminal_keeps_step_loss_and_time_left(width: int, is_rolled_out: bool) -> None:
+    """Of a long run with everything there is to say: nothing is cut in the middle."""
+    stream = io.StringIO()
+    report = ConsoleReport(1, Console(file=stream, force_terminal=True, width=width))
+    report({**START, "num_steps": 10_000, "dropped": []})
+    if is_rolled_out:
+        fields = {"reward": -12.3456, "stopped": 0.953, "tokens_mean": 1234.5}
+        report({"kind": "rollout", "time": 0, "step": 1, **fields})
+    measured = {"rewards/accuracy": 0.75, "rewards/margin": 0.1234567}
+    report(step(1234, loss=12.3456, seconds=9.9, grad_norm=123.456, **measured))
+    report.close()
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n").split("\n")
+    (line,) = {line.rstrip() for line in lines if "loss" in line}
+    assert len(line) <= width
+    assert "1234/10000" in line
+    assert "loss 12.3456" in line
+    assert "1 day, 0:06:23 left" in line
+    assert "…" not in line
+    assert ("reward -12.346" in line) == (is_rolled_out and width == 80)
+
+
+def test_no_bar_stands_before_the_first_step() -> None:
+    checks = [
+        {
+            "kind": "check",
+            "time": 0,
+            "part": "quick",
+            "name": "a.b",
+            "outcome": "passed",
+            "seconds": 9.0,
+        },
+        {"kind": "resume", "time": 0, "from_step": 2},
+    ]
+    before = told(START, *checks, is_terminal=True)
+    assert "0/4" not in before
+    assert "2/4" not in before
+    assert "3/4" in told(START, *checks, step(3), is_terminal=True)
+
+
 def test_a_gpu_says_its_own_memory() -> None:
     assert "5.0 GB" in told(START, step(1, memory_bytes=5_000_000_000))
     assert "GB" in told(START, step(1))
 
 
-def test_nothing_is_said_to_be_saved_where_nothing_is() -> None:
-    assert "saved" not in told(START, step(1, num_tokens=100))
+def test_nothing_is_said_to_be_shared_where_nothing_is() -> None:
+    assert "shared" not in told(START, step(1, num_tokens=100))
 
 
 def test_a_loss_that_is_not_finite_can_be_shown() -> None:
@@ -210,7 +252,7 @@ def test_the_end_sums_the_run_up() -> None:
     assert "1.0000 at the first step, 0.5000 at the last" in rows["loss"]
     assert "2.0000 -> 1.5000" in rows["held-out loss"]
     assert "200 (100 targets), 200 a second" in rows["tokens"]
-    assert "150: sharing prefixes saved 25%" in rows["computed"]
+    assert "150: 25% of tokens are in shared prefixes" in rows["computed"]
     assert rows["model"].split() == ["model", "out/model"]
     assert text.count("out/model") == 1
 

@@ -6,21 +6,19 @@ That the longer answer is preferred may be what is meant, so a bias is a warning
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from taut.checks.data.compared import pair_report
 from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.labels import Lengths, PairReport
+from taut.evals.statistics import wilson_interval
 
 SHOWN = 4
 SAME = "are the same, token for token"
 """What the reason of a row with equal answers says."""
 BIASED = 0.6
 """The low end of the share of pairs of which length alone tells the label, from which on it is a warning."""
-WIDE = 1.96
-"""Standard errors of an interval: 95%."""
 
 
 def ask(session: Session) -> Finding:
@@ -77,24 +75,16 @@ def _notes(report: PairReport, same: Sequence[object]) -> Iterator[str]:
 
 def is_biased(lengths: Lengths) -> bool:
     """Whether length alone tells clearly more than half of the labels."""
-    low, high = interval(lengths.num_longer / lengths.num_unequal, lengths.num_unequal)
+    low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
     return max(low, 1 - high) > BIASED
 
 
 def told(lengths: Lengths) -> str:
     """How length goes with the label, with a 95% interval."""
     share = lengths.num_longer / lengths.num_unequal
-    low, high = interval(share, lengths.num_unequal)
+    low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
     said = f"chosen is the longer in {share:.0%} of pairs ({low:.0%} to {high:.0%})"
     if is_biased(lengths):
         side = "longer" if share > 0.5 else "shorter"
         said += f": length alone tells {lengths.accuracy:.0%} of labels, and {side} answers may be what is learned"
     return said
-
-
-def interval(share: float, number: int) -> tuple[float, float]:
-    """Wilson's interval of a share."""
-    spread = WIDE**2 / number
-    middle = (share + spread / 2) / (1 + spread)
-    half = WIDE * math.sqrt(share * (1 - share) / number + spread / (4 * number)) / (1 + spread)
-    return middle - half, middle + half
