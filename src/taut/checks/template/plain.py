@@ -1,8 +1,8 @@
 """Prompts and completions that are plain text, of a model whose tokenizer has a chat template.
 
 They are used as they are unless data.apply_chat_template is set. A chat server renders each question with the template,
-so a model that is trained on plain text never sees the prompts it will be asked; where a run also has conversations, it
-learns two forms of the same thing. Documents (the column ``text``) are plain text by intention.
+so a model that is trained on plain text never sees the prompts it will be asked; where data.train also has
+conversations, it learns two forms of the same thing. Documents (the column ``text``) are plain text by intention.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.checks.template.rendered import cut, short
 from taut.data.formats import Completion, RowForm
+from taut.plural import counted
 
 KEY = "data.apply_chat_template"
 CHOICE = (
@@ -37,29 +38,27 @@ def ask(session: Session) -> Finding:
         return passed(f"{KEY} is set: plain prompts and completions are {how}", num_plain, unit)
     if not num_plain:
         return skipped("no row is a prompt and a completion as plain text")
-    if not num_chats:
-        return warned(
-            "plain prompts and completions are used without the chat template that the tokenizer has",
+    counts = [f"data.{name}: {_counts(form)}" for name, form in forms.items()]
+    if forms["train"]["completion"] and forms["train"]["conversation"]:
+        return failed(
+            f"data.train has {counted(forms['train']['completion'], 'plain prompts')} with completions, used without "
+            f"the chat template, and {counted(forms['train']['conversation'], 'conversations')}, rendered with it",
             number=num_plain,
             unit=unit,
-            evidence=_examples(session),
+            evidence=[*counts, *_examples(session)],
             remedy=CHOICE,
         )
-    return failed(
-        f"{num_plain:,} rows are plain prompts and completions, used without the chat template, and {num_chats:,} are "
-        "conversations, rendered with it",
+    return warned(
+        "plain prompts and completions are used without the chat template that the tokenizer has",
         number=num_plain,
         unit=unit,
-        evidence=[
-            *(f"data.{name}: {_counts(form)}" for name, form in forms.items()),
-            *_examples(session),
-        ],
+        evidence=[*(counts if num_chats else ()), *_examples(session)],
         remedy=CHOICE,
     )
 
 
 def _counts(form: Counter[RowForm]) -> str:
-    return ", ".join(f"{number:,} {name}s" for name, number in sorted(form.items()) if number)
+    return ", ".join(counted(number, f"{name}s") for name, number in sorted(form.items()) if number)
 
 
 def _examples(session: Session) -> list[str]:
