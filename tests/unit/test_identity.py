@@ -50,8 +50,8 @@ def test_a_default_learning_rate_is_compared_by_its_value(built: Built) -> None:
     def with_rate(rate: float | None) -> dict[str, Any]:
         return identity(built, optim=replace(built.run.optim, learning_rate=rate))
 
-    assert differences(with_rate(None), with_rate(2e-5)) == ([], [])
-    found = differences(with_rate(1e-5), with_rate(None)).refused
+    assert differences(with_rate(None), with_rate(2e-5)) == ([], [], [])
+    found = differences(with_rate(1e-5), with_rate(None)).schedule
     assert found == ["optim.learning_rate: 1e-05 then, 2e-05 now"]
 
 
