@@ -32,9 +32,11 @@ from taut.config import to_dict, user_path
 from taut.data.dataset import DataConfig
 from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
+from taut.losses.policy import PolicyGradient
 from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
 from taut.online.recipe import models_of
+from taut.online_runs import PpoRun
 from taut.parallel import Ranks
 from taut.rewards.reward_model import RewardModel
 from taut.run import Inputs, Method, Run
@@ -91,6 +93,7 @@ SCHEDULE = (
     "config.optim.warmup_steps",
     "config.optim.warmup_ratio",
     "config.optim.min_learning_rate_ratio",
+    "config.critic.learning_rate",
 )
 """What a resume may change for the steps to come."""
 OF_A_KIND = (
@@ -259,6 +262,12 @@ def _settings(run: Run) -> dict[str, Any]:
     """The configuration but for what a resume may change."""
     config = to_dict(run)
     config["optim"] = to_dict(run.optim_in_force)
+    loss = run.objective.loss
+    if isinstance(loss, PolicyGradient):  # the bounds in force: other defaults are other bounds
+        cap, floor = loss.correction.cap, loss.correction.floor
+        config[run.method] |= {"correction_cap": cap, "correction_floor": floor}
+    if isinstance(run, PpoRun):  # where it is not set it may follow optim.learning_rate
+        config["critic"]["learning_rate"] = run.critic.rate(run.optim)
     for key in FREE:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables are of one method

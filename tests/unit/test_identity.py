@@ -102,6 +102,37 @@ def test_the_learning_rate_of_the_steps_to_come_may_change(
     assert found == ([], [], [told])
 
 
+def settings(method: str, **keys: Any) -> dict[str, Any]:
+    """The configuration of a run with rewards, as its identity holds it."""
+    base = {"model": "m", "data": {"train": "x.jsonl"}, "rewards": ["stop"]}
+    return {"config": module._settings(from_mapping(METHODS[method], {**base, **keys}))}
+
+
+def test_a_critic_s_rate_that_follows_the_policy_s_is_told() -> None:
+    began, resumed = settings("ppo"), settings("ppo", optim={"learning_rate": 1e-6})
+    assert require_same(began, resumed, Path("x")) == (
+        [],
+        [],
+        ["critic.learning_rate: 1e-05 then, 1e-06 now"],
+    )
+    set_too = settings("ppo", optim={"learning_rate": 1e-6}, critic={"learning_rate": 1e-5})
+    assert require_same(began, set_too, Path("x")) == ([], [], [])
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_bounds_of_a_correction_are_compared_as_they_are_in_force(method: str) -> None:
+    stored = {"correction_cap": 2.0, "correction_floor": 0.0}
+    now = settings(method)
+    before = json.loads(json.dumps(now))
+    before["config"][method] |= stored  # the numbers that were once the defaults of every level
+    assert require_same(before, now, Path("x")) == ([], [], [])
+    geometric = settings(method, **{method: {"correction": "masked"}})
+    before = json.loads(json.dumps(geometric))
+    before["config"][method] |= stored
+    with pytest.raises(ConfigError, match=rf"{method}\.correction_cap: 2\.0 then, 1\.1 now"):
+        require_same(before, geometric, Path("x"))
+
+
 def test_what_adamw_remembers_by_may_not_change(built: Built) -> None:
     optim = replace(built.run.optim, beta2=0.95)
     with pytest.raises(ConfigError, match=r"optim\.beta2: 0\.999 then, 0\.95 now; resume with"):
