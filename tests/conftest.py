@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before anything imports torch or transformers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """taut ignores a signal that was ignored when it started (nohup). Tests of signals start from the defaults."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

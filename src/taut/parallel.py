@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,8 +27,10 @@ PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten
 minutes. A rank that fails ends the others at once through torchrun."""
 
-EXIT_CODE = "taut/exit_code"
-"""In the store that the ranks share: how the first one that failed ends."""
+FAILED, EXIT_CODE = "taut/failed", "taut/exit_code"
+"""In the store that the ranks share: how many have failed, and how the first one ends."""
+LINGER = 1.0
+"""Seconds that rank 0, where it holds the store itself, waits so that others that fail find out they are not first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,13 @@ def is_first_to_fail(exit_code: int) -> bool:
         return os.environ.get("RANK", "0") == "0"
     store = dist.distributed_c10d._get_default_store()
     try:
-        is_first = int(store.add("taut/failed", 1)) == 1
+        is_first = int(store.add(FAILED, 1)) == 1
         if is_first:
             store.set(EXIT_CODE, str(exit_code))
+        if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            end = time.monotonic() + LINGER  # the store is in this process, and ends with it
+            while int(store.add(FAILED, 0)) < dist.get_world_size() and time.monotonic() < end:
+                time.sleep(0.02)
     except dist.DistError:  # the store ended with its rank, as it may without torchrun
         return True
     return is_first

@@ -1,4 +1,4 @@
-"""What is in force is found so, in every way of training: no false alarm of ``run.in_force``."""
+"""What is in force is found so, in every way of training: no false alarm of ``run.in_force`` or ``run.steps``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "new tokens": {"lora__rank": 2, "tokens__add": ["<tool>"], "lora__dora": True},
     "tables": {"lora__rank": 2, "lora__modules_to_save": ["embed_tokens", "lm_head"]},
     "a part of the adapters": {"lora__rank": 2, "freeze": ["/layers\\.0\\./"]},
-    "fewer samples than a step": {"batch__samples_per_step": 50, "steps": None, "epochs": 0.5},
+    "fewer steps than an epoch": {"batch__samples_per_step": 5, "steps": None, "epochs": 0.5},
     "documents": {"batch__group_prefixes": True, "batch__group_min_tokens": 4},
     "no clipping": {"optim__clip_grad_norm": None, "batch__share_prefixes": False},
 }
@@ -34,6 +34,16 @@ def test_what_is_in_force_is_found_so(
     assert {one.name: one.finding.outcome for one in found.answered} == dict.fromkeys(
         ASKED, "passed"
     ), found
+
+
+def test_a_step_of_more_samples_than_rows_is_in_force_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    keys: dict[str, Any] = {"batch__samples_per_step": 50, "steps": None, "epochs": 0.5}
+    found = examine(place.session(place.model("llama"), **keys), only=ASKED)
+    outcomes = {one.name: one.finding.outcome for one in found.answered}
+    assert outcomes == {"run.in_force": "passed", "run.steps": "warning"}, found
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])

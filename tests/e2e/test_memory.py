@@ -87,7 +87,8 @@ def test_halving_changes_numbers_by_rounding_and_is_recorded(
     plant(monkeypatch, ROOM)
     cut = go("cut").out
     assert column(cut, "loss") == pytest.approx(column(whole, "loss"), rel=1e-9)
-    assert column(cut, "loss") != column(whole, "loss"), "the micro-batches are others"
+    differs = [column(cut, name) != column(whole, name) for name in ("loss", "grad_norm")]
+    assert any(differs), "the micro-batches are others"
     for name in ("step", "sample_ids", "num_targets"):
         assert column(cut, name) == column(whole, name)
     found = cuts(cut)

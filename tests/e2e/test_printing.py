@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     """The interpreter itself flushes stdout as it ends."""
     from subprocess import run as start
 
-    line = f"{sys.executable} -m taut --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    line = f"{shlex.quote(sys.executable)} -m taut --help | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = start(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""

@@ -19,6 +19,7 @@ server. May import what rollout may; ``server.py`` imports it.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -350,7 +351,7 @@ def how_to_start(name: str) -> str:
         "--host 127.0.0.1"
     )
     return (
-        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={place} {serve} --worker-extension-cls "
+        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))} {serve} --worker-extension-cls "
         f"taut_worker.TautWorker; for adapters alone VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {serve} --enable-lora "
         "--max-lora-rank RANK (docs/weights.md)"
     )

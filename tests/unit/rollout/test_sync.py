@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_a_plain_server_is_refused_with_the_command_that_starts_another() -> Non
         pass
     ways = str(e.value).split("; for adapters alone ")
     assert len(ways) == 2 and all("--host 127.0.0.1" in way for way in ways)
-    place = str(e.value).partition("PYTHONPATH=")[2].split()[0]
+    place = shlex.split(str(e.value).partition("PYTHONPATH=")[2])[0]
     assert (Path(place) / "taut_worker.py").exists()
     with FakeServer() as server:
         engine = ServerEngine.open(server.url, CONFIG, tiny_tokenizer(), [7], 64)
