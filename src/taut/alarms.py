@@ -5,6 +5,7 @@
 - ``Untouched``: after the first backward every trainable tensor has a gradient, and within ``PATIENCE`` steps one
   that is not zero; a tensor outside the graph stops the run, one that is always zero is reported. A step whose
   advantages are all 0, as where all rewards are equal, is not counted: it moves no tensor (taut/online/guard.py warns).
+  Nor is a step in which the critic alone learns: it leaves an adapter's B at 0, and so the gradient of A.
 - ``Spikes``: a gradient norm far above the recent median is reported.
 - ``Divergence``: a loss that stays far above its first value, or a gradient that stays exactly zero, is reported and
   then stops the run.
@@ -142,6 +143,8 @@ class Untouched:
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = job.ranks.max(flags)
         if not (job.method.loss.is_cost or _has_advantages(report, job)):
+            return
+        if any(report.step <= group["waits"] for group in job.optimizer.param_groups):
             return
         self.steps += 1
         self.silent -= {

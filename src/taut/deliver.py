@@ -36,7 +36,7 @@ from taut.models.lora import is_adapted, save_adapter
 from taut.models.processor_files import copy_processor
 from taut.models.save import make_readable, saving, serving_tokenizer
 from taut.models.score import Scorer
-from taut.outdir import ADAPTER, CRITIC
+from taut.outdir import ADAPTER, CRITIC, MODEL
 from taut.reloaded import (
     Comparison,
     Trained,
@@ -67,7 +67,8 @@ def save_model(
     built: Built, directory: Path, questions: Sequence[Question], checkpoints: Checkpoints
 ) -> Path:
     """Write what the run trained: the model (merged) to ``directory`` and, with adapters, ``adapter/`` next to it; with
-    save.merged=false ``directory`` is ``adapter/``, alone. Each takes its place once it is proven.
+    save.merged=false ``directory`` is ``adapter/``, alone, and the ``model/`` of fewer steps is removed. Each takes its
+    place once it is proven.
 
     Where that cannot be done or proven, the training state is kept and the run fails, on all ranks.
     """
@@ -89,6 +90,11 @@ def save_model(
     failure = ranks.gather(failure)[0]
     if failure:
         raise CheckFailed(f"{failure}; {checkpoints.rescue(built.job.done, built.job.random)}")
+    older = directory.with_name(MODEL)
+    if ranks.is_writer and not built.run.save.merged and older.is_dir():
+        detail = f"{older} is of fewer steps than {directory}: removed (save.merged=false)"
+        built.job.emit("warning", name="model", detail=detail)
+        durable.remove_directory(older)
     return directory
 
 

@@ -20,7 +20,7 @@ from taut.checkpoint import Saved
 from taut.data.plan import Cursor
 from taut.errors import ConfigError
 from taut.identity import identity_of, require_same
-from taut.outdir import CHECKPOINTS, EVENTS, MARK, read_resolved
+from taut.outdir import ADAPTER, CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
 from taut.runlog.events import newest_first
@@ -82,6 +82,11 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
         raise ConfigError(
             f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
             f"steps={end['step']}; begin a new run from {out / run.save.result}, with checkpoint.every set"
+        )
+    if saved is None and run.save.merged and _finish(out, ADAPTER) is not None:
+        raise ConfigError(
+            f"resume=true: {out} is finished, with {out / ADAPTER} but no {MODEL} and no checkpoint to write one from; "
+            f"expected save.merged=false; to get the model: taut merge {run.model} adapter={out / ADAPTER} out=DIR"
         )
     rounding: list[str] = []
     schedule: list[str] = []

@@ -278,6 +278,24 @@ def test_an_adapter_can_be_all_that_is_saved(go: Go, model: Path, tmp_path: Path
     assert gap < 1e-6  # peft loads adapters in float32
 
 
+def test_a_model_of_fewer_steps_does_not_stay_beside_a_newer_adapter(go: Go) -> None:
+    keys: dict[str, Any] = {"lora__rank": 4, "checkpoint__every": 1}
+    merged = go("toggled", steps=1, **keys)
+    assert merged.model == merged.out / "model"
+    alone = go("toggled", steps=2, **keys, save__merged=False, resume=True)
+    assert alone.model == alone.out / "adapter"
+    assert not merged.model.exists()
+    assert "model" in {event["name"] for event in events(alone.out, "warning")}
+
+
+def test_a_finished_adapter_without_a_checkpoint_is_not_trained_again_to_be_merged(go: Go) -> None:
+    keys: dict[str, Any] = {"steps": 1, "lora__rank": 4, "checkpoint__every": 0}
+    alone = go("alone", **keys, save__merged=False)
+    with pytest.raises(taut.ConfigError, match=r"no checkpoint to write one from.*taut merge"):
+        go("alone", **keys, resume=True)
+    assert (alone.out / "adapter").is_dir()
+
+
 def test_only_an_adapter_can_be_saved_alone(go: Go) -> None:
     with pytest.raises(
         taut.ConfigError, match=r"save\.merged=false without adapters.*set lora\.rank"

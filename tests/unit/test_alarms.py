@@ -149,7 +149,11 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         )
         method = SimpleNamespace(loss=PolicyGradient())
         seen: Any = SimpleNamespace(
-            method=method, ranks=job.ranks, emit=job.emit, scorer=job.scorer
+            method=method,
+            ranks=job.ranks,
+            emit=job.emit,
+            scorer=job.scorer,
+            optimizer=job.optimizer,
         )
         alarm(replace(report, scored=[(packed, None)]), seen)
 
@@ -176,6 +180,16 @@ def test_untouched_has_patience_with_adapters(tmp_path: Path) -> None:
         train_step(built.job, step)
     assert zeros[0] > 0
     assert zeros[1] == 0
+    assert not of_kind(events, "warning")
+
+
+def test_untouched_does_not_count_steps_in_which_a_critic_alone_learns(tmp_path: Path) -> None:
+    """The policy's B stays zero meanwhile, and with it the gradient of A."""
+    built, events = make(tmp_path, lora__rank=2)
+    for group in built.job.optimizer.param_groups:
+        group["waits"] = PATIENCE + 1
+    for step in range(1, 2 * PATIENCE + 3):
+        train_step(built.job, step)
     assert not of_kind(events, "warning")
 
 

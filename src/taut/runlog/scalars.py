@@ -6,6 +6,8 @@ from taut.runlog.events import Event
 
 PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval"}
 NOT_CURVES = ("step", "time")
+NOT_MEASURED = ("loss", "grad_norm")
+"""What a skipped step has no value of; its event holds 0."""
 
 
 def scalars(event: Event) -> dict[str, float]:
@@ -13,8 +15,9 @@ def scalars(event: Event) -> dict[str, float]:
     prefix = PREFIXES.get(event["kind"])
     if prefix is None:
         return {}
+    left_out = NOT_CURVES + (NOT_MEASURED if event.get("skipped") else ())
     return {
         f"{prefix}/{name}": float(value)
         for name, value in event.items()
-        if name not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in left_out and isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -282,6 +282,11 @@ def test_scalars_are_the_numbers_of_measurements() -> None:
     assert scalars(START) == {}
 
 
+def test_a_skipped_step_has_no_loss_to_draw() -> None:
+    drawn = scalars(step(2)).keys() - scalars(step(2, skipped=1.0, loss=0.0, grad_norm=0.0)).keys()
+    assert drawn == {"train/loss", "train/grad_norm"}
+
+
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     out = tmp_path / "tensorboard"
     write(TensorBoard(out), START, step(1), step(2), step(3, loss=9.0))
