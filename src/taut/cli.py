@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, Interrupted, TautError
+from taut.errors import ConfigError, Interrupted, TautError, is_first_on_host
 from taut.interrupts import SIGNALS, Interrupt, Interrupts
 from taut.printing import guarded
 
@@ -257,7 +257,7 @@ def _report(line: str, exit_code: int) -> None:
 
             is_told_here = parallel.is_first_to_fail(exit_code)
         else:
-            is_told_here = os.environ["RANK"] == "0"
+            is_told_here = is_first_on_host()
         if not is_told_here:
             return
         _tell_torchrun(line)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from taut.errors import ConfigError
+from taut.errors import ConfigError, is_first_on_host
 
 PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten
@@ -140,10 +140,10 @@ def stop(ranks: Ranks) -> None:
 def is_first_to_fail(exit_code: int) -> bool:
     """Whether no other rank has asked this before: the one that is told True prints the error that ends all.
 
-    Before the ranks have met, a mistake is the same on all of them and is for rank 0 to print.
+    Before the ranks have met, the first one of each host prints it.
     """
     if not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
+        return is_first_on_host()
     store = dist.distributed_c10d._get_default_store()
     try:
         is_first = int(store.add(FAILED, 1)) == 1

@@ -39,6 +39,15 @@ def failures(session: Session) -> list[str]:
     return [f"{name}: {it}" for name, it in findings(session).items() if it.outcome == "failed"]
 
 
+def test_one_step_is_a_step(place: Place) -> None:
+    session = place.session(data=place.data(chats(3)), epochs=1, steps=None)
+    (steps,) = examine(session, "full", ["run.steps"]).answered
+    assert (steps.finding.outcome, steps.finding.notes[0]) == (
+        "warning",
+        "1 step of 6 samples, the same when run again",
+    )
+
+
 class TestFlat:
     def test_all_samples_of_a_mixture_are_there_in_order(self, place: Place) -> None:
         paths = [place.data(chats(n, seed=n), f"{n}.jsonl") for n in (3, 5)]

@@ -101,6 +101,27 @@ def test_only_the_first_rank_prints_a_mistake(
     assert capsys.readouterr().err == ""
 
 
+def test_under_torchrun_the_first_rank_of_a_host_to_fail_prints_its_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """torchrun ends rank 0 as soon as another rank has failed: what rank 0 would have said is lost."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "taken").touch()
+    said = {}
+    for rank in ("1", "0"):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        assert main(["sft", *MINIMAL, f"out={tmp_path / 'out'}"]) == 2
+        said[rank] = capsys.readouterr().err
+    assert "exists and is not empty" in said["1"]
+    assert said["0"] == ""
+    assert (
+        json.loads((tmp_path / "1" / "error.json").read_text())["message"]["message"] in said["1"]
+    )
+    assert not (tmp_path / "0" / "error.json").exists()
+
+
 @pytest.mark.parametrize(
     ("left", "told"),
     [((), "taut: interrupted\n"), (("3 are written",), "taut: interrupted: 3 are written\n")],

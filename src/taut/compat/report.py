@@ -67,7 +67,7 @@ class RecipeReport:
         _list(console, "Not decided:", _undecided(self.having("undecided")))
         _list(console, "Unknown keys:", [_unknown(self, at) for at in range(len(recipe.unknown))])
         _list(console, "Not read:", list(recipe.unread))
-        _carried(console, self.carried)
+        _carried(console, recipe, self.carried)
         counts = [
             f"{len(self.having('walks_in'))} walked into",
             f"{len(self.having('clear'))} clear",
@@ -215,9 +215,12 @@ def _list(console: Console, title: str, lines: list[str], shown: int = SHOWN) ->
     console.print(table)
 
 
-def _carried(console: Console, carried: Carried | None) -> None:
+def _carried(console: Console, recipe: Recipe, carried: Carried | None) -> None:
     """The command of taut, to be copied; every setting that it lacks; the others in one line for each reason."""
     if carried is None:
+        is_sft = recipe.method == "sft"
+        why = "the recipe names no model" if is_sft else "only recipes for SFT are written as one"
+        console.print(Text(f"\nIn taut: no command; {why}", "bold"))
         return
     lacking = sorted(carried.having("lacking"), key=lambda option: not option.refuses)
     if carried.command is None:

@@ -271,9 +271,8 @@ class Template:
             f"{at} is {self.quoted(prompt[at : at + 1])} in the prompt and "
             f"{self.quoted(ids[at : at + 1])} in the row; "
             "expected equal tokens, or the model would be taught on text it never sees when it "
-            "answers; take white "
-            "space from where prompt and answer meet, or give a template whose generation prompt "
-            "fits with "
+            "answers; let the answer, not the prompt, have the white space where they meet (plain text without any "
+            "there needs some), or give a template whose generation prompt fits with "
             f"{self.key}=FILE"
         )
 

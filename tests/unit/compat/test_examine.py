@@ -180,6 +180,12 @@ def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     json.dumps(found.as_json(), allow_nan=False)
 
 
+def test_the_report_says_that_no_other_method_than_sft_is_carried_over() -> None:
+    out = StringIO()
+    report("trl:trl_dpo.sh").print(Console(file=out, width=100))
+    assert "In taut: no command; only recipes for SFT are written as one" in out.getvalue()
+
+
 def test_methods_other_than_sft_are_not_carried_over() -> None:
     assert report("trl:trl_dpo.sh").carried is None
 

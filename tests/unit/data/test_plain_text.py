@@ -51,6 +51,16 @@ def test_by_default_it_is_used_as_it_is(asked: bool | None, tmp_path: Path) -> N
     assert sample.ids_T.tolist() == [*tokenizer("2 + 3 = 5").input_ids, tokenizer.eos_token_id]
 
 
+def test_text_without_white_space_between_prompt_and_answer_is_refused_with_a_remedy_that_works(
+    tmp_path: Path,
+) -> None:
+    joined = {"prompt": "a big house", "completion": "saw the cat"}
+    with pytest.raises(DataError, match="plain text without any there needs some"):
+        load(tmp_path, [joined])
+    (sample,) = load(tmp_path, [joined | {"completion": " saw the cat"}])
+    assert sample.target_at_N.size
+
+
 def test_the_cache_tells_the_two_apart(tmp_path: Path) -> None:
     without, rendered = (
         load(tmp_path, [PLAIN], apply_chat_template=asked) for asked in (False, True)

@@ -13,6 +13,7 @@ from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.plan import Order
 from taut.methods.offline import Offline
+from taut.plural import counted
 from taut.types import Tree
 
 ORDER = (
@@ -83,7 +84,7 @@ def _said(method: Offline, session: Session) -> Finding:
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
     times = round(method.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if session.run.objective.are_compared else "samples"
-    said = f"{last:,} steps of {full} {what}, the same when run again"
+    said = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
     if order.epoch_size < full:
         often = -(-full // order.epoch_size)
         return warned(
