@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, Interrupted, TautError, is_first_on_host
+from taut.errors import ConfigError, Interrupted, TautError
 from taut.interrupts import SIGNALS, Interrupt, Interrupts
-from taut.printing import guarded
+from taut.printing import guarded, is_first_on_host
 
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)

@@ -24,9 +24,10 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import pydantic
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
@@ -411,3 +412,34 @@ def written(value: Any) -> str:
     if isinstance(value, str) and value.strip():
         return value
     return "none" if value is None else json.dumps(value, ensure_ascii=False, default=to_dict)
+
+
+ALIASES_OF_DTYPES = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "single": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+}
+"""What a compute dtype is called elsewhere."""
+HALF_DTYPES = ("float16", "fp16", "f16", "half")
+
+
+def read_dtype(name: object) -> object:
+    """A compute dtype by the name it has here. Raises ValueError for float16, in which taut does not compute."""
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    if plain in HALF_DTYPES:
+        raise ValueError(
+            f"found dtype={name}, and taut does not compute in float16, which needs its loss scaled; expected "
+            "bfloat16, float32 or float64; set dtype=bfloat16, or float32 where the hardware has no bfloat16"
+        )
+    return ALIASES_OF_DTYPES.get(plain, plain) if isinstance(plain, str) else name
+
+
+ComputeDtype: TypeAlias = Annotated[
+    Literal["float64", "float32", "bfloat16"], BeforeValidator(read_dtype)
+]
+"""A compute dtype in a configuration, where bf16 and the like are accepted too."""

@@ -26,9 +26,7 @@ Imports nothing of ours. Anyone may import it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 
 class TautError(ValueError):
@@ -129,20 +127,3 @@ def install_extra(name: str) -> str:
     not in a package index.
     """
     return f"in the directory of taut run: pip install -c constraints.txt -e '.[{name}]'"
-
-
-def is_first_on_host() -> bool:
-    """Whether this rank is the one that reports how the command ends, as long as the ranks cannot talk to each other.
-
-    Under torchrun the first rank of each host to ask: torchrun ends the others, rank 0 too, which may not have come to
-    its own report or may have none. Without torchrun it is rank 0.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is None:
-        return os.environ.get("RANK", "0") == "0"
-    attempt = Path(error_file).parent.parent  # ATTEMPT/LOCAL_RANK/error.json
-    try:
-        (attempt / "taut-reports").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True

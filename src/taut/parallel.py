@@ -4,7 +4,7 @@ One process is the default and touches no process group. Under torchrun the mode
 decoder layer and at the Scorer, the root. Reduction over ranks is SUM on every sharded module: gradients are divided by
 the step's one denominator in the loop and nowhere else.
 
-Imports config and errors only. torch.distributed is imported here and in checkpoint.py.
+Imports errors and printing only. torch.distributed is imported here and in checkpoint.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from taut.errors import ConfigError, is_first_on_host
+from taut.errors import ConfigError
+from taut.printing import is_first_on_host
 
 PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten

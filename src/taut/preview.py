@@ -38,8 +38,7 @@ from taut.estimate import skeleton
 from taut.models.prove import one_sample_reasons
 from taut.online.method import Online
 from taut.parallel import Ranks
-from taut.plural import counted
-from taut.printing import Printer
+from taut.printing import Printer, counted
 from taut.run import Decision, Inputs, Run, load_inputs
 from taut.types import Media, Sample
 

@@ -1,8 +1,11 @@
-"""Printing never ends a command: what the encoding lacks is escaped, and a stream that fails is written to no more.
+"""What commands print, and to what. Printing never ends a command: what the encoding lacks is escaped, and a stream that
+fails is written to no more.
 
     with guarded():                     sys.stdout and sys.stderr of a command, whoever prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
     with told_when_slow("reading"):     a line on stderr, if it takes long
+    is_first_on_host()                  which of several ranks prints how they end
+    counted(1, "rows")                  1 row
 
 Imports nothing of ours. Anyone may import it.
 """
@@ -119,3 +122,25 @@ def _drop_buffered(stream: TextIO) -> None:
             os.dup2(kept, descriptor)
             os.close(kept)
             os.close(null)
+
+
+def is_first_on_host() -> bool:
+    """Whether this rank is the one that reports how the command ends, as long as the ranks cannot talk to each other.
+
+    Under torchrun the first rank of each host to ask: torchrun ends the others, rank 0 too, which may not have come to
+    its own report or may have none. Without torchrun it is rank 0.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        return os.environ.get("RANK", "0") == "0"
+    attempt = Path(error_file).parent.parent  # ATTEMPT/LOCAL_RANK/error.json
+    try:
+        (attempt / "taut-reports").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def counted(number: int, nouns: str) -> str:
+    """``counted(1, "rows")`` is ``1 row``. ``nouns`` is a plural that ends in s."""
+    return f"{number:,} {nouns.removesuffix('s') if number == 1 else nouns}"

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut import hub
 from taut.alarms import DivergenceConfig
 from taut.checkpoint import CheckpointConfig
-from taut.config import configclass
+from taut.config import ComputeDtype, configclass
 from taut.data.cache import directory_of
 from taut.data.dataset import DataConfig, Dataset, Split, build_renderer, load_dataset
 from taut.data.groups import Rows
@@ -26,7 +26,6 @@ from taut.data.preferences import Kind
 from taut.data.prompt_set import Asking, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
-from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, DataError
 from taut.evals.during import AnswersConfig
 from taut.evals.stopping import StopConfig
@@ -49,7 +48,7 @@ from taut.online.recipe import Recipe
 from taut.optim import DefaultRates, OptimConfig
 from taut.outdir import SaveConfig
 from taut.parallel import Ranks
-from taut.plural import counted
+from taut.printing import counted
 from taut.runlog import LogConfig
 from taut.vision.opening import open_album
 

@@ -1,4 +1,4 @@
-"""The stream that never raises."""
+"""The stream that never raises, and numbers with what they count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from taut.printing import Printer, guarded, told_when_slow
+from taut.data.report import DataReport
+from taut.printing import Printer, counted, guarded, told_when_slow
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,15 @@ def test_the_streams_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(sys.stdout, Printer)
         sys.stdout.write("to nowhere")
     assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1204, "1,204 rows")]
+)
+def test_one_has_no_s(number: int, said: str) -> None:
+    assert counted(number, "rows") == said
+
+
+def test_the_sizes_of_a_data_set_of_one_row() -> None:
+    report = DataReport(1, 1, 12, 1, (), (), is_cached=False, decisions=(), num_pictures=1)
+    assert report.sizes == "1 row, 1 sample, 12 tokens, 1 target, 1 picture"

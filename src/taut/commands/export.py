@@ -25,7 +25,7 @@ from taut.models.gguf import (
 )
 from taut.models.gguf_vocabulary import notes, vocabulary
 from taut.models.load import checkpoint_dtype, load_model
-from taut.plural import counted
+from taut.printing import counted
 from taut.rollout.open import ModelUse, open_renderer
 
 _OWN: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16"}

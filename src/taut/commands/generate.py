@@ -36,7 +36,7 @@ from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import EngineError, OutputError
 from taut.evals.answers import prompts_of
-from taut.plural import counted
+from taut.printing import counted
 from taut.rollout.engine import Engine, Sampling, require_text, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
 from taut.types import Completion, FloatArray, Picture, Prompt

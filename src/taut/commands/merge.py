@@ -40,7 +40,7 @@ from taut.models.load import (
 )
 from taut.models.save import saving
 from taut.models.score import Scorer
-from taut.plural import counted
+from taut.printing import counted
 from taut.reloaded import Comparison, Trained, samples_to_compare, score
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig

@@ -15,7 +15,7 @@ from taut.data.columns import Columns, Format
 from taut.data.length import Incident
 from taut.data.sources import Source, folder_of
 from taut.errors import DataError
-from taut.plural import counted
+from taut.printing import counted
 from taut.vision.picture import ImagesConfig
 
 SHOWN = 3

@@ -39,7 +39,7 @@ from taut.data.sources import Source, open_source
 from taut.errors import DataError, ModelError, OutputError, PictureError
 from taut.evals.calibration import Calibration, calibrate, calibrate_pairs, sigmoid, wins
 from taut.evals.statistics import wilson_interval
-from taut.plural import counted
+from taut.printing import counted
 from taut.rollout.judge import Judge, JudgeUse, open_judge
 from taut.types import FloatArray, Sample
 

@@ -24,11 +24,10 @@ from rich.progress import track
 
 from taut import durable
 from taut.attention.select import select
-from taut.config import configclass, user_path
+from taut.config import ComputeDtype, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.pack import ALONE, PackPolicy, pack
 from taut.data.top_logprobs import Top, line_of
-from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, OutputError
 from taut.methods.distill import require_context, require_same_tokenizer
 from taut.models.anatomy import head
@@ -37,7 +36,7 @@ from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.prove import one_sample_reasons
 from taut.models.score import Scorer
-from taut.plural import counted
+from taut.printing import counted
 from taut.rollout.open import one_device
 from taut.run import Run, load_language, load_stops, longest_sample
 from taut.types import Sample

@@ -32,7 +32,7 @@ from taut.config import configclass, replace
 from taut.contract import Contract, facts_of, read_contract, template_digest
 from taut.data.render import Renderer
 from taut.golden import Golden, greedy, prompts_of, rendered
-from taut.plural import counted
+from taut.printing import counted
 from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_renderer
 from taut.rollout.server import ServerEngine
 from taut.types import Completion

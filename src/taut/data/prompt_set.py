@@ -30,7 +30,7 @@ from taut.data.render import Renderer
 from taut.data.report import DataReport
 from taut.data.sources import open_source
 from taut.errors import ConfigError, DataError
-from taut.plural import counted
+from taut.printing import counted
 from taut.types import IntArray, Prompt
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taut.data.length import Incident
-from taut.plural import counted
+from taut.printing import counted
 
 
 @dataclass(frozen=True)

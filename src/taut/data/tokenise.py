@@ -26,7 +26,7 @@ from taut.data.preferences import AnyRow, best_row
 from taut.data.render import Renderer
 from taut.data.sources import Opened
 from taut.errors import DataError, PictureError, TautError
-from taut.plural import counted
+from taut.printing import counted
 from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:

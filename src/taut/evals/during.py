@@ -34,7 +34,7 @@ from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.loop import Job
 from taut.memory import require_room
-from taut.plural import counted
+from taut.printing import counted
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rewards.registry import read_parts
 from taut.rollout.engine import Engine, require_usable

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from taut.data.media import text_of
 from taut.data.prompts import PromptRow
 from taut.evals.report import Answer, Lengths, Metric, Report, spaced
-from taut.plural import counted
+from taut.printing import counted
 
 BAR = 30
 """Characters of the longest bar of a histogram."""

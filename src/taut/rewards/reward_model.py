@@ -13,8 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import configclass
-from taut.dtypes import ComputeDtype
+from taut.config import ComputeDtype, configclass
 from taut.errors import EngineError
 from taut.rewards.answered import Answered
 from taut.rewards.http import Client, require_url, secret_of

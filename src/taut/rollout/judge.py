@@ -27,7 +27,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 
 from taut.attention.select import select
-from taut.config import configclass
+from taut.config import ComputeDtype, configclass
 from taut.data.answers import render_any
 from taut.data.cache import default_directory
 from taut.data.formats import Conversation
@@ -35,7 +35,6 @@ from taut.data.pack import ALONE, PackPolicy, common_prefix, pack, prefix_order
 from taut.data.preferences import Answers, AnyRow, Stepwise
 from taut.data.render import Renderer
 from taut.data.template import checked
-from taut.dtypes import ComputeDtype
 from taut.errors import DataError, NonFiniteError, OutOfMemory
 from taut.models import anatomy
 from taut.models.load import context_length, load_config, load_tokenizer

@@ -24,11 +24,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
 from taut.attention.select import select
-from taut.config import configclass
+from taut.config import ComputeDtype, configclass
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
-from taut.dtypes import ComputeDtype
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy
 from taut.models.adapted import adapter_settings, put_on

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from taut.plural import counted
-from taut.printing import Printer
+from taut.printing import Printer, counted
 from taut.runlog.events import Event, ReportLost
 
 BAR = 10

@@ -13,7 +13,7 @@ from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.plan import Order
 from taut.methods.offline import Offline
-from taut.plural import counted
+from taut.printing import counted
 from taut.types import Tree
 
 ORDER = (

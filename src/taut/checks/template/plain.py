@@ -13,7 +13,7 @@ from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.checks.template.rendered import cut, short
 from taut.data.formats import Completion, RowForm
-from taut.plural import counted
+from taut.printing import counted
 
 KEY = "data.apply_chat_template"
 CHOICE = (
