@@ -1,5 +1,5 @@
-"""What commands print, and to what. Printing never ends a command: what the encoding lacks is escaped, and a stream that
-fails is written to no more.
+"""What commands print, and to what. Printing never ends a command: what the encoding lacks is escaped, and a stream
+that fails is written to no more.
 
     with guarded():                     sys.stdout and sys.stderr of a command, whoever prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
