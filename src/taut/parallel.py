@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from taut.errors import ConfigError
+from taut.errors import ConfigError, Interrupted
 from taut.printing import is_first_on_host
 
 PATIENCE = timedelta(hours=12)
@@ -154,8 +154,9 @@ def is_first_to_fail(exit_code: int) -> bool:
             end = time.monotonic() + LINGER  # the store is in this process, and ends with it
             while int(store.add(FAILED, 0)) < dist.get_world_size() and time.monotonic() < end:
                 time.sleep(0.02)
-    except dist.DistError:  # the store ended with its rank, as it may without torchrun
-        return True
+    except dist.DistError:
+        # Without torchrun the store ends with rank 0, which has reported; then the launcher's signal ends the others.
+        return exit_code != Interrupted.exit_code
     return is_first
 
 
