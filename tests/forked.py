@@ -41,7 +41,12 @@ def run(*words: str | Path, num_ranks: int = 1, **environment: str) -> Completed
         ]
         codes = fork(_program, given)
         out, err = (
-            "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{name}")))
+            "".join(
+                path.read_text(
+                    "utf-8", errors="backslashreplace"
+                )  # a stdout may have another encoding
+                for path in sorted(Path(folder).glob(f"*.{name}"))
+            )
             for name in ("out", "err")
         )
     assert codes is not None, f"no end in {LIMIT:.0f} s: {err[-3000:]}"
