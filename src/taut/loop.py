@@ -45,7 +45,7 @@ class Method(Protocol):
         """What is minimised."""
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1), with the streams that no role fills in. None: the step is skipped."""
+        """The trees of a step (counted from 1), with the streams that no role fills in. An empty list: skip it."""
 
     def observed(self, step: int) -> list[Tree] | None:
         """The trees that the loss's statistics are taken over; None: those of the step."""

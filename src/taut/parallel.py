@@ -167,9 +167,7 @@ def exit_code_of_first_to_fail() -> int | None:
     store = dist.distributed_c10d._get_default_store()
     try:
         return int(store.get(EXIT_CODE)) if store.check([EXIT_CODE]) else None
-    except (
-        dist.DistError
-    ):  # the store ended with its rank, as it may without torchrun: why, is not known
+    except dist.DistError:  # without torchrun the store ends with its rank: why, is not known
         return None
 
 

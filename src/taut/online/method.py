@@ -136,8 +136,8 @@ class Online:
         return self._opened
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1); the first of a phase rolls out. None where no completion of the phase
-        has a reward and nothing is replayed: the loop skips the step.
+        """The trees of a step (counted from 1); the first of a phase rolls out. An empty list where no completion
+        of the phase has a reward and nothing is replayed: the loop skips the step.
         """
         number, update = divmod(step - 1, self.config.updates)
         if self.phase is None or self.phase.number != number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,29 +42,27 @@ def ask(session: Session) -> Finding:
             "data.without_targets=drop leaves out is most of the data",
         )
     empty = only_ends(look, np.asarray(session.stops.ids))
-    missing = _missing(session.once(exchanges))
+    found = session.once(exchanges)
+    missing = _missing(found)
     if 2 * empty.size > look.index_S.size:
-        return failed(
-            f"{empty.size:,} of {look.index_S.size:,} samples have no answer but its end",
-            number=int(empty.size),
-            unit=f"of {look.index_S.size:,} samples",
-            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
-            remedy="the model would learn to say nothing; see what the answers are, and what the template writes of "
-            "them (taut show)",
+        return _empty(
+            failed,
+            look,
+            empty,
+            "the model would learn to say nothing; see what the answers are, and what the template writes of them "
+            "(taut show)",
         )
-    if 2 * len(missing) > len(session.once(exchanges)):
-        return failed(
-            f"{len(missing):,} of {len(session.once(exchanges)):,} answers are {missing[0].answer.strip()!r}",
-            number=len(missing),
-            unit=f"of {len(session.once(exchanges)):,} rows",
-            evidence=[one.place for one in missing[:SHOWN]],
-            remedy="a program wrote it where there was no value; remove these rows, or name the right column in "
-            "data.columns",
+    if 2 * len(missing) > len(found):
+        return _one_answer(
+            failed,
+            missing,
+            found,
+            "a program wrote it where there was no value; remove these rows, or name the right column in data.columns",
         )
     share = int(look.is_target_T.sum()) / look.ids_T.size
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     said = f"{share:.0%} of tokens are targets{look.looked_at}"
-    warning = _some(look, empty, missing, session.once(exchanges))
+    warning = _some(look, empty, missing, found)
     return warning or passed(said, share, "of tokens", notes)
 
 
@@ -72,32 +71,45 @@ def _some(
 ) -> Finding | None:
     """Answers that are likely not meant, and are not most of them; or one answer for nearly all rows."""
     if missing:
-        return warned(
-            f"{len(missing):,} of {len(found):,} answers are {missing[0].answer.strip()!r}",
-            number=len(missing),
-            unit=f"of {len(found):,} rows",
-            evidence=[one.place for one in missing[:SHOWN]],
-            remedy="a program wrote it where there was no value; remove these rows",
-        )
+        remedy = "a program wrote it where there was no value; remove these rows"
+        return _one_answer(warned, missing, found, remedy)
     if empty.size:
-        return warned(
-            f"{empty.size:,} of {look.index_S.size:,} samples have no answer but its end",
-            number=int(empty.size),
-            unit=f"of {look.index_S.size:,} samples",
-            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
-            remedy="remove these rows, or the model learns to say nothing to some prompts",
-        )
+        remedy = "remove these rows, or the model learns to say nothing to some prompts"
+        return _empty(warned, look, empty, remedy)
     if same := _same(found):
-        shown = same[0].answer.strip()
-        return warned(
-            f"{len(same):,} of {len(found):,} answers are {shown if len(shown) <= 20 else shown[:17] + '...'!r}",
-            number=len(same),
-            unit=f"of {len(found):,} rows",
-            evidence=[one.place for one in same[:SHOWN]],
-            remedy="see that the answer's column is the right one (data.columns); a model that says the same to "
+        return _one_answer(
+            warned,
+            same,
+            found,
+            "see that the answer's column is the right one (data.columns); a model that says the same to "
             "everything has the lowest loss on these rows",
         )
     return None
+
+
+def _empty(tell: Callable[..., Finding], look: Flat, empty: IntArray, remedy: str) -> Finding:
+    """Samples whose answer is nothing but its end."""
+    return tell(
+        f"{empty.size:,} of {look.index_S.size:,} samples have no answer but its end",
+        number=int(empty.size),
+        unit=f"of {look.index_S.size:,} samples",
+        evidence=[look.name(int(number)) for number in empty[:SHOWN]],
+        remedy=remedy,
+    )
+
+
+def _one_answer(
+    tell: Callable[..., Finding], some: list[Exchange], found: list[Exchange], remedy: str
+) -> Finding:
+    """Rows that have one and the same answer."""
+    answer = some[0].answer.strip()
+    return tell(
+        f"{len(some):,} of {len(found):,} answers are {answer if len(answer) <= 20 else answer[:17] + '...'!r}",
+        number=len(some),
+        unit=f"of {len(found):,} rows",
+        evidence=[one.place for one in some[:SHOWN]],
+        remedy=remedy,
+    )
 
 
 def _missing(found: list[Exchange]) -> list[Exchange]:
