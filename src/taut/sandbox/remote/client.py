@@ -92,6 +92,10 @@ class Client:
                 else "expected a service that needs no key; set remote.key"
             )
             raise SandboxError(f"{message}; {remedy}")
+        if status == 413:
+            raise SandboxError(
+                f"{message}; expected a program with its test to be accepted; raise the service's limit for requests"
+            )
         raise SandboxError(f"{message}; expected the request to be accepted; see docs/sandbox.md")
 
 

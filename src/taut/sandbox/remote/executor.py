@@ -43,6 +43,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0
 _SOURCE = Path(script.__file__).read_text(encoding="utf-8")
 _KNOWN = "import sys\nsys.stdout.write(sys.stdin.read()[::-1])"
 """A program whose output is known: it prints its input backwards."""
+_LONG = "import sys\nsys.stdout.write((sys.stdin.read() * {size})[:{size}])"
+"""Another: it prints its input again and again."""
 _PROVED_KB = 1024
 """The most that is printed at the start."""
 
@@ -59,6 +61,7 @@ class RemoteSandbox:
 
     def __init__(self, remote: Remote) -> None:
         """Raises ConfigError where the address or the key is missing; nothing is sent yet."""
+        assert remote.service is not None, "without one, programs run here"
         self._remote = remote
         self._key_name, self._secret = remote.secret()
         self._service = _service(remote, self._secret)
@@ -93,17 +96,16 @@ class RemoteSandbox:
     def prove(self, limits: Limits) -> None:
         """Raise SandboxError where the service does not run a known program within these limits."""
         size = min(limits.output_kb, _PROVED_KB) * 1024 - 1
-        text = "".join(random.choices("abcdefgh", k=size))
-        (ran,) = self.run(_KNOWN, [Trial(stdin=text)], limits)
-        if ran.outcome == "ok" and ran.stdout.strip() == text[::-1]:
+        word = secrets.token_hex(4)
+        (ran,) = self.run(_LONG.format(size=size), [Trial(stdin=word)], limits)
+        if ran.outcome == "ok" and ran.stdout == (word * size)[:size]:
             return
         found = f"ended as {ran.outcome}: {ran.stderr.strip()[-200:]!r}"
         if ran.outcome == "ok":
             found = f"printed {len(ran.stdout)} characters"
         raise SandboxError(
-            f"{self._name} was sent a known program that prints its {size} characters of input backwards, and it "
-            f"{found}; expected the output whole; raise the service's own limits (docs/sandbox.md), or lower "
-            "limits.output_kb"
+            f"{self._name} was sent a known program that prints {size} characters, and it {found}; expected the "
+            "output whole; raise the service's own limits (docs/sandbox.md), or lower limits.output_kb"
         )
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from taut.sandbox.remote.service import SMALL, START, WAIT, Printed, most_printe
 
 _PART = 60_000
 """Characters of the job in a command; the kernel allows an argument 128 KiB."""
-_FILE = "/tmp/taut-job"
+_FILE = '"${TMPDIR:-/tmp}/taut-job"'
 _READY_EVERY = 0.5
 _SECONDS = 30.0
 """For a request that runs no program."""
