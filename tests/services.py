@@ -36,6 +36,10 @@ class Fake:
     fault: Callable[[str], str | None] = lambda job: None
     output_max_size: int = 2**24
     """Piston's: more is not passed on."""
+    run_timeout: int = 10**6
+    """Piston's: the most milliseconds that may be asked for."""
+    starts: list[str] = field(default_factory=list)
+    """What goes wrong with the next machines that are started: statuses."""
     asked: list[tuple[str, str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
     """Method, path, headers and body of each request."""
     running: set[str] = field(default_factory=set)
@@ -78,6 +82,8 @@ def serving(name: str) -> Iterator[Fake]:
                 fake.at_a_time += 1
                 fake.most = max(fake.most, fake.at_a_time)
                 fault = fake.faults.pop(0) if fake.faults else fake.fault(self._job(body))
+            if name == "piston" and body["run_timeout"] > fake.run_timeout:
+                fault = "400"
             try:
                 if not (fault and self._went_wrong(fault)):
                     self._send(200, self._ran(body))
@@ -95,6 +101,8 @@ def serving(name: str) -> Iterator[Fake]:
                 return 204, None
             if method == "GET":
                 return 200, {"id": self.path.rpartition("/")[2], "status": "ready"}
+            if fake.starts:
+                return int(fake.starts.pop(0)), {"message": "no machine"}
             number = f"machine-{len(fake.asked)}"
             fake.running.add(number)
             if name == "e2b":

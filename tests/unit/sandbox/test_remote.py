@@ -8,8 +8,9 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import pytest
 from tests.services import KEY, NAMES, Fake, serving
 
@@ -17,6 +18,8 @@ from taut.config import to_dict
 from taut.errors import ConfigError, SandboxError
 from taut.sandbox import Limits, Ran, Remote, RemoteSandbox, Trial, open_remote
 from taut.sandbox.remote import executor
+from taut.sandbox.remote.client import Client, Passing
+from taut.sandbox.remote.e2b import E2B
 
 LIMITS = Limits(wall_seconds=2.0, cpu_seconds=1, memory_mb=256, output_kb=64)
 
@@ -365,3 +368,64 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match=r"remote.addresses: found a URL") as caught:
             open_remote(Remote(service="piston", addresses=(url,)), LIMITS)
         assert "secret" not in str(caught.value)
+
+
+def test_machines_that_do_not_start_are_the_services_failure() -> None:
+    for name in ("e2b", "morph"):
+        with serving(name) as fake:
+            box = open_remote(remote_of(name, fake), None)
+            fake.starts = ["500", "429", "503"]
+            assert box.run("print(1)", [Trial()], LIMITS)[0].stdout == "1\n"
+            fake.starts = ["500", "500", "500"]
+            with pytest.raises(
+                SandboxError, match=r"failed: .*HTTP 500: \{.message.: .no machine.\}"
+            ):
+                box.run("print(1)", [Trial()], LIMITS)
+            assert not fake.starts and not fake.running
+            box.close()
+
+
+def test_limits_above_piston_s_own_are_refused_at_the_start() -> None:
+    with serving("piston") as fake:
+        fake.run_timeout = 3000
+        open_remote(remote_of("piston", fake), Limits(wall_seconds=1.0)).close()
+        with pytest.raises(SandboxError, match="HTTP 400"):
+            open_remote(remote_of("piston", fake), Limits(wall_seconds=1.1))
+
+
+@pytest.mark.parametrize(
+    ("made", "url"),
+    [
+        ({"sandboxID": "i4"}, "https://49999-i4.example.org/execute"),
+        ({"sandboxID": "i4", "domain": "e2b.dev"}, "https://49999-i4.e2b.dev/execute"),
+        ({"sandboxID": "a/../b"}, None),
+        ({"sandboxID": "i4", "domain": "here/there?"}, None),
+        ({}, None),
+    ],
+)
+def test_where_e2b_s_machines_are(made: dict[str, Any], url: str | None) -> None:
+    asked: list[tuple[str, str, dict[str, str]]] = []
+
+    class Recording:
+        async def ask(self, method: str, at: str, *, headers: dict[str, str], **_: Any) -> bytes:
+            asked.append((method, at, headers))
+            return json.dumps(made).encode()
+
+    async def machine() -> None:
+        recording = cast(Client, Recording())
+        service = E2B("https://api", None, "example.org", "t", KEY, 1.0)
+        async with service.machine(recording, LIMITS) as one:
+            await one.run(b"{}", 1.0)
+
+    if url is None:
+        with pytest.raises(Passing):
+            anyio.run(machine)
+        assert len(asked) == 1
+        return
+    anyio.run(machine)
+    assert [it[:2] for it in asked] == [
+        ("POST", "https://api/v2/sandboxes"),
+        ("POST", url),
+        ("DELETE", "https://api/sandboxes/i4"),
+    ]
+    assert [it[2].get("X-API-KEY") for it in asked] == [KEY, None, KEY]

@@ -36,6 +36,10 @@ class Passing(Exception):
     def is_late(self) -> bool:
         return self.cost == LATE
 
+    def unsent(self) -> Passing:
+        """The same of a request that ran no program."""
+        return Passing(str(self), self.cost, was_sent=False)
+
 
 class Client:
     """Requests with a key."""

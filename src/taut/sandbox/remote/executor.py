@@ -34,7 +34,7 @@ from taut.sandbox.remote.e2b import E2B
 from taut.sandbox.remote.morph import Morph
 from taut.sandbox.remote.piston import Piston
 from taut.sandbox.remote.service import Machine, Printed, Service
-from taut.sandbox.remote.settings import Remote, ServiceName
+from taut.sandbox.remote.settings import Remote, ServiceName, e2b_domain
 
 _OUTPUTS = 16
 """All trials of a program together may print so many times what one may, as in ``guest.py``."""
@@ -241,7 +241,10 @@ class _Attempts:
         }
         if self._machine is None:
             opened = self._service.machine(self._client, self._limits)
-            self._machine = await self._stack.enter_async_context(opened)
+            try:
+                self._machine = await self._stack.enter_async_context(opened)
+            except Passing as failure:
+                raise failure.unsent() from None
         printed = await self._machine.run(json.dumps(job).encode(), seconds)
         return _ran(printed, nonce, seconds, self._limits)
 
@@ -284,6 +287,7 @@ def _service(remote: Remote, secret: str | None) -> Service:
     assert secret is not None, "the others have a default variable for it"
     if remote.service == "e2b":
         template = remote.image or "code-interpreter-v1"
-        return E2B(urls[0], remote.machines_url(), template, secret, remote.wait_seconds)
+        machines = remote.machines_url()
+        return E2B(urls[0], machines, e2b_domain(), template, secret, remote.wait_seconds)
     assert remote.image is not None, "the settings ask for it"
     return Morph(urls[0], remote.image, secret, remote.wait_seconds)

@@ -78,9 +78,8 @@ class Remote:
         if self.addresses:
             return tuple(_url(it, "remote.addresses") for it in self.addresses)
         if self.service == "e2b":
-            domain = os.environ.get("E2B_DOMAIN") or "e2b.app"
             named = os.environ.get("E2B_API_URL")
-            return (_url(named or f"https://api.{domain}", "E2B_API_URL"),)
+            return (_url(named or f"https://api.{e2b_domain()}", "E2B_API_URL"),)
         if self.service == "morph":
             named = os.environ.get("MORPH_BASE_URL")
             return (_url(named or "https://cloud.morph.so/api", "MORPH_BASE_URL"),)
@@ -112,6 +111,11 @@ class Remote:
 
 HERE = Remote()
 """No service: programs run on this machine."""
+
+
+def e2b_domain() -> str:
+    """Where E2B is, and its machines where it does not say otherwise."""
+    return os.environ.get("E2B_DOMAIN") or "e2b.app"
 
 
 def _url(url: str, label: str) -> str:
