@@ -6,10 +6,19 @@
 
 A program has no network and no socket, sees no file but Python's own library and a scratch folder of limited size, none
 of our environment and no other process, and has bounds on processor time, time, memory, processes, files and output.
-When ``run`` returns, every process it started is dead; they die with us, too. What the program does wrong is its
-``outcome``; SandboxError is raised for what we do wrong. Python only.
+Each program has a fresh process that was never used before. When ``run`` returns, every process it started is dead;
+they die with us, too. What the program does wrong is its ``outcome``; SandboxError is raised for what we do wrong.
+Python only.
 
-``mechanism`` says how programs are held and refuses where they cannot be; ``docs/sandbox.md`` has the limits' reasons.
+    box         Sandbox: a jail for each program, started ahead
+    walls       how a jail's process is started: bubblewrap, Landlock
+    jail        the host's side of a jail: a trial's pipes, time and output
+    guest       inside: a child for each trial, under limits
+    allowed     the system calls a program may make
+    cgroup      a bound on all of a program together, where there are cgroups
+    mechanism   tries what holds here
+
+``mechanism`` refuses where nothing holds programs; ``docs/sandbox.md`` has the limits' reasons.
 
 Imports errors and config. Rewards and tools import it.
 """
@@ -21,9 +30,12 @@ import threading
 
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
-from taut.sandbox.mechanism import choose, open_sandbox
+from taut.sandbox.mechanism import ATTEMPTS, NAMES, Finding, choose, find, open_sandbox
 
 __all__ = [
+    "ATTEMPTS",
+    "NAMES",
+    "Finding",
     "Limits",
     "Mechanism",
     "MechanismName",
@@ -33,6 +45,7 @@ __all__ = [
     "Trial",
     "choose",
     "close_shared",
+    "find",
     "open_sandbox",
     "run_python",
     "shared",

@@ -1,13 +1,22 @@
-"""Inside the jail: run one program against its tests, each in a process of its own under limits.
+"""Inside the wall: a process that runs the trials of one program, each in a child of its own, and nothing else.
 
-``run`` is called by a process that never executes what the model wrote: it forks a child for each test, feeds its
-standard input, collects what it prints, watches the clock, and afterwards kills whatever the child left behind. In a
-pid namespace this process is number 1, so ``kill(-1)`` reaches everything, whatever sessions it fled to; without one
-the child cannot fork.
+It is started ahead, used for one program and thrown away. It handles descriptors and numbers only: the pipes of a trial
+come from the host, and what goes through them, the program, its test and its output, passes this process by. So the
+child that executes a program is a copy of a process that has seen no program, no test and no answer before.
 
-A test is {"stdin", "call", "arguments", "check"}:
+The host (``jail.py``) sends messages on standard input, a socket that keeps their bounds:
 
-    stdin               the program runs as ``__main__`` and reads this
+    begin    JSON with what there is to set up; with it a pidfd of the host. Answer: "ready" or {"error"}
+    run      with it the child's standard input, output, error and report. Answer, when nothing that the child
+             started is left: {"status", "cpu_seconds"}
+    kill     end the trial now
+
+The end of the messages, or of the host, ends this process and everything behind the wall.
+
+The child reads a frame from its standard input, eight bytes of length and then JSON: {"program", "limits", "call",
+"arguments", "check"}; what follows it is the program's to read.
+
+    no call or check    the program runs as ``__main__``
     call, arguments     the program is imported, ``call(*arguments)`` is called (of ``Solution()`` where that has it),
                         and its value goes out as JSON: what is right is compared outside, where the program cannot look
     check               the program is imported, then this code is run in its names: asserts
@@ -16,12 +25,13 @@ A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in
 lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
 the end was reached) can; a stdin or a call test has nothing there to cheat.
 
-Runs under ``python -s -S -P``, alone of our package: imports its neighbours and the standard library only.
-``jail`` imports it.
+Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only. ``jail`` starts
+it by name.
 """
 
 from __future__ import annotations
 
+import _socket  # ``socket`` imports selectors and enum: a third of this process's start
 import atexit
 import contextlib
 import json
@@ -31,149 +41,108 @@ import resource
 import select
 import signal
 import site
+import struct
 import sys
 import threading
-import time
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
+from taut.sandbox import kernel
+
 NAME = "program.py"
-_CHUNK = 65536
-_OUTPUTS = 16
-"""All tests of a program together may print so many times what one may."""
+SCRATCH = "/tmp"
+"""The program's own folder; the host's is not in there."""
+STREAMS = ("stdin", "stdout", "stderr", "report")
+"""The child's descriptors 0 to 3."""
+MEMORY = b"memory"
+DONE = b"done "
+"""A report: the program ran out of memory; or the end was reached, and the value follows."""
 _SHOWN = 30
 """Frames of a traceback, the innermost."""
-_MEMORY = b"memory"
-_DONE = b"done "
 
 
-def run(request: Mapping[str, Any], confine: Callable[[], None], is_first: bool) -> list[Any]:
-    """What became of each test: [outcome, stdout, stderr, seconds, value]. ``is_first``: we are process 1."""
-    end = time.monotonic() + request["limits"]["total_seconds"]
-    results: list[Any] = []
-    for test in request["tests"]:
-        left = end - time.monotonic()
-        printed = sum(len(stdout) + len(stderr) for _, stdout, stderr, *_ in results)
-        is_too_much = printed > _OUTPUTS * 1024 * request["limits"]["output_kb"]
-        stopped = (
-            left <= 0
-            or is_too_much
-            or (request["stop_early"] and results and results[-1][0] != "ok")
-        )
-        if stopped:
-            results.append(["not_run", "", "", 0.0, None])
-        else:
-            results.append(_Run(request, test, left).result(confine, is_first))
-    return results
-
-
-class _Run:
-    """One test."""
-
-    def __init__(self, request: Mapping[str, Any], test: Mapping[str, Any], left: float) -> None:
-        self.request = request
-        self.test = test
-        self.limits = request["limits"]
-        self.seconds = min(self.limits["wall_seconds"], left)
-        self.printed = {name: bytearray() for name in ("stdout", "stderr", "report")}
-        self.reason = ""
-
-    def result(self, confine: Callable[[], None], is_first: bool) -> list[Any]:
-        """Fork, watch, kill, and say what happened."""
-        pipes = {name: os.pipe() for name in ("stdin", *self.printed)}
-        start = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            _child(self.request, self.test, pipes, confine)
-        os.close(pipes["stdin"][0])
-        for name in self.printed:
-            os.close(pipes[name][1])
-        self._watch(child, pipes, start + self.seconds)
-        os.kill(child, signal.SIGKILL)  # not yet waited for: the number is still its own
-        _, status, used = os.wait4(child, 0)
-        if is_first:
-            _kill_everything()
-        self._drain(pipes)
-        seconds = time.monotonic() - start
-        outcome = self.reason or self._outcome(status, used.ru_utime + used.ru_stime)
-        texts = [bytes(self.printed[name]).decode(errors="replace") for name in self.printed]
-        value = texts[2][len(_DONE) :] if outcome == "ok" and self.test["call"] else None
-        return [outcome, *texts[:2], seconds, value]
-
-    def _watch(self, child: int, pipes: dict[str, tuple[int, int]], end: float) -> None:
-        """Until the child ends, prints too much or is out of time."""
-        ended = os.pidfd_open(child)
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        names = {pipes[name][0]: name for name in self.printed}
-        for reader in names:
-            os.set_blocking(reader, False)
-            poll.register(reader, select.POLLIN)
-        feed, unfed = pipes["stdin"][1], memoryview(self.test["stdin"].encode())
-        os.set_blocking(feed, False)
-        poll.register(feed, select.POLLOUT)
-        while not self.reason:
-            left = end - time.monotonic()
-            ready = [descriptor for descriptor, _ in poll.poll(max(left, 0) * 1000)]
-            if not ready and left <= 0:
-                self.reason = "time"
-            if feed in ready:
-                unfed = _fed(feed, unfed)
-                if not unfed:
-                    poll.unregister(feed)
-                    os.close(feed)
-                    feed = -1
-            for reader in set(ready) & names.keys():
-                if not self._read(reader, names[reader]):
-                    poll.unregister(reader)
-            if ended in ready:
-                break
-        os.close(ended)
-        if feed >= 0:
-            os.close(feed)
-
-    def _read(self, reader: int, name: str) -> bool:
-        """Take what is there; False at its end."""
-        try:
-            chunk = os.read(reader, _CHUNK)
-        except BlockingIOError:
-            return True
-        room = self.limits["output_kb"] * 1024 - sum(map(len, self.printed.values()))
-        self.printed[name] += chunk[:room]
-        if len(chunk) > room:
-            self.reason = self.reason or "output"
-        return bool(chunk)
-
-    def _drain(self, pipes: dict[str, tuple[int, int]]) -> None:
-        """What was printed last: nobody is left to write."""
-        for name in self.printed:
-            reader = pipes[name][0]
-            while select.select([reader], [], [], 0)[0] and self._read(reader, name):
-                if self.reason == "output":
-                    break
-            os.close(reader)
-
-    def _outcome(self, status: int, cpu_seconds: float) -> str:
-        report = bytes(self.printed["report"])
-        if os.WIFSIGNALED(status):
-            is_cpu = (
-                os.WTERMSIG(status) == signal.SIGXCPU or cpu_seconds >= self.limits["cpu_seconds"]
-            )
-            return "cpu" if is_cpu else "crash"
-        if report == _MEMORY:
-            return "memory"
-        is_done = report.startswith(_DONE) or not (self.test["call"] or self.test["check"])
-        return "ok" if os.WEXITSTATUS(status) == 0 and is_done else "error"
-
-
-def _fed(feed: int, unfed: memoryview) -> memoryview:
-    """What is left to write; nothing where nobody reads."""
+def serve() -> None:
+    """Hold one program until the host lets go of it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # which process 1 ignores, whatever a program sends it
+    os.umask(0o022)
+    control = _socket.socket(fileno=os.dup(0))
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    message, received = _receive(control)
+    if not message:
+        return
+    host, begin = received[0], json.loads(message)
     try:
-        return unfed[os.write(feed, unfed[:_CHUNK]) :]
-    except BrokenPipeError:
-        return unfed[:0]
+        _set_up(begin)
+    except OSError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return
+    control.send(b"ready")
+    while True:
+        ready = _poll(control.fileno(), host)
+        if host in ready:
+            return
+        message, streams = _receive(control)
+        if not message:
+            return
+        if message == b"run":
+            _run(control, host, begin, streams)
+
+
+def _set_up(begin: Mapping[str, Any]) -> None:
+    """Bound the scratch folder, become a user that nobody is, give up every capability."""
+    if begin["has_namespaces"]:
+        kernel.limit_scratch(SCRATCH, begin["scratch_mb"], begin["scratch_files"])
+    else:
+        with Path("/proc/self/oom_score_adj").open("w") as file:
+            file.write("1000")  # killed first, where the machine runs out of memory
+    user = begin["user"]
+    if user:
+        os.setgroups([])
+        try:
+            os.setresgid(user, user, user)
+        except OSError:  # a container that has 65,536 users
+            user = 20000 + user % 40000
+            os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    kernel.drop_capabilities()
+    kernel.never_gain()
+    os.chdir(SCRATCH if begin["has_namespaces"] else "/")
+
+
+def _run(
+    control: _socket.socket, host: int, begin: Mapping[str, Any], streams: tuple[int, ...]
+) -> None:
+    """One trial: answers when the child and all that it started are dead."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        control.detach()
+        _child(begin, streams, parent)
+    for stream in streams:
+        os.close(stream)
+    ended = os.pidfd_open(child)
+    ready = _poll(ended, control.fileno(), host)
+    is_wanted = ended in ready or (host not in ready and _receive(control)[0] != b"")
+    os.close(ended)
+    os.kill(child, signal.SIGKILL)  # not yet waited for: the number is still its own
+    _, status, used = os.wait4(child, 0)
+    if begin["has_namespaces"]:
+        _kill_everything()
+    if not is_wanted:
+        os._exit(0)
+    answer = {"status": status, "cpu_seconds": used.ru_utime + used.ru_stime}
+    with contextlib.suppress(
+        BrokenPipeError
+    ):  # the host has just gone: the next message is the end
+        control.send(json.dumps(answer).encode())
 
 
 def _kill_everything() -> None:
@@ -187,26 +156,54 @@ def _kill_everything() -> None:
             return
 
 
-def _child(
-    request: Mapping[str, Any],
-    test: Mapping[str, Any],
-    pipes: dict[str, tuple[int, int]],
-    confine: Callable[[], None],
-) -> NoReturn:
+def _poll(*descriptors: int) -> list[int]:
+    """Those that can be read, when one can."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll()]
+
+
+def _receive(control: _socket.socket) -> tuple[bytes, tuple[int, ...]]:
+    """A message and the descriptors that come with it; no bytes at the end of the messages."""
+    try:
+        message, others, *_ = control.recvmsg(1 << 16, _socket.CMSG_SPACE(4 * len(STREAMS)))
+    except ConnectionResetError:
+        return b"", ()
+    return message, tuple(it[0] for *_, data in others for it in struct.iter_unpack("i", data))
+
+
+def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> NoReturn:
     """The process that executes the program; it never returns."""
     code = 70
     try:
-        os.setsid()  # 0 as the target of a signal is the program's own group, not the server's
-        report = pipes["report"][1]
-        for target, (name, end) in enumerate((("stdin", 0), ("stdout", 1), ("stderr", 1))):
-            os.dup2(pipes[name][end], target)
-        os.dup2(report, 3)
-        os.closerange(4, 65536)
+        os.setsid()  # 0 as the target of a signal is the program's own group
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
+        os.closerange(len(STREAMS), 65536)
+        request = json.loads(_read(int.from_bytes(_read(8), "big")))
         _limit(request["limits"])
-        confine()
-        code = _execute(request["program"], test)
+        if not begin["has_namespaces"]:
+            kernel.die_with_parent()
+            if os.getppid() != parent:
+                os._exit(code)
+            kernel.landlock(begin["readable"], kernel.DEVICES)
+        kernel.allow_only(bytes.fromhex(begin["calls"]))
+        code = _execute(request["program"], request)
     finally:
         os._exit(code)
+
+
+def _read(size: int) -> bytes:
+    """Exactly so many bytes of standard input, past Python's buffer."""
+    chunks = []
+    while size:
+        chunk = os.read(0, min(size, 1 << 20))
+        if not chunk:
+            os._exit(70)
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def _limit(limits: Mapping[str, Any]) -> None:
@@ -217,6 +214,7 @@ def _limit(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_FSIZE, limits["scratch_mb"] * mega, limits["scratch_mb"] * mega),
         (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_SIGPENDING, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -250,7 +248,7 @@ def _execute(program: str, test: Mapping[str, Any]) -> int:
             code = 1
             _tell(error)
     if reports and not (is_main or code):
-        _write_all(3, _DONE + reports[0].encode())
+        _write_all(3, DONE + reports[0].encode())
     return code
 
 
@@ -288,7 +286,7 @@ def _exit_code(code: object) -> int:
 def _tell(error: BaseException) -> None:
     """The traceback without our own frames; a lack of memory is reported apart."""
     if isinstance(error, MemoryError):
-        os.write(3, _MEMORY)
+        os.write(3, MEMORY)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

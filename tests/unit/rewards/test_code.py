@@ -15,7 +15,7 @@ from taut.rewards.code import Code, last_block
 from taut.rewards.length import LengthCosine
 from taut.rewards.testcases import read_cases
 from taut.rewards.worker import judged
-from taut.sandbox import Limits, close_shared, shared, workers
+from taut.sandbox import Limits, close_shared, shared, walls
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 FUNCTION = "def add(a, b):\n    return a + b"
@@ -193,7 +193,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_zero(monkeypatch: pytest.Monkey
     assert score.value is None
     assert score.error is not None
     assert "the sandbox is closed" in score.error
-    monkeypatch.setattr(workers, "interpreter", lambda: "/no/such/python")
+    monkeypatch.setattr(walls, "interpreter", lambda: "/no/such/python")
     score = judged("code", Code(), Answered(text=f"```\n{ADD}\n```", row={"tests": APPS}))
     assert score.value is None
     assert score.error is not None
