@@ -194,6 +194,12 @@ COMMANDS = {
         "taut.commands.export:Export",
         ("model",),
     ),
+    "sandbox": Command(
+        "[--json]",
+        "what holds a model's programs on this machine, tried",
+        "taut.commands.sandbox:run",
+        "taut.commands.sandbox:SandboxReport",
+    ),
     "demo": Command(
         "[key=value ...]",
         "train a small real model, offline, in minutes",

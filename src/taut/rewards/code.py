@@ -66,7 +66,7 @@ class Code(Verifier):
     limits: Limits = Limits()
     """What a program may use."""
     mechanism: MechanismName | None = None
-    """What holds the programs; by default the first that does of bubblewrap, landlock."""
+    """What holds the programs; by default the first that does of gvisor, bubblewrap, landlock."""
     packages: tuple[str, ...] = ()
     """Folders of Python packages that programs may import, beside Python's own library."""
 

@@ -12,6 +12,7 @@ Python only.
 
     box         Sandbox: a jail for each program, started ahead
     walls       how a jail's process is started: bubblewrap, Landlock
+    gvisor      a jail by runsc
     jail        the host's side of a jail: a trial's pipes, time and output
     guest       inside: a child for each trial, under limits
     allowed     the system calls a program may make

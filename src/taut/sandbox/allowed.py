@@ -8,7 +8,7 @@ libseccomp is Debian's libseccomp2, which apt itself depends on, through PyPI's 
 interface of libseccomp's own Python binding, which is not on PyPI. The host compiles the filter once; the guest
 installs the compiled bytes and needs neither.
 
-Imports errors only. ``box`` imports it.
+Imports errors only. ``box`` and ``taut sandbox`` import it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import errno
 import functools
 import tempfile
 from types import ModuleType
+from typing import NamedTuple
 
-from taut.errors import SandboxError
+from taut.errors import SandboxError, install_extra
 
 _FILES = """
 read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile fsync fdatasync
@@ -58,6 +59,24 @@ _LAST = 1024
 """No system call has a number above it."""
 
 
+class Count(NamedTuple):
+    """How many system calls there are."""
+
+    allowed: int
+    partly: int
+    """Of those: with some arguments only."""
+    known: int
+
+
+def count(has_namespaces: bool) -> Count:
+    """Of the calls that libseccomp knows. Raises SandboxError where it cannot be had."""
+    library = _library()
+    known = _known(library)
+    partly = [name for name in _some_arguments(library, has_namespaces) if name in known]
+    wholly = [name for name in _names(has_namespaces) if name in known]
+    return Count(len(wholly) + len(partly), len(partly), len(known))
+
+
 @functools.cache
 def compiled(has_namespaces: bool) -> bytes:
     """The filter as the kernel takes it. ``has_namespaces``: the program's files and processes are its own.
@@ -68,8 +87,7 @@ def compiled(has_namespaces: bool) -> bytes:
     try:
         calls = library.SyscallFilter(library.ERRNO(errno.ENOSYS))
         calls.set_attr(library.Attr.CTL_OPTIMIZE, 2)  # a search tree
-        names = f"{_FILES} {_MEMORY} {_PROCESS} {_PAIRS}".split()
-        names += _OWN_NAMESPACES.split() if has_namespaces else []
+        names = _names(has_namespaces)
         some = _some_arguments(library, has_namespaces)
         known = _known(library)
         for name, number in known.items():
@@ -96,10 +114,16 @@ def _library() -> ModuleType:
     except (ImportError, RuntimeError) as error:  # RuntimeError: libseccomp itself is missing
         raise SandboxError(
             f"libseccomp cannot be had: {error}; expected pyseccomp and libseccomp.so.2; "
-            "pip install 'taut[rl]', and on Debian apt install libseccomp2"
+            f"{install_extra('rl')}, and on Debian apt install libseccomp2"
         ) from error
     library: ModuleType = pyseccomp
     return library
+
+
+def _names(has_namespaces: bool) -> list[str]:
+    """The calls that are allowed whatever their arguments."""
+    names = f"{_FILES} {_MEMORY} {_PROCESS} {_PAIRS}".split()
+    return names + (_OWN_NAMESPACES.split() if has_namespaces else [])
 
 
 def _known(library: ModuleType) -> dict[str, int]:

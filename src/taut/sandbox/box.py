@@ -19,10 +19,13 @@ from typing import Any, Literal, NamedTuple
 
 from taut.errors import SandboxError
 from taut.sandbox import allowed, cgroup, walls
+from taut.sandbox.gvisor import Gvisor
 from taut.sandbox.jail import Jail, JailDied
 from taut.sandbox.limits import Limits, Ran, Trial
 
-MechanismName = Literal["bubblewrap", "landlock"]
+MechanismName = Literal["gvisor", "bubblewrap", "landlock"]
+
+_Jail = Jail | Gvisor
 
 _OUTPUTS = 16
 """All trials of a program together may print so many times what one may."""
@@ -49,12 +52,12 @@ class Sandbox:
             more = "programs stay root, for nobody else may read what they need"
             mechanism = mechanism._replace(reason=f"{mechanism.reason}; {more}")
         self.mechanism = mechanism
-        self._ahead: collections.deque[Jail] = collections.deque()
+        self._ahead: collections.deque[_Jail] = collections.deque()
         self._num_running = 0
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._is_closed = False
-        self.cgroups = _cgroups()
+        self.cgroups = "not for gVisor's" if mechanism.name == "gvisor" else _cgroups()
         """Where jails get their cgroups, or why they get none."""
 
     def run(
@@ -105,7 +108,7 @@ class Sandbox:
         for jail in waiting:
             jail.close() if self._owner == os.getpid() else jail.forget()
 
-    def _take(self) -> Jail:
+    def _take(self) -> _Jail:
         """A jail that was started ahead; others are started for the programs that come next."""
         with self._lock:
             if self._is_closed:
@@ -120,7 +123,7 @@ class Sandbox:
                 self._ahead.append(self._start())
         return jail
 
-    def _begun(self, jail: Jail, limits: Limits) -> Jail:
+    def _begun(self, jail: _Jail, limits: Limits) -> _Jail:
         """The jail, when it is ready for a program."""
         try:
             jail.begin(limits, self._settings())
@@ -129,7 +132,9 @@ class Sandbox:
             raise
         return jail
 
-    def _start(self) -> Jail:
+    def _start(self) -> _Jail:
+        if self.mechanism.name == "gvisor":
+            return Gvisor(self._readable, self._packages)
         own = cgroup.Cgroup(self.cgroups) if isinstance(self.cgroups, Path) else None
         wall = walls.bubblewrap if self._has_namespaces else walls.landlock
         return Jail(walls.prepared(own) + wall(self._readable, self._packages), own)

@@ -66,7 +66,7 @@ def find_parent(root: Path | None = None) -> Path:
             return folder
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
-    raise OSError(f"no cgroup can be made: {'; '.join(reasons)}")
+    raise OSError("; ".join(reasons))
 
 
 def _mounted() -> Path:

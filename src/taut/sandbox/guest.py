@@ -13,6 +13,8 @@ The host (``jail.py``) sends messages on standard input, a socket that keeps the
 
 The end of the messages, or of the host, ends this process and everything behind the wall.
 
+Where the wall is gVisor's, ``once`` is all of it: one trial, no messages.
+
 The child reads a frame from its standard input, eight bytes of length and then JSON: {"program", "limits", "call",
 "arguments", "check"}; what follows it is the program's to read.
 
@@ -25,8 +27,8 @@ A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in
 lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
 the end was reached) can; a stdin or a call test has nothing there to cheat.
 
-Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only. ``jail`` starts
-it by name.
+Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only. ``walls`` has
+the command line that starts it.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ SCRATCH = "/tmp"
 """The program's own folder; the host's is not in there."""
 STREAMS = ("stdin", "stdout", "stderr", "report")
 """The child's descriptors 0 to 3."""
+READY = b"ready"
 MEMORY = b"memory"
 DONE = b"done "
 """A report: the program ran out of memory; or the end was reached, and the value follows."""
@@ -84,7 +87,7 @@ def serve() -> None:
     except OSError as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return
-    control.send(b"ready")
+    control.send(READY)
     while True:
         ready = _poll(control.fileno(), host)
         if host in ready:
@@ -94,6 +97,15 @@ def serve() -> None:
             return
         if message == b"run":
             _run(control, host, begin, streams)
+
+
+def once() -> None:
+    """Run one trial in this process, behind a wall that ends with it: its streams are here already."""
+    os.write(3, READY)
+    request = _request()
+    kernel.never_gain()
+    kernel.allow_only(bytes.fromhex(request["calls"]))
+    os._exit(_execute(request["program"], request))
 
 
 def _set_up(begin: Mapping[str, Any]) -> None:
@@ -181,8 +193,7 @@ def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> N
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
         os.closerange(len(STREAMS), 65536)
-        request = json.loads(_read(int.from_bytes(_read(8), "big")))
-        _limit(request["limits"])
+        request = _request()
         if not begin["has_namespaces"]:
             kernel.die_with_parent()
             if os.getppid() != parent:
@@ -192,6 +203,13 @@ def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> N
         code = _execute(request["program"], request)
     finally:
         os._exit(code)
+
+
+def _request() -> dict[str, Any]:
+    """What to execute, with its limits in force."""
+    request: dict[str, Any] = json.loads(_read(int.from_bytes(_read(8), "big")))
+    _limit(request["limits"])
+    return request
 
 
 def _read(size: int) -> bytes:

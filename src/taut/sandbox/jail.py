@@ -3,7 +3,7 @@
 The host makes a trial's pipes and sends their ends to the guest, writes the program and its input, reads what it
 prints, and says when to stop: nothing but descriptors and numbers goes through the guest itself.
 
-Imports errors and its neighbours. ``box`` imports it.
+Imports errors and its neighbours. ``box`` and ``gvisor`` import it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from taut.sandbox import guest
 from taut.sandbox.cgroup import Cgroup
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 
-_GRACE = 20.0
+GRACE = 20.0
 """Seconds that a guest may take to be ready, or to answer when a trial has ended."""
 _CHUNK = 65536
 _SHOWN = 500
 """Characters of what a process said that could not hold a program."""
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -61,7 +61,7 @@ class Jail:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    env=_ENVIRONMENT,
+                    env=ENVIRONMENT,
                     cwd="/",
                     start_new_session=True,
                 )
@@ -83,7 +83,7 @@ class Jail:
         us = os.pidfd_open(os.getpid())
         try:
             self._send(json.dumps(message).encode(), [us])
-            answer = self._answer(time.monotonic() + _GRACE)
+            answer = self._answer(time.monotonic() + GRACE)
         except JailDied as error:
             raise SandboxError(
                 f"the sandbox's process failed: {self._last_words() or error}; expected it to start; see taut sandbox"
@@ -97,15 +97,7 @@ class Jail:
 
     def run(self, program: str, trial: Trial, limits: Limits, seconds: float) -> Ran:
         """What became of one trial; when it returns, no process of it is left. Raises JailDied."""
-        request = {
-            "program": program,
-            "limits": limits.as_mapping(),
-            "call": trial.call,
-            "arguments": trial.arguments,
-            "check": trial.check,
-        }
-        body = _encoded(json.dumps(request))
-        streams = _Streams(len(body).to_bytes(8, "big") + body + _encoded(trial.stdin), limits)
+        streams = Streams(as_request(program, trial, limits), limits)
         start = time.monotonic()
         killed_before = self._num_killed()
         try:
@@ -116,17 +108,14 @@ class Jail:
             )
             if reason is not None:
                 self._send(b"kill", [])
-            answer = json.loads(self._answer(time.monotonic() + _GRACE))
+            answer = json.loads(self._answer(time.monotonic() + GRACE))
             reason = streams.rest() or reason
         finally:
             streams.close()
         took = time.monotonic() - start
-        stdout, stderr, report = (bytes(it).decode(errors="replace") for it in streams.printed)
-        outcome = reason or _outcome(answer, report, trial, limits)
-        if outcome == "crash" and self._num_killed() > killed_before:
-            outcome = "memory"
-        value = report[len(guest.DONE) :] if outcome == "ok" and trial.call else None
-        return Ran(stdout, stderr, outcome, took, value)
+        ran = result_of(answer, streams, reason, took, trial, limits)
+        is_killed = ran.outcome == "crash" and self._num_killed() > killed_before
+        return ran._replace(outcome="memory") if is_killed else ran
 
     def is_out_of_memory(self) -> bool:
         """Whether the kernel killed processes in it for lack of memory."""
@@ -160,8 +149,8 @@ class Jail:
             raise JailDied(f"it ended: {error}") from error
 
     def _answer(self, end: float) -> bytes:
-        if not _ready([(self._control.fileno(), select.POLLIN)], end):
-            raise JailDied(f"it gave no answer in {_GRACE:.0f} s")
+        if not wait_for([(self._control.fileno(), select.POLLIN)], end):
+            raise JailDied(f"it gave no answer in {GRACE:.0f} s")
         try:
             answer = self._control.recv(1 << 16)
         except OSError as error:
@@ -182,7 +171,7 @@ class Jail:
         return " ".join(said.decode(errors="replace").split())[-_SHOWN:]
 
 
-class _Streams:
+class Streams:
     """A trial's pipes: what goes in, and what comes out under a limit of output."""
 
     def __init__(self, given: bytes, limits: Limits) -> None:
@@ -194,6 +183,7 @@ class _Streams:
         self._unfed = memoryview(given)
         for descriptor in (self._feed, *self._readers):
             os.set_blocking(descriptor, False)
+        self.report = self._readers[-1]
 
     def close_childs_ends(self) -> None:
         while self.childs_ends:
@@ -211,7 +201,7 @@ class _Streams:
         while True:
             wanted = [(it, select.POLLIN) for it in (ended, *open_readers)]
             wanted += [(self._feed, select.POLLOUT)] if self._feed >= 0 else []
-            ready = _ready(wanted, end)
+            ready = wait_for(wanted, end)
             if not ready:
                 return "time"
             if self._feed in ready:
@@ -227,7 +217,7 @@ class _Streams:
     def rest(self) -> Outcome | None:
         """Read what was printed last: nobody is left to write."""
         for reader in self._readers:
-            while self._room >= 0 and _ready([(reader, select.POLLIN)], 0) and self._read(reader):
+            while self._room >= 0 and wait_for([(reader, select.POLLIN)], 0) and self._read(reader):
                 pass
         return "output" if self._room < 0 else None
 
@@ -252,20 +242,51 @@ class _Streams:
             self._feed = -1
 
 
-def _outcome(answer: Mapping[str, Any], report: str, trial: Trial, limits: Limits) -> Outcome:
+def as_request(
+    program: str, trial: Trial, limits: Limits, more: Mapping[str, str] | None = None
+) -> bytes:
+    """What the child reads: the frame with its program and test, then what is the program's to read."""
+    request = {
+        "program": program,
+        "limits": limits.as_mapping(),
+        "call": trial.call,
+        "arguments": trial.arguments,
+        "check": trial.check,
+        **(more or {}),
+    }
+    body = _encoded(json.dumps(request))
+    return len(body).to_bytes(8, "big") + body + _encoded(trial.stdin)
+
+
+def result_of(
+    answer: Mapping[str, Any],
+    streams: Streams,
+    reason: Outcome | None,
+    took: float,
+    trial: Trial,
+    limits: Limits,
+) -> Ran:
+    """A trial's result. ``answer``: how the child ended. ``reason``: what ran out, if it was ended."""
+    stdout, stderr, report = (bytes(it).decode(errors="replace") for it in streams.printed)
     status = answer["status"]
-    if os.WIFSIGNALED(status):
+    outcome: Outcome
+    if reason is not None:
+        outcome = reason
+    elif os.WIFSIGNALED(status):
         is_cpu = (
             os.WTERMSIG(status) == signal.SIGXCPU or answer["cpu_seconds"] >= limits.cpu_seconds
         )
-        return "cpu" if is_cpu else "crash"
-    if report == guest.MEMORY.decode():
-        return "memory"
-    is_done = report.startswith(guest.DONE.decode()) or not (trial.call or trial.check)
-    return "ok" if os.WEXITSTATUS(status) == 0 and is_done else "error"
+        outcome = "cpu" if is_cpu else "crash"
+    elif report == guest.MEMORY.decode():
+        outcome = "memory"
+    else:
+        is_done = report.startswith(guest.DONE.decode()) or not (trial.call or trial.check)
+        outcome = "ok" if os.WEXITSTATUS(status) == 0 and is_done else "error"
+    value = report[len(guest.DONE) :] if outcome == "ok" and trial.call else None
+    return Ran(stdout, stderr, outcome, took, value)
 
 
-def _ready(wanted: Sequence[tuple[int, int]], end: float) -> set[int]:
+def wait_for(wanted: Sequence[tuple[int, int]], end: float) -> set[int]:
     """Those of the descriptors that are ready before ``end``. By poll: select knows small numbers only."""
     poll = select.poll()
     for descriptor, event in wanted:

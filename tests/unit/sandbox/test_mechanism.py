@@ -41,8 +41,8 @@ def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_lack_is_told(without_bubblewrap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "landlock_version", lambda: 1)
     message = (
-        r"bubblewrap: bwrap is not installed \(pip install 'taut\[rl\]', .*\); "
-        "landlock: found version 1 of it, expected 3 or later.*pip install 'taut"
+        "gvisor: runsc is not installed; bubblewrap: bwrap is not installed; "
+        r"landlock: found version 1 of it, expected 3 or later.*pip install .*'\.\[rl\]'"
     )
     with pytest.raises(SandboxError, match=message):
         open_sandbox()
