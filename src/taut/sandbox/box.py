@@ -74,9 +74,10 @@ class Sandbox:
         """
         limits = limits or Limits()
         results: list[Ran] = []
+        modules = ["json"] if any(trial.call for trial in trials) else []  # once, not in each trial
         jail = self._take()
         try:
-            self._begun(jail, limits)
+            self._begun(jail, limits, modules)
             end = time.monotonic() + limits.total_seconds
             for trial in trials:
                 left = end - time.monotonic()
@@ -92,7 +93,7 @@ class Sandbox:
                     except JailDied:
                         ran = Ran("", "", "memory" if jail.is_out_of_memory() else "crash", 0.0)
                         jail.close()
-                        jail = self._begun(self._start(), limits)
+                        jail = self._begun(self._start(), limits, modules)
                 results.append(ran)
             return results
         finally:
@@ -123,10 +124,10 @@ class Sandbox:
                 self._ahead.append(self._start())
         return jail
 
-    def _begun(self, jail: _Jail, limits: Limits) -> _Jail:
+    def _begun(self, jail: _Jail, limits: Limits, modules: Sequence[str]) -> _Jail:
         """The jail, when it is ready for a program."""
         try:
-            jail.begin(limits, self._settings())
+            jail.begin(limits, {**self._settings(), "modules": modules})
         except BaseException:
             jail.close()
             raise

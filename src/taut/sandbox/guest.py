@@ -6,17 +6,17 @@ child that executes a program is a copy of a process that has seen no program, n
 
 The host (``jail.py``) sends messages on standard input, a socket that keeps their bounds:
 
-    begin    JSON with what there is to set up; with it a pidfd of the host. Answer: "ready" or {"error"}
+    begin    what there is to set up, and with it a pidfd of the host. Answer: "ready", or "error" and why
     run      with it the child's standard input, output, error and report. Answer, when nothing that the child
-             started is left: {"status", "cpu_seconds"}
+             started is left: its wait status and its seconds of processor time, as text
     kill     end the trial now
 
 The end of the messages, or of the host, ends this process and everything behind the wall.
 
 Where the wall is gVisor's, ``once`` is all of it: one trial, no messages.
 
-The child reads a frame from its standard input, eight bytes of length and then JSON: {"program", "limits", "call",
-"arguments", "check"}; what follows it is the program's to read.
+The child reads a frame from its standard input, eight bytes of length and then a mapping of program, limits, call,
+arguments and check; what follows it is the program's to read.
 
     no call or check    the program runs as ``__main__``
     call, arguments     the program is imported, ``call(*arguments)`` is called (of ``Solution()`` where that has it),
@@ -27,32 +27,30 @@ A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in
 lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
 the end was reached) can; a stdin or a call test has nothing there to cheat.
 
-Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only. ``walls`` has
-the command line that starts it.
+Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only, and of that as
+little as it can, for a process is started for each program: what comes from the host is marshalled, not JSON. ``walls``
+has the command line that starts it.
 """
 
 from __future__ import annotations
 
-import _socket  # ``socket`` imports selectors and enum: a third of this process's start
-import atexit
-import contextlib
-import json
-import linecache
+import _signal as signal  # type: ignore[import-not-found]  # without enum
+import _sitebuiltins
+import _socket
+import builtins
+import marshal
 import os
 import resource
 import select
-import signal
-import site
-import struct
 import sys
-import threading
-import traceback
-import types
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn
 
 from taut.sandbox import kernel
+
+TYPE_CHECKING = False  # what ``typing`` has under this name, without importing it
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+    from typing import Any, NoReturn
 
 NAME = "program.py"
 SCRATCH = "/tmp"
@@ -81,11 +79,11 @@ def serve() -> None:
     message, received = _receive(control)
     if not message:
         return
-    host, begin = received[0], json.loads(message)
+    host, begin = received[0], marshal.loads(message)
     try:
         _set_up(begin)
     except OSError as error:
-        control.send(json.dumps({"error": str(error)}).encode())
+        control.send(f"error {error}".encode())
         return
     control.send(READY)
     while True:
@@ -113,8 +111,10 @@ def _set_up(begin: Mapping[str, Any]) -> None:
     if begin["has_namespaces"]:
         kernel.limit_scratch(SCRATCH, begin["scratch_mb"], begin["scratch_files"])
     else:
-        with Path("/proc/self/oom_score_adj").open("w") as file:
+        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
             file.write("1000")  # killed first, where the machine runs out of memory
+    for name in begin["modules"]:
+        __import__(name)
     user = begin["user"]
     if user:
         os.setgroups([])
@@ -150,18 +150,19 @@ def _run(
         _kill_everything()
     if not is_wanted:
         os._exit(0)
-    answer = {"status": status, "cpu_seconds": used.ru_utime + used.ru_stime}
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # the host has just gone: the next message is the end
-        control.send(json.dumps(answer).encode())
+    try:  # noqa: SIM105 (contextlib is not imported for this)
+        control.send(f"{status} {used.ru_utime + used.ru_stime}".encode())
+    except BrokenPipeError:
+        pass  # the host has just gone: the next message is the end
 
 
 def _kill_everything() -> None:
     """As process 1: kill all others of the namespace, and wait until there are none."""
     while True:
-        with contextlib.suppress(ProcessLookupError):
+        try:  # noqa: SIM105
             os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -182,7 +183,8 @@ def _receive(control: _socket.socket) -> tuple[bytes, tuple[int, ...]]:
         message, others, *_ = control.recvmsg(1 << 16, _socket.CMSG_SPACE(4 * len(STREAMS)))
     except ConnectionResetError:
         return b"", ()
-    return message, tuple(it[0] for *_, data in others for it in struct.iter_unpack("i", data))
+    received = b"".join(data for *_, data in others)
+    return message, tuple(memoryview(received).cast("i"))
 
 
 def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> NoReturn:
@@ -207,7 +209,7 @@ def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> N
 
 def _request() -> dict[str, Any]:
     """What to execute, with its limits in force."""
-    request: dict[str, Any] = json.loads(_read(int.from_bytes(_read(8), "big")))
+    request: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(8), "big")))
     _limit(request["limits"])
     return request
 
@@ -240,15 +242,26 @@ def _limit(limits: Mapping[str, Any]) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
+class _Source:
+    """A loader, of which tracebacks and ``inspect`` ask the program's text."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def get_source(self, name: str) -> str:
+        return self._program
+
+
 def _execute(program: str, test: Mapping[str, Any]) -> int:
     """Run the program and its test here, then what is due at an interpreter's end; the exit code."""
     is_main = not (test["call"] or test["check"])
-    module = types.ModuleType("__main__" if is_main else "program")
+    module = type(sys)("__main__" if is_main else "program")
     module.__file__ = NAME
+    module.__loader__ = _Source(program)  # type: ignore[assignment]
     sys.modules[module.__name__] = module
     sys.argv = [NAME]
-    linecache.cache[NAME] = (len(program), None, program.splitlines(keepends=True), NAME)
-    site.setquit()  # exit() and quit(), which -S leaves out
+    for name in ("exit", "quit"):  # which -S leaves out
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     code, reports = 0, []
 
     def main() -> None:
@@ -272,15 +285,19 @@ def _execute(program: str, test: Mapping[str, Any]) -> int:
 
 def _end() -> None:
     """As an interpreter's, however the program ended: wait for its threads, call what it left for then, flush."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    if "atexit" in sys.modules:
+        sys.modules["atexit"]._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
 
 
-def _called(module: types.ModuleType, test: Mapping[str, Any]) -> str:
+def _called(module: ModuleType, test: Mapping[str, Any]) -> str:
     """The value of the function, as JSON."""
+    import json
+
     owner = vars(module)
     if test["call"] not in owner and "Solution" in owner:
         function = getattr(owner["Solution"](), test["call"])
@@ -305,6 +322,8 @@ def _tell(error: BaseException) -> None:
     """The traceback without our own frames; a lack of memory is reported apart."""
     if isinstance(error, MemoryError):
         os.write(3, MEMORY)
+    import traceback
+
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -87,8 +87,7 @@ class Gvisor:
             streams.close()
         took = time.monotonic() - start
         status = code - 128 if code > _OWN_FAILURE else code << 8
-        answer = {"status": status, "cpu_seconds": 0.0}
-        return result_of(answer, streams, reason, took, trial, limits)
+        return result_of(status, 0.0, streams, reason, took, trial, limits)
 
     def is_out_of_memory(self) -> bool:
         """runsc does not say."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
+import marshal
 import os
 import select
 import signal
@@ -82,7 +82,7 @@ class Jail:
         }
         us = os.pidfd_open(os.getpid())
         try:
-            self._send(json.dumps(message).encode(), [us])
+            self._send(marshal.dumps(message), [us])
             answer = self._answer(time.monotonic() + GRACE)
         except JailDied as error:
             raise SandboxError(
@@ -90,10 +90,9 @@ class Jail:
             ) from error
         finally:
             os.close(us)
-        if answer != b"ready":
-            raise SandboxError(
-                f"the sandbox failed: {json.loads(answer)['error']}; expected a jail; see taut sandbox"
-            )
+        if answer != guest.READY:
+            said = answer.decode(errors="replace")
+            raise SandboxError(f"the sandbox failed: {said}; expected a jail; see taut sandbox")
 
     def run(self, program: str, trial: Trial, limits: Limits, seconds: float) -> Ran:
         """What became of one trial; when it returns, no process of it is left. Raises JailDied."""
@@ -108,12 +107,12 @@ class Jail:
             )
             if reason is not None:
                 self._send(b"kill", [])
-            answer = json.loads(self._answer(time.monotonic() + GRACE))
+            status, cpu_seconds = self._answer(time.monotonic() + GRACE).split()
             reason = streams.rest() or reason
         finally:
             streams.close()
         took = time.monotonic() - start
-        ran = result_of(answer, streams, reason, took, trial, limits)
+        ran = result_of(int(status), float(cpu_seconds), streams, reason, took, trial, limits)
         is_killed = ran.outcome == "crash" and self._num_killed() > killed_before
         return ran._replace(outcome="memory") if is_killed else ran
 
@@ -247,35 +246,33 @@ def as_request(
 ) -> bytes:
     """What the child reads: the frame with its program and test, then what is the program's to read."""
     request = {
-        "program": program,
+        "program": _plain(program),
         "limits": limits.as_mapping(),
-        "call": trial.call,
-        "arguments": trial.arguments,
-        "check": trial.check,
+        "call": _plain(trial.call),
+        "arguments": _plain(trial.arguments),
+        "check": _plain(trial.check),
         **(more or {}),
     }
-    body = _encoded(json.dumps(request))
-    return len(body).to_bytes(8, "big") + body + _encoded(trial.stdin)
+    body = marshal.dumps(request)
+    return len(body).to_bytes(8, "big") + body + _plain(trial.stdin).encode()
 
 
 def result_of(
-    answer: Mapping[str, Any],
+    status: int,
+    cpu_seconds: float,
     streams: Streams,
     reason: Outcome | None,
     took: float,
     trial: Trial,
     limits: Limits,
 ) -> Ran:
-    """A trial's result. ``answer``: how the child ended. ``reason``: what ran out, if it was ended."""
+    """A trial's result. ``status``: how the child ended, as wait tells. ``reason``: what ran out, if it was ended."""
     stdout, stderr, report = (bytes(it).decode(errors="replace") for it in streams.printed)
-    status = answer["status"]
     outcome: Outcome
     if reason is not None:
         outcome = reason
     elif os.WIFSIGNALED(status):
-        is_cpu = (
-            os.WTERMSIG(status) == signal.SIGXCPU or answer["cpu_seconds"] >= limits.cpu_seconds
-        )
+        is_cpu = os.WTERMSIG(status) == signal.SIGXCPU or cpu_seconds >= limits.cpu_seconds
         outcome = "cpu" if is_cpu else "crash"
     elif report == guest.MEMORY.decode():
         outcome = "memory"
@@ -294,6 +291,6 @@ def wait_for(wanted: Sequence[tuple[int, int]], end: float) -> set[int]:
     return {it for it, _ in poll.poll(max(end - time.monotonic(), 0) * 1000)}
 
 
-def _encoded(text: str) -> bytes:
+def _plain(text: str) -> str:
     """Lone surrogates become question marks."""
-    return text.encode(errors="replace")
+    return text.encode(errors="replace").decode()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import struct
-from collections.abc import Iterable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_IS_ARM = platform.machine() in ("aarch64", "arm64")
+_IS_ARM = os.uname().machine == "aarch64"
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
 """All the devices that programs have."""
