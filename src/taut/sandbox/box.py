@@ -8,6 +8,7 @@ Imports errors and its neighbours. ``mechanism`` imports it; others import the p
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import os
@@ -75,9 +76,8 @@ class Sandbox:
         limits = limits or Limits()
         results: list[Ran] = []
         modules = ["json"] if any(trial.call for trial in trials) else []  # once, not in each trial
-        jail = self._take()
+        jail = self._take(limits, modules)
         try:
-            self._begun(jail, limits, modules)
             end = time.monotonic() + limits.total_seconds
             for trial in trials:
                 left = end - time.monotonic()
@@ -109,8 +109,8 @@ class Sandbox:
         for jail in waiting:
             jail.close() if self._owner == os.getpid() else jail.forget()
 
-    def _take(self) -> _Jail:
-        """A jail that was started ahead; others are started for the programs that come next."""
+    def _take(self, limits: Limits, modules: Sequence[str]) -> _Jail:
+        """A jail that is ready; others are started for the programs that come next."""
         with self._lock:
             if self._is_closed:
                 raise SandboxError("the sandbox is closed; expected it open; open another")
@@ -122,7 +122,16 @@ class Sandbox:
             self._num_running += 1
             while len(self._ahead) < min(self._num_running, os.cpu_count() or 1):
                 self._ahead.append(self._start())
-        return jail
+        try:
+            with contextlib.suppress(
+                SandboxError
+            ):  # it died while it waited: of a lack of memory, say
+                return self._begun(jail, limits, modules)
+            return self._begun(self._start(), limits, modules)
+        except BaseException:
+            with self._lock:
+                self._num_running -= 1
+            raise
 
     def _begun(self, jail: _Jail, limits: Limits, modules: Sequence[str]) -> _Jail:
         """The jail, when it is ready for a program."""

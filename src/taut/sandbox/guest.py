@@ -60,7 +60,7 @@ STREAMS = ("stdin", "stdout", "stderr", "report")
 READY = b"ready"
 MEMORY = b"memory"
 DONE = b"done "
-"""A report: the program ran out of memory; or the end was reached, and the value follows."""
+"""A report: the program is about to begin; then that memory ran out, or that the end was reached, and the value."""
 _SHOWN = 30
 """Frames of a traceback, the innermost."""
 
@@ -103,6 +103,7 @@ def once() -> None:
     request = _request()
     kernel.never_gain()
     kernel.allow_only(bytes.fromhex(request["calls"]))
+    os.write(3, READY)
     os._exit(_execute(request["program"], request))
 
 
@@ -110,6 +111,8 @@ def _set_up(begin: Mapping[str, Any]) -> None:
     """Bound the scratch folder, become a user that nobody is, give up every capability."""
     if begin["has_namespaces"]:
         kernel.limit_scratch(SCRATCH, begin["scratch_mb"], begin["scratch_files"])
+        for device in kernel.DEVICES:
+            kernel.keep_attributes(device)
     else:
         with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
             file.write("1000")  # killed first, where the machine runs out of memory
@@ -195,16 +198,23 @@ def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> N
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
         os.closerange(len(STREAMS), 65536)
-        request = _request()
-        if not begin["has_namespaces"]:
-            kernel.die_with_parent()
-            if os.getppid() != parent:
-                os._exit(code)
-            kernel.landlock(begin["readable"], kernel.DEVICES)
-        kernel.allow_only(bytes.fromhex(begin["calls"]))
-        code = _execute(request["program"], request)
+        code = _confined_and_executed(begin, parent)
+    except OSError as error:  # before the program: what it raises itself does not come here
+        os.write(2, str(error).encode())
     finally:
         os._exit(code)
+
+
+def _confined_and_executed(begin: Mapping[str, Any], parent: int) -> int:
+    request = _request()
+    if not begin["has_namespaces"]:
+        kernel.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(70)
+        kernel.landlock(begin["readable"], kernel.DEVICES)
+    kernel.allow_only(bytes.fromhex(begin["calls"]))
+    os.write(3, READY)
+    return _execute(request["program"], request)
 
 
 def _request() -> dict[str, Any]:
@@ -239,6 +249,9 @@ def _limit(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
+        most = resource.getrlimit(kind)[1]  # of whoever started taut
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
         resource.setrlimit(kind, (soft, hard))
 
 

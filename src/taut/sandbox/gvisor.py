@@ -22,7 +22,16 @@ from typing import Any
 
 from taut.errors import SandboxError
 from taut.sandbox import guest, walls
-from taut.sandbox.jail import ENVIRONMENT, GRACE, JailDied, Streams, as_request, result_of, wait_for
+from taut.sandbox.jail import (
+    ENVIRONMENT,
+    GRACE,
+    SHOWN,
+    JailDied,
+    Streams,
+    as_request,
+    result_of,
+    wait_for,
+)
 from taut.sandbox.limits import Limits, Ran, Trial
 
 _NOBODY = 65534
@@ -131,7 +140,7 @@ class Gvisor:
         if os.read(streams.report, len(guest.READY)) != guest.READY:
             process.wait()
             streams.rest()
-            said = " ".join(bytes(streams.printed[1]).decode(errors="replace").split())[-500:]
+            said = " ".join(bytes(streams.printed[1]).decode(errors="replace").split())[-SHOWN:]
             raise SandboxError(
                 f"runsc failed: {said or f'exit code {process.returncode}'}; expected a container; see taut sandbox"
             )

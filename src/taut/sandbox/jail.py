@@ -28,7 +28,7 @@ from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 GRACE = 20.0
 """Seconds that a guest may take to be ready, or to answer when a trial has ended."""
 _CHUNK = 65536
-_SHOWN = 500
+SHOWN = 500
 """Characters of what a process said that could not hold a program."""
 ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
@@ -167,7 +167,7 @@ class Jail:
             self._process.wait(timeout=1)
         os.set_blocking(self._process.stderr.fileno(), False)
         said = self._process.stderr.read() or b""
-        return " ".join(said.decode(errors="replace").split())[-_SHOWN:]
+        return " ".join(said.decode(errors="replace").split())[-SHOWN:]
 
 
 class Streams:
@@ -268,6 +268,14 @@ def result_of(
 ) -> Ran:
     """A trial's result. ``status``: how the child ended, as wait tells. ``reason``: what ran out, if it was ended."""
     stdout, stderr, report = (bytes(it).decode(errors="replace") for it in streams.printed)
+    is_begun = report.startswith(guest.READY.decode())
+    if not is_begun and reason is None:
+        if os.WIFEXITED(status):
+            raise SandboxError(
+                f"the sandbox failed before the program: {stderr[-SHOWN:]}; expected its limits set; see taut sandbox"
+            )
+        raise JailDied("a signal ended the child before the program")
+    report = report[len(guest.READY) :]
     outcome: Outcome
     if reason is not None:
         outcome = reason

@@ -60,19 +60,26 @@ def drop_capabilities() -> None:
     _syscall("capset", 91 if _IS_ARM else 126, header, bytes(24))
 
 
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND = 1, 2, 4, 8, 32, 4096
+
+
 def limit_scratch(path: str, megabytes: int, files: int) -> None:
     """Bound the size and the number of files of the tmpfs that is mounted at ``path``."""
-    remount, no_suid, no_dev = 32, 2, 4
-    # One more inode, and the page that goes with it, is the folder's own.
-    options = f"size={megabytes}m,nr_inodes={files + 1}"
-    result = _LIBC.mount(
-        b"none",
-        path.encode(),
-        None,
-        ctypes.c_ulong(remount | no_suid | no_dev),
-        options.encode(),
+    # One more: the folder itself is one.
+    _remount(path, _NOSUID | _NODEV, f"size={megabytes}m,nr_inodes={files + 1}")
+
+
+def keep_attributes(device: str) -> None:
+    """Let nobody change the times, mode or owner of a device that is mounted at ``device``; it is used as before."""
+    _remount(device, _BIND | _RDONLY | _NOSUID | _NOEXEC, "")
+
+
+def _remount(path: str, flags: int, options: str) -> None:
+    all_flags = ctypes.c_ulong(_REMOUNT | flags)
+    _checked(
+        f"mount {path}",
+        _LIBC.mount(b"none", path.encode(), None, all_flags, options.encode()),
     )
-    _checked(f"mount {path}", result)
 
 
 def landlock_version() -> int:

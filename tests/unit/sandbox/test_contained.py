@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -352,6 +353,27 @@ def test_threads_are_bounded(box: Sandbox) -> None:
     ran = tried(box, code)
     assert ran.outcome == "ok", ran
     assert int(ran.stdout) < LIMITS.processes
+
+
+def test_the_attributes_of_devices_stay(box: Sandbox) -> None:
+    """They are the machine's own, and of root's mode: anybody may open them for writing."""
+    before = Path("/dev/null").stat()
+    touch = "import os; os.utime('/dev/null', (1, 1))"
+    touch_now = "import os; os.utime('/dev/null')"
+    write = "open('/dev/null', 'w').write('x')"
+    assert done(box, touch, touch_now, "import os; os.chmod('/dev/null', 0o600)", write) == [write]
+    after = Path("/dev/null").stat()
+    assert (after.st_mode, after.st_uid, after.st_atime) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_atime,
+    )
+
+
+def test_limits_beyond_our_own_are_our_own(box: Sandbox) -> None:
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[1])"
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert tried(box, code, Limits(open_files=most + 1)).stdout == f"{most}\n"
 
 
 def test_randomness_is_to_be_had(box: Sandbox) -> None:

@@ -116,6 +116,14 @@ def test_a_jail_that_is_killed_during_a_trial_costs_a_second_try() -> None:
     sandbox.close()
 
 
+def test_a_jail_that_died_while_it_waited_is_replaced() -> None:
+    sandbox = Sandbox(choose())
+    sandbox.run("print(1)", [Trial()])
+    _kill_children_of(os.getpid())
+    assert sandbox.run("print(2)", [Trial()])[0].stdout == "2\n"
+    sandbox.close()
+
+
 def _kill_children_of(pid: int) -> None:
     children = []
     for task in Path(f"/proc/{pid}/task").iterdir():
