@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,28 @@ from typing import TextIO
 
 CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 """What the system says where fsync is not to be had."""
+NOT_REGULAR = "it is not a regular file"
+
+
+def open_regular(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """``os.open`` for a regular file only: follows no symbolic link in the last component and waits for no FIFO.
+
+    ``folder``: the descriptor of the directory that ``path`` is relative to. Raises OSError for anything else that is
+    there, with what it is.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        number = os.open(path, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise OSError(errno.ENXIO, NOT_REGULAR, str(path)) from None
+        raise
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return number
+    os.close(number)
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,7 +51,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """The same."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -40,8 +64,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 def writing(path: Path) -> Iterator[TextIO]:
     """A file to write to bit by bit, in its place once it is whole; what stops the writing leaves nothing."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

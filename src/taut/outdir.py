@@ -149,10 +149,11 @@ class Lock:
             return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self._file = (self.out / LOCK).open("a+", encoding="utf-8")
+            number = durable.open_regular(self.out / LOCK, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._file = os.fdopen(number, "a+", encoding="utf-8")
         except OSError as error:
             raise OutputError(
-                f"out={self.out} cannot be written: {error.strerror}; see to that, or name another"
+                f"out={self.out} cannot be written: {LOCK}: {error.strerror}; see to that, or name another"
             ) from error
         try:
             _lock(self._file)
@@ -186,7 +187,7 @@ class Lock:
 def owner(out: Path) -> str | None:
     """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
     try:
-        file = (out / LOCK).open(encoding="utf-8")
+        file = os.fdopen(durable.open_regular(out / LOCK, os.O_RDONLY), encoding="utf-8")
     except OSError:
         return None
     with file:
