@@ -8,7 +8,7 @@ merges them. A reward model's scalar head trains whole beside the adapters. ``pl
 library with the adapter merged, built beside the one in training, for saving.
 
 peft is imported here only, and only when an adapter is used. May import errors, config and
-models.{anatomy,parts,targets}.
+models.{adapter_patterns,anatomy,parts,targets}.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy, parts
+from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.load import require_file_itself
 from taut.models.targets import ALL, is_meant, saved_names, target_names
 
@@ -129,7 +130,9 @@ def apply_lora(
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            _require_adapter(config.adapter, task_of(model))
+            settings = _require_adapter(config.adapter, task_of(model))
+            names = [name for name, _ in model.named_modules()]
+            require_bounded_patterns(f"lora.adapter={config.adapter}", settings, names)
             try:
                 wrapped: Any = PeftModel.from_pretrained(model, config.adapter, is_trainable=True)
             except (RuntimeError, ValueError, KeyError) as error:
@@ -138,9 +141,8 @@ def apply_lora(
                     f"lora.adapter={config.adapter} does not fit this model: {reason}"
                 ) from error
         else:
-            settings = _peft_config(model, config, rows or {})
             try:
-                wrapped = get_peft_model(model, settings)
+                wrapped = get_peft_model(model, _peft_config(model, config, rows or {}))
             except ValueError as error:
                 raise ModelError(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
@@ -335,7 +337,8 @@ def _embed_by_rows(model: nn.Module) -> None:
     adapter.forward_adapters = forward
 
 
-def _require_adapter(path: str, task: str) -> None:
+def _require_adapter(path: str, task: str) -> dict[str, Any]:
+    """The settings of an adapter that can be loaded."""
     directory = Path(path)
     if not (directory / "adapter_config.json").is_file():
         raise ModelError(
@@ -354,3 +357,5 @@ def _require_adapter(path: str, task: str) -> None:
             f"lora.adapter={path} is an adapter for {settings['task_type']}; expected one for {task}, the model's "
             "head; name an adapter that was trained with this head"
         )
+    assert isinstance(settings, dict)
+    return settings
