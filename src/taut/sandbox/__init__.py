@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import atexit
 import threading
+from typing import overload
 
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 from taut.sandbox.mechanism import ATTEMPTS, NAMES, Finding, choose, find, open_sandbox
+from taut.sandbox.remote import Remote, RemoteSandbox, open_remote
 
 __all__ = [
     "ATTEMPTS",
@@ -42,26 +44,50 @@ __all__ = [
     "MechanismName",
     "Outcome",
     "Ran",
+    "Remote",
+    "RemoteSandbox",
     "Sandbox",
     "Trial",
     "choose",
     "close_shared",
     "find",
+    "open_remote",
     "open_sandbox",
     "run_python",
     "shared",
 ]
 
-_SHARED: dict[tuple[MechanismName | None, tuple[str, ...]], Sandbox] = {}
+_SHARED: dict[object, Sandbox | RemoteSandbox] = {}
 _LOCK = threading.Lock()
 
 
-def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) -> Sandbox:
-    """The sandbox of this process, opened when it is first asked for."""
+@overload
+def shared(
+    wanted: MechanismName | None = None, packages: tuple[str, ...] = (), remote: None = None
+) -> Sandbox: ...
+
+
+@overload
+def shared(
+    wanted: MechanismName | None = None,
+    packages: tuple[str, ...] = (),
+    remote: Remote | None = None,
+) -> Sandbox | RemoteSandbox: ...
+
+
+def shared(
+    wanted: MechanismName | None = None,
+    packages: tuple[str, ...] = (),
+    remote: Remote | None = None,
+) -> Sandbox | RemoteSandbox:
+    """The sandbox of this process, or its connection to a service, opened when it is first asked for."""
     with _LOCK:
-        if (wanted, packages) not in _SHARED:
-            _SHARED[wanted, packages] = open_sandbox(wanted, packages)
-        return _SHARED[wanted, packages]
+        key = (wanted, packages, remote)
+        if key not in _SHARED:
+            _SHARED[key] = (
+                open_sandbox(wanted, packages) if remote is None else open_remote(remote, None)
+            )
+        return _SHARED[key]
 
 
 @atexit.register
@@ -74,7 +100,9 @@ def close_shared() -> None:
         sandbox.close()
 
 
-def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-    """Run a program in the shared sandbox: the executor of the Python tool."""
-    (ran,) = shared().run(code, [Trial(stdin=stdin)], limits)
+def run_python(
+    code: str, stdin: str = "", limits: Limits | None = None, remote: Remote | None = None
+) -> Ran:
+    """Run a program in the shared sandbox, or at a service: the executor of the Python tool."""
+    (ran,) = shared(remote=remote).run(code, [Trial(stdin=stdin)], limits)
     return ran
