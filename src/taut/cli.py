@@ -26,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taut import __version__
+from taut import __version__, temporary
 from taut.errors import ConfigError, Interrupted, TautError
 from taut.interrupts import SIGNALS, Interrupt, Interrupts
 from taut.printing import guarded, is_first_on_host
@@ -194,6 +194,12 @@ COMMANDS = {
         "taut.commands.export:Export",
         ("model",),
     ),
+    "sandbox": Command(
+        "[--json]",
+        "what holds a model's programs on this machine, tried",
+        "taut.commands.sandbox:run",
+        "taut.commands.sandbox:SandboxReport",
+    ),
     "demo": Command(
         "[key=value ...]",
         "train a small real model, offline, in minutes",
@@ -314,6 +320,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     from taut.config import load
     from taut.explain import ELSEWHERE, INSTEAD
 
+    temporary.clear()
     call = _named(command.call)
     if command.config is None:
         path, overrides = sort_words(words, set(), command.alone)

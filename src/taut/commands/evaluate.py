@@ -15,7 +15,6 @@ Does not sample (``generate.py``) and does no maths (``taut.evals.report``). The
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from taut.rewards import Panel, RewardSpec, open_panel
 from taut.rewards.verifier import Decision
 from taut.rollout.open import ModelUse, open_renderer
 from taut.rollout.rated import open_rater
+from taut.temporary import TemporaryFolder
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
@@ -148,8 +148,8 @@ def _load_rows(config: Evaluate, panel: Panel) -> list[PromptRow]:
 def _directory(config: Evaluate) -> Iterator[Path]:
     """``out``, or a directory that is gone afterwards."""
     if config.out is None:
-        with tempfile.TemporaryDirectory(prefix="taut-eval-") as name:
-            yield Path(name)
+        with TemporaryFolder("evaluate") as folder:
+            yield folder
         return
     out = Path(config.out).expanduser()
     if out.exists() and not out.is_dir():

@@ -28,7 +28,6 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -42,6 +41,7 @@ from taut.data.preferences import AnyRow
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
 from taut.rollout.batcher import Batcher
 from taut.rollout.judge import JudgeUse, Rendered, open_judge
+from taut.temporary import TemporaryFolder
 from taut.vision.opening import require_unset
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ def run(config: ServeReward) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     key = _read_key(config)
-    with closing(_listen(config)) as listener, TemporaryDirectory(prefix="taut-serve-") as folder:
-        judge = open_judge(config, Path(folder))
+    with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
+        judge = open_judge(config, folder)
         album = judge.renderer.album
         for name, value, reason in judge.decisions:
             console.print(f"{name}: {value} ({reason})", markup=False)

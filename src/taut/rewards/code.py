@@ -14,27 +14,19 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError
+from taut.errors import ConfigError, SandboxError
 from taut.rewards.answered import Answered
 from taut.rewards.testcases import Case, read_cases
 from taut.rewards.verifier import Decision, Place, Verifier
-from taut.sandbox import (
-    Limits,
-    MechanismName,
-    Ran,
-    Remote,
-    RemoteSandbox,
-    Sandbox,
-    open_remote,
-    shared,
-)
+from taut.sandbox import Limits, MechanismName, Ran, Remote, open_remote, shared
 
 TOLERANCE = 1e-6
 """Relative and absolute, of numbers that are not whole."""
@@ -77,7 +69,7 @@ class Code(Verifier):
     limits: Limits = Limits()
     """What a program may use."""
     mechanism: MechanismName | None = None
-    """What holds the programs; by default the first that does of bubblewrap, namespaces, landlock."""
+    """What holds the programs; by default the first that does of gvisor, bubblewrap, landlock."""
     packages: tuple[str, ...] = ()
     """Folders of Python packages that programs may import, beside Python's own library."""
     remote: Remote = Remote()
@@ -102,16 +94,18 @@ class Code(Verifier):
         """With the mechanism that holds programs here; SandboxError where none does, or where the service that is set
         does not run a known program.
         """
-        if self.remote.service is not None:
-            with closing(open_remote(self.remote, self.limits)) as proved:
-                where = proved.mechanism
-            return self, ("sandbox", where.name, where.reason)
-        found = shared(self.mechanism, self.packages).mechanism
+        with _by_name():
+            if self.remote.service is not None:
+                with closing(open_remote(self.remote, self.limits)) as proved:
+                    where = proved.mechanism
+                return self, ("sandbox", where.name, where.reason)
+            found = shared(self.mechanism, self.packages).mechanism
         return replace(self, mechanism=found.name), ("sandbox", found.name, found.reason)
 
     def prepare(self) -> None:
         """SandboxError where programs cannot be held here."""
-        assert self._sandbox
+        with _by_name():
+            shared(self.mechanism, self.packages, self.remote)
 
     def dress(self, reference: str) -> str:
         """A program alone, in the block it is looked for in."""
@@ -139,13 +133,11 @@ class Code(Verifier):
         program = (
             f"{self.before}\n{cases.before}{program}" if self.before else cases.before + program
         )
-        results = self._sandbox.run(program, trials, self.limits, stop_early=is_all)
+        with _by_name():
+            sandbox = shared(self.mechanism, self.packages, self.remote)
+            results = sandbox.run(program, trials, self.limits, stop_early=is_all)
         pairs = zip(chosen, results, strict=True)
         return Judged(tuple(self._reason(case, ran) for case, ran in pairs))
-
-    @property
-    def _sandbox(self) -> Sandbox | RemoteSandbox:
-        return shared(self.mechanism, self.packages, self.remote)
 
     def _reason(self, case: Case, ran: Ran) -> str:
         """Empty: it passed."""
@@ -161,6 +153,15 @@ class Code(Verifier):
         if is_same(case.expected, ran.stdout):
             return ""
         return f"printed {ran.stdout.strip()!r:.80}, expected {case.expected.strip()!r:.80}"
+
+
+@contextmanager
+def _by_name() -> Iterator[None]:
+    """What the sandbox lacks is told with the reward that needs it."""
+    try:
+        yield
+    except SandboxError as error:
+        raise SandboxError(f"the reward code: {error}") from error
 
 
 def last_block(text: str) -> str | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from taut import durable
 from taut.errors import DataError, OutputError, PictureError
+from taut.temporary import TemporaryFolder
 from taut.types import Picture
 from taut.vision.ahead import Ahead
 from taut.vision.kept import Kept
@@ -228,13 +228,15 @@ class Album:
 
     def _keep(self, path: Path, content: bytes, digest: str) -> None:
         """A file with this content, unless it is there."""
-        fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # others may be keeping it, too
         try:
             if path.is_file() and durable.digest(path) == digest:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
-            durable.write_bytes(fresh, content)
-            fresh.replace(path)
+            with TemporaryFolder(
+                "picture", self._directory.parent
+            ) as folder:  # others may write it, too
+                durable.write_bytes(folder / "new", content)
+                (folder / "new").replace(path)
             durable.sync(path.parent)
         except OSError as error:
             raise OutputError(

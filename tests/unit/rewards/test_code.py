@@ -17,7 +17,7 @@ from taut.rewards.length import LengthCosine
 from taut.rewards.registry import verifier_of
 from taut.rewards.testcases import read_cases
 from taut.rewards.worker import judged
-from taut.sandbox import Limits, close_shared, shared, workers
+from taut.sandbox import Limits, close_shared, kernel, shared, walls
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 FUNCTION = "def add(a, b):\n    return a + b"
@@ -195,7 +195,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_zero(monkeypatch: pytest.Monkey
     assert score.value is None
     assert score.error is not None
     assert "the sandbox is closed" in score.error
-    monkeypatch.setattr(workers, "interpreter", lambda: "/no/such/python")
+    monkeypatch.setattr(walls, "interpreter", lambda: "/no/such/python")
     score = judged("code", Code(), Answered(text=f"```\n{ADD}\n```", row={"tests": APPS}))
     assert score.value is None
     assert score.error is not None
@@ -244,3 +244,14 @@ def test_a_service_and_a_mechanism_of_this_machine_exclude_each_other() -> None:
             verifier_of("code", {"remote": {"service": "e2b"}} | other)
     with pytest.raises(ConfigError, match=r"remote.image is not set"):
         verifier_of("code", {"remote": {"service": "morph"}})
+
+
+def test_where_nothing_holds_it_is_refused_by_name_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close_shared()
+    monkeypatch.setattr(walls, "bwrap", lambda: None)
+    monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
+    for refused in (Code().prepare, Code().settled):
+        with pytest.raises(SandboxError, match=r"^the reward code: .*pip install .*\[rl\]'"):
+            refused()

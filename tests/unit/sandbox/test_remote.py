@@ -193,7 +193,7 @@ def test_a_program_that_ends_the_script_above_it_fails_by_itself(
     assert not fake.running
 
 
-PASSING = ("500", "408", "garbage", "deep", "other", "dropped", "compressed")
+PASSING = ("500", "408", "garbage", "deep", "other", "dropped", "packed")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,8 @@ def test_a_fault_that_passes_is_not_seen(name: str, fault: str) -> None:
         ("silent", "gave no answer within"),
         ("dripping", "gave no answer within"),
         ("huge", "answered with more than"),
-        ("compressed", "answered compressed"),
+        ("bomb", "answered with more than"),
+        ("packed", "answered with a body in the content encoding"),
     ],
 )
 def test_a_service_that_fails_is_an_error_and_no_outcome(

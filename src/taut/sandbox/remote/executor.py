@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 import anyio
-import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from taut import web
 from taut.errors import SandboxError
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 from taut.sandbox.remote import script
@@ -122,7 +122,7 @@ class RemoteSandbox:
                 raise SandboxError("the remote sandbox is closed; expected it open; open another")
             if self._portal is None:
                 self._portal = self._stack.enter_context(start_blocking_portal())
-                http = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
+                http = web.open_client()
                 entered = self._portal.wrap_async_context_manager(http)
                 self._client = Client(
                     self._stack.enter_context(entered), self._key_name, self._secret
