@@ -430,3 +430,18 @@ def test_where_e2b_s_machines_are(made: dict[str, Any], url: str | None) -> None
         ("DELETE", "https://api/sandboxes/i4"),
     ]
     assert [it[2].get("X-API-KEY") for it in asked] == [KEY, None, KEY]
+
+
+def test_what_is_closed_ends_its_programs_and_their_machines(
+    box: RemoteSandbox, fake: Fake
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        program = "import time; time.sleep(3)"
+        future = pool.submit(box.run, program, [Trial()], Limits(wall_seconds=9.0))
+        start = time.monotonic()
+        while not fake.at_a_time and time.monotonic() < start + 20:
+            time.sleep(0.01)
+        box.close()
+        with pytest.raises(SandboxError, match="was closed while a program was under way"):
+            future.result()
+    assert not fake.running
