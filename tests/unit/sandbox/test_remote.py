@@ -182,7 +182,7 @@ def test_a_printed_report_is_not_believed(box: RemoteSandbox) -> None:
 def test_a_program_that_ends_the_script_above_it_fails_by_itself(
     box: RemoteSandbox, fake: Fake, name: str, kill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, 0.7)
+    shorten(monkeypatch, 1.5)
     limits = Limits(wall_seconds=0.7, total_seconds=20.0)
     kills = FORGED + f"\nos.kill(os.getppid(), signal.{kill})\nimport time; time.sleep(3)"
     ran = box.run(kills, [Trial(call="f"), Trial(call="f")], limits)
