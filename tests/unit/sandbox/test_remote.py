@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -445,3 +447,17 @@ def test_what_is_closed_ends_its_programs_and_their_machines(
         with pytest.raises(SandboxError, match="was closed while a program was under way"):
             future.result()
     assert not fake.running
+
+
+def test_the_script_needs_an_old_python_and_nothing_of_ours() -> None:
+    tree = ast.parse(executor._SOURCE, feature_version=(3, 9))
+    imported = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [it.name for it in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+        )
+    }
+    assert "subprocess" in imported
+    assert imported <= sys.stdlib_module_names
