@@ -80,6 +80,7 @@ class _Process:
             ) from None
         finally:
             os.close(held)
+        _live.add(self)
         try:
             if not self._pipe.poll(START_SECONDS):
                 raise Died("did not start in time")
@@ -114,7 +115,15 @@ class _Process:
         except TimeoutError:
             raise
         except (EOFError, OSError):
-            raise Died(self._how_it_ended()) from None
+            how = self._how_it_ended()
+        if (
+            self._popen.returncode == -signal.SIGKILL
+        ):  # no picture's fault, so no row is left out for it
+            raise DataError(
+                "the process that decodes pictures was killed, as the system does when memory runs out; expected it to "
+                "be left alone; set data.images.workers lower, or run where there is more memory"
+            )
+        raise Died(how)
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -125,6 +134,7 @@ class _Process:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
     def end(self) -> None:
+        _live.discard(self)
         self._popen.kill()
         self._popen.wait()
         self._pipe.close()
@@ -139,6 +149,8 @@ class _Process:
 
 _lock, _slots = Lock(), BoundedSemaphore(MOST)
 _idle: list[_Process] = []
+_live: set[_Process] = set()
+"""Those at work, too."""
 
 
 def _taken() -> _Process:
@@ -162,8 +174,9 @@ def end_all() -> None:
 def _begin_forked() -> None:
     global _lock, _slots
     _lock, _slots = Lock(), BoundedSemaphore(MOST)
-    while _idle:
-        _idle.pop().disown()
+    _idle.clear()
+    while _live:
+        _live.pop().disown()
 
 
 atexit.register(end_all)

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ def encoded(kind: str, size: tuple[int, int] = (9, 9), mode: str = "L", **option
     return held.getvalue()
 
 
+@cache
 def many_scans(side: int, scans: int) -> bytes:
     """A progressive JPEG whose last scan is there so many times more."""
     whole = encoded("JPEG", (side, side), progressive=True)
@@ -66,7 +69,7 @@ class TestScans:
         assert whole.count(b"\xff\xda") > 20 and num_scans(whole) == 1
 
     def test_too_many_are_refused_before_they_are_decoded(self) -> None:
-        content = many_scans(8000, 300)
+        content = many_scans(7000, 300)
         assert len(content) < 400_000
         began = time.monotonic()
         with pytest.raises(PictureError, match=r"the picture x is a JPEG of 30\d scans; expected"):
@@ -77,7 +80,7 @@ class TestScans:
 
 @pytest.mark.parametrize(
     "content",
-    [lambda: many_scans(8000, 80), lambda: many_chunks(800_000)],
+    [lambda: many_scans(7000, 90), lambda: many_chunks(800_000)],
     ids=["scans", "chunks"],
 )
 def test_what_takes_long_is_given_up(content: Callable[[], bytes]) -> None:
@@ -95,7 +98,7 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "BYTES_PER_PIXEL", 0)
     monkeypatch.setattr(picture, "MEMORY", 2**27)
     with pytest.raises(PictureError, match=r"the picture x is damaged .*(memory|128 MiB)"):
-        decode(encoded("PNG", (8000, 8000), "RGB"), "x", IMAGES)
+        decode(encoded("PNG", (6000, 6000)), "x", IMAGES)
     assert decode(encoded("PNG"), "y", IMAGES).size == (9, 9)
 
 
@@ -112,6 +115,44 @@ def test_a_decoder_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
             decode(encoded("PNG"), "x", IMAGES)
     monkeypatch.undo()
     assert decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
+
+
+def test_a_decoder_that_the_system_kills() -> None:
+    """For want of memory: no picture's fault, and no row is left out for it."""
+    content = many_scans(7000, 90)
+
+    def kill() -> None:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            for process in list(decoding._live):
+                if _seconds(process._popen.pid) > 0.3:
+                    process._popen.send_signal(signal.SIGKILL)
+                    return
+            time.sleep(0.02)
+
+    decoding.end_all()
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(DataError, match="was killed, as the system does") as error:
+        decode(content, "x", IMAGES)
+    thread.join()
+    assert not isinstance(error.value, PictureError)
+    assert decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
+
+
+def test_a_forked_process_has_decoders_of_its_own() -> None:
+    decode(encoded("PNG"), "x", IMAGES)
+    before = list(decoding._idle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child has not
+        child = os.fork()
+    if not child:
+        is_fine = not decoding._live and decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
+        decoding.end_all()
+        os._exit(0 if is_fine else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    decode(encoded("PNG"), "x", IMAGES)
+    assert before and decoding._idle == before
 
 
 @pytest.mark.usefixtures("fresh")
@@ -165,12 +206,12 @@ with open(sys.argv[1], "rb") as file:
 
 def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     """In the middle of a call into a C library."""
-    (tmp_path / "slow.jpg").write_bytes(many_scans(8000, 80))
+    (tmp_path / "slow.jpg").write_bytes(many_scans(7000, 90))
     with subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path / "slow.jpg")]) as parent:
         child, end = 0, time.monotonic() + 30
         while not child and time.monotonic() < end:
             time.sleep(0.05)
-            child = next((it for it in _children(parent.pid) if _seconds(it) > 0.5), 0)
+            child = next((it for it in _children(parent.pid) if _seconds(it) > 0.3), 0)
         parent.send_signal(signal.SIGKILL)
     assert child, "it decodes"
     end = time.monotonic() + 1
