@@ -181,8 +181,10 @@ def serving(name: str) -> Iterator[Fake]:
                     self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
                     while not fake.ended.is_set():
                         self.wfile.write(b" " * 2**16)
-            elif fault == "compressed":
-                self._send(200, gzip.compress(b" " * 2**20), {"Content-Encoding": "gzip"})
+            elif fault == "bomb":
+                self._send(200, gzip.compress(b" " * 2**24), {"Content-Encoding": "gzip"})
+            elif fault == "packed":
+                self._send(200, b"", {"Content-Encoding": "br"})
             return True
 
         def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:

@@ -18,6 +18,7 @@ Python only.
     allowed     the system calls a program may make
     cgroup      a bound on all of a program together, where there are cgroups
     mechanism   tries what holds here
+    remote      programs at a service in place of a sandbox here: Piston, E2B, Morph
 
 ``mechanism`` refuses where nothing holds programs; ``docs/sandbox.md`` has the limits' reasons.
 

@@ -238,10 +238,13 @@ def test_programs_may_run_at_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
             open_panel(specs)
 
 
-def test_a_service_and_a_mechanism_of_this_machine_exclude_each_other() -> None:
+def test_a_service_needs_its_key_and_no_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ({"mechanism": "landlock"}, {"packages": ["/usr"]}):
         with pytest.raises(ConfigError, match=r"remote.service=e2b and (mechanism|packages)"):
             verifier_of("code", {"remote": {"service": "e2b"}} | other)
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="the environment variable E2B_API_KEY is not set"):
+        open_panel([RewardSpec(name="code", options={"remote": {"service": "e2b"}})])
     with pytest.raises(ConfigError, match=r"remote.image is not set"):
         verifier_of("code", {"remote": {"service": "morph"}})
 

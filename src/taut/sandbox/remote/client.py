@@ -1,19 +1,18 @@
-"""HTTP requests to a service that runs programs: one deadline for each, bounded answers, no redirects.
+"""HTTP requests to a service that runs programs, by ``taut.web``: what their failures mean.
 
 A failure that another attempt may change is a ``Passing``; any other is a SandboxError. The key is in no message.
 
-Imports errors. The services import it.
+Imports errors and web. The services import it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import anyio
 import httpx2
 
+from taut import web
 from taut.errors import SandboxError
 
 BUDGET = 6
@@ -62,41 +61,34 @@ class Client:
 
         ``may_be_gone``: statuses that mean that the machine has ended, which its program may have brought about.
         """
+        limits = web.Limits(seconds=seconds, max_bytes=most)
         try:
-            with anyio.fail_after(seconds):
-                async with self._http.stream(
-                    method,
-                    url,
-                    json=body,
-                    headers={"Accept-Encoding": "identity", **(headers or {})},
-                    follow_redirects=False,
-                ) as answer:
-                    found = await _read(answer, url, most)
-                    status = answer.status_code
+            answer = await web.ask(self._http, method, url, limits, headers=headers, json=body)
         except TimeoutError:
-            raise Passing(f"{url} gave no answer within {seconds:.0f} s", LATE) from None
-        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-            found_error = f"{url} cannot be reached ({_brief(str(error)) or type(error).__name__})"
-            raise Passing(found_error, UNREACHED, was_sent=False) from None
+            raise Passing(f"{url} gave no answer within {seconds:.1f} s", LATE) from None
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            found = _brief(str(error)) or type(error).__name__
+            raise Passing(f"{url} cannot be reached ({found})", UNREACHED, was_sent=False) from None
         except httpx2.RequestError as error:
             raise Passing(f"{url} broke off ({type(error).__name__})", BROKEN) from None
-        if 200 <= status < 300:
-            return found
-        said = found.decode(errors="replace")
-        said = said.replace(self._secret, "***") if self._secret else said
-        message = f"{url} answered HTTP {status}: {_brief(said)}"
-        if status == 429:
+        except web.Refused as error:
+            raise Passing(f"{url} answered with {_brief(str(error))}", BROKEN) from None
+        if answer.is_success:
+            return answer.content
+        said = answer.text.replace(self._secret, "***") if self._secret else answer.text
+        message = f"{url} answered HTTP {answer.status}: {_brief(said)}"
+        if answer.status == 429:
             raise Passing(message, BUSY, was_sent=False)
-        if status >= 500 or status == 408 or status in may_be_gone:
+        if answer.status >= 500 or answer.status == 408 or answer.status in may_be_gone:
             raise Passing(message, BROKEN)
-        if status in (401, 403):
+        if answer.status in (401, 403):
             remedy = (
                 f"expected the key in {self._key_name} to be accepted; correct it"
                 if self._key_name
                 else "expected a service that needs no key; set remote.key"
             )
             raise SandboxError(f"{message}; {remedy}")
-        if status == 413:
+        if answer.status == 413:
             raise SandboxError(
                 f"{message}; expected a program with its test to be accepted; raise the service's limit for requests"
             )
@@ -106,8 +98,8 @@ class Client:
 def parsed(body: bytes, url: str) -> Any:
     """JSON from a service."""
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
+        return web.parse_json(body.decode("utf-8", "replace"))
+    except ValueError:
         raise Passing(
             f"{url} answered {_brief(body[:_SHOWN].decode(errors='replace'))!r}, which is no JSON",
             BROKEN,
@@ -120,18 +112,6 @@ def field(value: Any, name: str, kind: type[Any], url: str) -> Any:
     if not isinstance(found, kind):
         raise Passing(f"{url} answered without {name!r}", BROKEN)
     return found
-
-
-async def _read(answer: httpx2.Response, url: str, most: int) -> bytes:
-    if answer.headers.get("content-encoding", "identity") != "identity":
-        raise Passing(f"{url} answered compressed, which was not asked for", BROKEN)
-    chunks, size = [], 0
-    async for chunk in answer.aiter_raw():
-        size += len(chunk)
-        if size > most:
-            raise Passing(f"{url} answered with more than {most} bytes", BROKEN)
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _brief(text: str) -> str:

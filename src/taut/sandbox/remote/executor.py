@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 import anyio
-import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from taut import web
 from taut.errors import SandboxError
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 from taut.sandbox.remote import script
@@ -74,6 +74,7 @@ class RemoteSandbox:
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
         self._client: Client | None = None
+        self._under_way: set[anyio.CancelScope] = set()
         self._close = weakref.finalize(self, self._stack.close)
         """Also at the end of the process, which would wait for the thread."""
 
@@ -109,7 +110,7 @@ class RemoteSandbox:
         )
 
     def close(self) -> None:
-        """End the connections; programs that are under way fail."""
+        """End programs that are under way, with their machines, and the connections."""
         self._close()
 
     @property
@@ -122,11 +123,12 @@ class RemoteSandbox:
                 raise SandboxError("the remote sandbox is closed; expected it open; open another")
             if self._portal is None:
                 self._portal = self._stack.enter_context(start_blocking_portal())
-                http = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
+                http = web.open_client()
                 entered = self._portal.wrap_async_context_manager(http)
                 self._client = Client(
                     self._stack.enter_context(entered), self._key_name, self._secret
                 )
+                self._stack.callback(self._portal.call, _end, self._under_way)
             assert self._client is not None, "it is made with the portal"
             return self._portal, self._client
 
@@ -141,18 +143,31 @@ class RemoteSandbox:
         """Within the time that a program may take with all attempts, from when it has its place."""
         seconds = limits.total_seconds + self._remote.wait_seconds
         attempts = _Attempts(self._service, client, limits)
-        async with self._limit, attempts:
+        found = "was closed while a program was under way"
+        with anyio.CancelScope() as scope:
+            self._under_way.add(scope)
             try:
-                with anyio.fail_after(seconds):
-                    return await _trials(attempts, program, trials, limits, stop_early)
+                async with self._limit, attempts:
+                    with anyio.fail_after(seconds):
+                        return await _trials(attempts, program, trials, limits, stop_early)
             except TimeoutError:
                 last = f"; the last failure: {attempts.last}" if attempts.last else ""
                 found = f"was not done with a program within {seconds:g} s{last}"
             except _Failed as error:
                 found = f"failed: {error}"
+            finally:
+                self._under_way.discard(scope)
         raise SandboxError(
             f"{self._name} {found}; expected an answer; look at the service, or raise remote.wait_seconds"
         )
+
+
+async def _end(under_way: set[anyio.CancelScope]) -> None:
+    """Cancel what is under way, and wait until its machines are ended."""
+    for scope in under_way:
+        scope.cancel()
+    while under_way:
+        await anyio.sleep(0.01)
 
 
 async def _trials(

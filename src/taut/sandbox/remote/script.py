@@ -81,7 +81,7 @@ def _say(line: str) -> None:
 
 def _watched(job: dict, folder: str):  # type: ignore[no-untyped-def,type-arg]
     """(outcome, (stdout, stderr), seconds, value)."""
-    limits, seconds = job["limits"], job["seconds"]
+    limits, seconds, text = job["limits"], job["seconds"], job.pop("stdin").encode()
     job_reader, job_writer = os.pipe()
     report_reader, report_writer = os.pipe()
     environment = {
@@ -111,7 +111,7 @@ def _watched(job: dict, folder: str):  # type: ignore[no-untyped-def,type-arg]
     printed = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
     feeds = {
         job_writer: memoryview(json.dumps(job).encode()),
-        os.dup(child.stdin.fileno()): memoryview(job["stdin"].encode()),
+        os.dup(child.stdin.fileno()): memoryview(text),
     }
     child.stdin.close()
     readers = {
