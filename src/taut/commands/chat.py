@@ -36,7 +36,16 @@ HELP = (
     "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "
     "the next message (without PATH: none); /help says this; /exit leaves"
 )
-UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+UNREAD = (
+    "folder",
+    "allow_urls",
+    "bad",
+    "workers",
+    "fps",
+    "max_frames",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Settings of pictures that are for files of rows."""
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a character decodes to while some of its tokens are missing."""

@@ -41,6 +41,7 @@ from taut.rewards.verifier import Decision
 from taut.rollout.open import ModelUse, open_renderer
 from taut.rollout.rated import open_rater
 from taut.temporary import TemporaryFolder
+from taut.terminal import Terminal
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
@@ -103,7 +104,7 @@ class Evaluated:
 
 def run(config: Evaluate) -> int:
     """Evaluate, and print the table; raises CheckFailed where too much of it is errors."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     result = evaluate(config, console)
     show_report(console, result.report, result.answers, config.samples)
     if config.out is not None:

@@ -40,6 +40,7 @@ from taut.evals.answers import prompts_of
 from taut.printing import counted
 from taut.rollout.engine import Engine, Sampling, require_text, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
+from taut.terminal import Terminal
 from taut.types import Completion, FloatArray, Picture, Prompt
 
 ERRORS_SHOWN = 3
@@ -103,7 +104,7 @@ class Generated:
 
 def run(config: Generate) -> int:
     """Generate, and print what came of it; exit code 1 if a completion failed."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     result = generate(config, console)
     console.print(summary(result), markup=False)
     return 1 if result.errors else 0

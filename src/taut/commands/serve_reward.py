@@ -32,7 +32,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from rich.console import Console
 
 from taut.config import configclass
 from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
@@ -42,6 +41,7 @@ from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautEr
 from taut.rollout.batcher import Batcher
 from taut.rollout.judge import JudgeUse, Rendered, open_judge
 from taut.temporary import TemporaryFolder
+from taut.terminal import Terminal
 from taut.vision.opening import require_unset
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def run(config: ServeReward) -> int:
             self.force_exit = self.should_exit  # told twice
             self.should_exit = True
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     key = _read_key(config)
     with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
         judge = open_judge(config, folder)

@@ -1,8 +1,8 @@
 """A cgroup of version 2 for each jail: a bound on the memory and the processes of all of a program together.
 
 Where there is one, memory that no limit of a single process counts (the scratch folder, pipes, sockets, page tables)
-counts too. It needs a cgroup with the controllers memory and pids that this process may write: as root on a machine
-with cgroups of version 2, in a container with a writable /sys/fs/cgroup, or in a user's session of systemd.
+counts too. It needs a cgroup with the controllers memory and pids that this process may divide: as root on a machine
+with cgroups of version 2, or in a user's session of systemd. In most containers it may not.
 
 Imports the limits only. ``box`` and ``jail`` import it.
 """

@@ -30,7 +30,15 @@ from taut.temporary import TemporaryFolder
 from taut.types import Picture
 from taut.vision.ahead import Ahead
 from taut.vision.kept import Kept
-from taut.vision.picture import READER, ImageRef, ImagesConfig, decode, encoded, read_file
+from taut.vision.picture import (
+    READER,
+    ImageRef,
+    ImagesConfig,
+    decode,
+    decoded_size,
+    encoded,
+    read_file,
+)
 from taut.vision.processor import Processor, Shape
 
 MOST_SEEN = 2**16
@@ -197,7 +205,7 @@ class Album:
         """What is seen, or why it is not."""
         try:
             content = self._fetched(ref) if ref.kind == "url" else encoded(ref, self.images)
-            image = decode(content, ref.name, self.images)
+            size = decoded_size(content, ref.name, self.images)
         except PictureError as error:
             return self._told(error)
         digest = hashlib.sha256(content).hexdigest()
@@ -206,7 +214,7 @@ class Album:
         else:
             source = self._directory / digest
             self._keep(source, content, digest)
-        return Seen(digest, str(source), *image.size)
+        return Seen(digest, str(source), *size)
 
     def _fetched(self, ref: ImageRef) -> bytes:
         """What is at an address, or was when it was first asked for, by this run or another."""
