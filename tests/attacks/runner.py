@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from tests.attacks.host import Planted, descendants, marked, memory
@@ -49,14 +50,7 @@ _ROWS = {attack.name: attack for attack in ATTACKS}
 def main() -> None:
     mechanism, *rest = sys.argv[1:]
     if rest:
-        name, given = rest
-        attack = _ROWS[name]
-        long = Limits(
-            memory_mb=512, processes=8, wall_seconds=100.0, total_seconds=100.0, cpu_seconds=50
-        )
-        Sandbox(Mechanism(mechanism, "tested")).run(
-            attack.text(json.loads(given)), attack.trials, long
-        )
+        _host(mechanism, json.loads(rest[0]))
         return
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans become ours: the host sees who is left
     planted = Planted()
@@ -75,6 +69,21 @@ def main() -> None:
                 _say(runner.end())
     finally:
         planted.close()
+
+
+def _host(mechanism: str, given: dict[str, dict[str, Any]]) -> None:
+    """Run the attacks with these names, each in a thread, with time enough; print the name of each that has ended."""
+    sandbox = Sandbox(Mechanism(mechanism, "tested"))  # type: ignore[arg-type]
+    limits = Limits(
+        memory_mb=512, processes=8, wall_seconds=100.0, total_seconds=100.0, cpu_seconds=50
+    )
+
+    def run(name: str) -> None:
+        sandbox.run(_ROWS[name].text(given[name]), _ROWS[name].trials, limits)
+        _say(name)
+
+    for name in given:
+        threading.Thread(target=run, args=(name,)).start()
 
 
 def _say(answer: Any) -> None:
@@ -137,6 +146,7 @@ class _Runner:
         except Exception as error:  # noqa: BLE001
             answer["after"] = str(error)
         answer["changes"] = self.planted.changes()
+        _end_all(marked(self.planted.mark))
         return answer
 
     def _measured(self, attack: Attack, text: str) -> tuple[Any, dict[str, int]]:
@@ -176,36 +186,37 @@ class _Runner:
         return rans, least
 
     def kill(self, names: list[str]) -> dict[str, Any]:
-        """{"began": names whose program was seen, "alive": {name: processes a second after its host was killed}}"""
-        hosts, marks = {}, {}
-        for place, name in enumerate(names):
-            marks[name] = f"{self.planted.mark[:9]}{place:02}-"
-            given = json.dumps({**self.planted.given(), "mark": marks[name]})
-            line = [sys.executable, "-m", "tests.attacks.runner", self.mechanism, name, given]
-            hosts[name] = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-            )
-            while not _began(hosts[name].pid, marks[name]):
-                if hosts[name].poll() is not None:
-                    break
-                time.sleep(0.01)
+        """{"running": names of those that ran when their host was killed, "alive": processes a second later}"""
+        marks = {name: f"{self.planted.mark[:9]}{place:02}-" for place, name in enumerate(names)}
+        given = {name: {**self.planted.given(), "mark": marks[name]} for name in names}
+        line = [sys.executable, "-m", "tests.attacks.runner", self.mechanism, json.dumps(given)]
+        host = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert host.stdout is not None
+        os.set_blocking(host.stdout.fileno(), False)
+        ended, began = b"", set()
+        last = time.monotonic() + 20
+        while len(began) < len(names) and time.monotonic() < last:
+            time.sleep(0.05)
+            ended += host.stdout.read() or b""
+            began = {
+                it
+                for it in names
+                if json.dumps(it).encode() in ended or set(marked(marks[it])) - {host.pid}
+            }
         time.sleep(0.3)
-        below = {name: descendants(host.pid) for name, host in hosts.items()}
-        began = [name for name in names if hosts[name].poll() is None and below[name]]
-        for host in hosts.values():
-            host.kill()
-            host.wait()
+        below = set(descendants(host.pid))
+        running = [name for name in names if set(marked(marks[name])) - {host.pid}]
+        host.kill()
+        host.wait()
+        host.stdout.close()
         time.sleep(1.0)
-        everybody = set(descendants(os.getpid()))
-        alive = {}
-        for name in names:
-            left = sorted({*marked(marks[name]), *(everybody & set(below[name]))})
-            if left:
-                alive[name] = [f"{pid} {_line(pid)}" for pid in left]
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 9)
-        return {"began": began, "alive": alive}
+        left = {
+            *below & set(descendants(os.getpid())),
+            *(pid for mark in marks.values() for pid in marked(mark)),
+        }
+        alive = [f"{pid} {_line(pid)}" for pid in left]
+        _end_all(left)
+        return {"running": running, "alive": alive}
 
     def beside(self, names: list[str]) -> dict[str, Any]:
         """{"honest": what became of honest programs, "changes"}"""
@@ -234,9 +245,11 @@ class _Runner:
         return {"left": [f"{pid} {_line(pid)}" for pid in left]}
 
 
-def _began(pid: int, mark: str) -> bool:
-    """Whether the program of that host runs: a process below it carries the mark, and it is not the host itself."""
-    return bool(set(marked(mark)) - {pid})
+def _end_all(pids: Iterable[int]) -> None:
+    """Of programs that got away."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
 
 
 def _line(pid: int) -> str:

@@ -55,7 +55,6 @@ HARMLESS = {
     "descriptors that the host has open": "saw 77",
     "the environment, the arguments and the user": "saw TAUT_PLANTED",
     "sockets of every family and kind": "through family 2 stream",
-    "connections to servers of the host": "a connection to",
     "locks and leases on files of the host": "through flock",
     "pages in pipes, rings and counters that the machine shares": "through vmsplice",
     "huge pages spliced into pipes": "during the run",
@@ -261,8 +260,8 @@ def test_honest_programs_run_beside_attacks(runner: Runner) -> None:
 
 def test_nothing_is_alive_a_second_after_the_host_is_killed(runner: Runner) -> None:
     answer = runner.ask({"kill": STAYING})
-    assert answer["alive"] == {}
-    assert len(answer["began"]) >= 3  # the others had ended by themselves
+    assert answer["alive"] == []
+    assert len(answer["running"]) >= 3  # the others had ended by themselves
 
 
 def test_nothing_is_left_when_the_sandbox_is_closed(runner: Runner) -> None:
