@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,13 +28,18 @@ NAMES = ("piston", "e2b", "morph")
 
 @dataclass
 class Fake:
-    """A service. ``fault(body)`` names what goes wrong with a request that runs a program, or nothing."""
+    """A service. ``fault(job)`` names what goes wrong with a request that runs a job (or brings a part of it: ``job``
+    is empty), or nothing."""
 
     url: str = ""
     faults: list[str] = field(default_factory=list)
-    fault: Callable[[dict[str, Any]], str | None] = lambda body: None
+    fault: Callable[[str], str | None] = lambda job: None
     output_max_size: int = 2**24
     """Piston's: more is not passed on."""
+    run_timeout: int = 10**6
+    """Piston's: the most milliseconds that may be asked for."""
+    starts: list[str] = field(default_factory=list)
+    """What goes wrong with the next machines that are started: statuses."""
     asked: list[tuple[str, str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
     """Method, path, headers and body of each request."""
     running: set[str] = field(default_factory=set)
@@ -75,7 +81,9 @@ def serving(name: str) -> Iterator[Fake]:
             with lock:
                 fake.at_a_time += 1
                 fake.most = max(fake.most, fake.at_a_time)
-                fault = fake.faults.pop(0) if fake.faults else fake.fault(body)
+                fault = fake.faults.pop(0) if fake.faults else fake.fault(self._job(body))
+            if name == "piston" and body["run_timeout"] > fake.run_timeout:
+                fault = "400"
             try:
                 if not (fault and self._went_wrong(fault)):
                     self._send(200, self._ran(body))
@@ -93,6 +101,8 @@ def serving(name: str) -> Iterator[Fake]:
                 return 204, None
             if method == "GET":
                 return 200, {"id": self.path.rpartition("/")[2], "status": "ready"}
+            if fake.starts:
+                return int(fake.starts.pop(0)), {"message": "no machine"}
             number = f"machine-{len(fake.asked)}"
             fake.running.add(number)
             if name == "e2b":
@@ -103,6 +113,18 @@ def serving(name: str) -> Iterator[Fake]:
                 return 201, {"sandboxID": number, "envdAccessToken": "token", "domain": None}
             assert self.path == "/instance?snapshot_id=snapshot%2F1" and body["ttl_seconds"] > 0
             return 200, {"id": number, "status": "pending"}
+
+        def _job(self, body: dict[str, Any]) -> str:
+            """What the program that is run reads, as text."""
+            if name == "piston":
+                return str(body["stdin"])
+            if name == "e2b":
+                coded = re.search(r"b64decode\('([^']*)'", body["code"])
+                assert coded is not None
+                return base64.b64decode(coded[1]).decode()
+            file = folders.get(self.path.split("/")[2], Path()) / "taut-job"
+            runs = not body["command"][0].startswith("printf")
+            return base64.b64decode(file.read_bytes()).decode() if runs and file.exists() else ""
 
         def _ran(self, body: dict[str, Any]) -> Any:
             if name == "piston":
@@ -121,9 +143,8 @@ def serving(name: str) -> Iterator[Fake]:
             number = self.path.split("/")[2]
             assert number in fake.running
             folder = folders.setdefault(number, Path(tempfile.mkdtemp()))
-            command = body["command"][0].replace("/tmp/", f"{folder}/")
-            command = command.replace("python3", sys.executable)
-            ran = executed(["bash", "-c", command])
+            command = body["command"][0].replace("python3", sys.executable)
+            ran = executed(["env", f"TMPDIR={folder}", "bash", "-c", command])
             return {"exit_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}
 
         def _went_wrong(self, fault: str) -> bool:
@@ -237,11 +258,3 @@ def executed(
     return subprocess.run(
         line, input=text, capture_output=True, text=True, timeout=seconds, check=False
     )
-
-
-def waited(condition: Callable[[], bool], seconds: float = 5) -> bool:
-    """Whether it holds within so many seconds."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()

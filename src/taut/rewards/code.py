@@ -72,12 +72,12 @@ class Code(Verifier):
     """What holds the programs; by default the first that does of gvisor, bubblewrap, landlock."""
     packages: tuple[str, ...] = ()
     """Folders of Python packages that programs may import, beside Python's own library."""
-    remote: Remote | None = None
-    """A service that runs the programs in place of this machine. Programs and tests leave the machine."""
+    remote: Remote = Remote()
+    """A service that runs the programs in place of this machine."""
 
     def __post_init__(self) -> None:
         """ConfigError where settings of this machine's sandbox meet a service."""
-        if self.remote is not None and (self.mechanism is not None or self.packages):
+        if self.remote.service is not None and (self.mechanism is not None or self.packages):
             name = "packages" if self.packages else "mechanism"
             raise ConfigError(
                 f"code has remote.service={self.remote.service} and {name}, which is of this machine's sandbox; "
@@ -87,7 +87,7 @@ class Code(Verifier):
     @property
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
         """A program's own limits end it before this."""
-        waiting = 0.0 if self.remote is None else self.remote.wait_seconds
+        waiting = 0.0 if self.remote.service is None else self.remote.wait_seconds
         return self.limits.total_seconds + waiting + _OVERHEAD
 
     def settled(self) -> tuple[Verifier, Decision | None]:
@@ -95,7 +95,7 @@ class Code(Verifier):
         does not run a known program.
         """
         with _by_name():
-            if self.remote is not None:
+            if self.remote.service is not None:
                 with closing(open_remote(self.remote, self.limits)) as proved:
                     where = proved.mechanism
                 return self, ("sandbox", where.name, where.reason)

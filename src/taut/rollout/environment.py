@@ -72,7 +72,7 @@ class EnvironmentConfig:
     """Seconds that reset and each step may take."""
     workers: Annotated[int, Field(ge=1)] = 16
     """Steps that run side by side."""
-    remote: Remote | None = None
+    remote: Remote = Remote()
     """A service that runs the programs of the tool python in place of this machine."""
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class EnvironmentConfig:
                     f"rollout.environment.{key} is {getattr(self, key)} and rollout.environment.name is not set: "
                     f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"
                 )
-        if self.remote is not None and "python" not in self.tools:
+        if self.remote.service is not None and "python" not in self.tools:
             raise ConfigError(
                 f"rollout.environment.remote.service is {self.remote.service} and rollout.environment.tools has no "
                 "python: nothing reads it; expected that tool; add it, or take remote out"

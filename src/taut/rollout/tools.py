@@ -32,7 +32,7 @@ from taut.data.formats import Message
 from taut.data.formats import Tool as Schema
 from taut.data.tool_calls import ToolCall
 from taut.errors import ConfigError, TautError
-from taut.sandbox import Limits, Remote, open_remote, run_python, shared
+from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
 
 MOST_SAID = 4000
 """Characters of what a tool returns that the policy is told."""
@@ -67,9 +67,9 @@ class Tool(NamedTuple):
         return str(self.schema["function"]["name"])
 
 
-def least_timeout(remote: Remote | None) -> float:
+def least_timeout(remote: Remote) -> float:
     """Seconds of an environment's step in which a program that begins by half of them ends."""
-    waiting = 0.0 if remote is None else remote.wait_seconds
+    waiting = 0.0 if remote.service is None else remote.wait_seconds
     return 2 * (LIMITS.wall_seconds + waiting) + 1
 
 
@@ -106,10 +106,10 @@ def python(code: str) -> str:
     Args:
         code: The program. It prints what is to be returned.
     """
-    return _run_python(code, None)
+    return _run_python(code, HERE)
 
 
-def _run_python(code: str, remote: Remote | None) -> str:
+def _run_python(code: str, remote: Remote) -> str:
     """What the tool python returns."""
     ran = run_python(code, limits=LIMITS, remote=remote)
     if ran.outcome == "ok":
@@ -213,7 +213,7 @@ TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": pyth
 """name -> function. A new one is a line here."""
 
 
-def load_tool(name: str, remote: Remote | None = None) -> Tool:
+def load_tool(name: str, remote: Remote = HERE) -> Tool:
     """The tool that a configuration names: ``calculator``, or ``FILE.py:function``. ``remote``: where python runs."""
     key = "rollout.environment.tools"
     if name not in TOOLS and ":" not in name:
@@ -222,7 +222,7 @@ def load_tool(name: str, remote: Remote | None = None) -> Tool:
         )
     function = TOOLS[name] if name in TOOLS else load_own(name, key, "function")
     described = function
-    if name == "python" and remote is not None:
+    if name == "python" and remote.service is not None:
         open_remote(remote, LIMITS).close()
         function = partial(_run_python, remote=remote)
     elif name == "python":

@@ -33,10 +33,11 @@ from typing import overload
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 from taut.sandbox.mechanism import ATTEMPTS, NAMES, Finding, choose, find, open_sandbox
-from taut.sandbox.remote import Remote, RemoteSandbox, open_remote
+from taut.sandbox.remote import HERE, Remote, RemoteSandbox, open_remote
 
 __all__ = [
     "ATTEMPTS",
+    "HERE",
     "NAMES",
     "Finding",
     "Limits",
@@ -62,30 +63,30 @@ _LOCK = threading.Lock()
 
 
 @overload
-def shared(
-    wanted: MechanismName | None = None, packages: tuple[str, ...] = (), remote: None = None
-) -> Sandbox: ...
+def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) -> Sandbox: ...
 
 
 @overload
 def shared(
     wanted: MechanismName | None = None,
     packages: tuple[str, ...] = (),
-    remote: Remote | None = None,
+    remote: Remote = HERE,
 ) -> Sandbox | RemoteSandbox: ...
 
 
 def shared(
     wanted: MechanismName | None = None,
     packages: tuple[str, ...] = (),
-    remote: Remote | None = None,
+    remote: Remote = HERE,
 ) -> Sandbox | RemoteSandbox:
     """The sandbox of this process, or its connection to a service, opened when it is first asked for."""
     with _LOCK:
         key = (wanted, packages, remote)
         if key not in _SHARED:
             _SHARED[key] = (
-                open_sandbox(wanted, packages) if remote is None else open_remote(remote, None)
+                open_sandbox(wanted, packages)
+                if remote.service is None
+                else open_remote(remote, None)
             )
         return _SHARED[key]
 
@@ -101,7 +102,7 @@ def close_shared() -> None:
 
 
 def run_python(
-    code: str, stdin: str = "", limits: Limits | None = None, remote: Remote | None = None
+    code: str, stdin: str = "", limits: Limits | None = None, remote: Remote = HERE
 ) -> Ran:
     """Run a program in the shared sandbox, or at a service: the executor of the Python tool."""
     (ran,) = shared(remote=remote).run(code, [Trial(stdin=stdin)], limits)

@@ -7,7 +7,7 @@ child that executes a program is a copy of a process that has seen no program, n
 The host (``jail.py``) sends messages on standard input, a socket that keeps their bounds:
 
     begin    what there is to set up, and with it a pidfd of the host. Answer: "ready", or "error" and why
-    run      with it the child's standard input, output, error and report. Answer, when nothing that the child
+    run      with it the child's standard streams and two for its reports. Answer, when nothing that the child
              started is left: its wait status and its seconds of processor time, as text
     kill     end the trial now
 
@@ -55,12 +55,14 @@ if TYPE_CHECKING:
 NAME = "program.py"
 SCRATCH = "/tmp"
 """The program's own folder; the host's is not in there."""
-STREAMS = ("stdin", "stdout", "stderr", "report")
-"""The child's descriptors 0 to 3."""
+STREAMS = ("stdin", "stdout", "stderr", "report", "begun")
+"""The child's descriptors 0 to 4; the last is closed before the program begins."""
+_REPORT, _BEGUN = 3, 4
 READY = b"ready"
 MEMORY = b"memory"
 DONE = b"done "
-"""A report: the program is about to begin; then that memory ran out, or that the end was reached, and the value."""
+"""What a child reports: that the program is about to begin (``begun``); that memory ran out, or that the end was
+reached, and the value."""
 _SHOWN = 30
 """Frames of a traceback, the innermost."""
 
@@ -99,12 +101,18 @@ def serve() -> None:
 
 def once() -> None:
     """Run one trial in this process, behind a wall that ends with it: its streams are here already."""
-    os.write(3, READY)
+    os.write(_BEGUN, READY)
     request = _request()
     kernel.never_gain()
     kernel.allow_only(bytes.fromhex(request["calls"]))
-    os.write(3, READY)
+    _begin()
     os._exit(_execute(request["program"], request))
+
+
+def _begin() -> None:
+    """Say that the limits are in force, where the program cannot say it, or take it back."""
+    os.write(_BEGUN, READY)
+    os.close(_BEGUN)
 
 
 def _set_up(begin: Mapping[str, Any]) -> None:
@@ -213,7 +221,7 @@ def _confined_and_executed(begin: Mapping[str, Any], parent: int) -> int:
             os._exit(70)
         kernel.landlock(begin["readable"], kernel.DEVICES)
     kernel.allow_only(bytes.fromhex(begin["calls"]))
-    os.write(3, READY)
+    _begin()
     return _execute(request["program"], request)
 
 
@@ -292,7 +300,7 @@ def _execute(program: str, test: Mapping[str, Any]) -> int:
             code = 1
             _tell(error)
     if reports and not (is_main or code):
-        _write_all(3, DONE + reports[0].encode())
+        _write_all(_REPORT, DONE + reports[0].encode())
     return code
 
 
@@ -334,7 +342,7 @@ def _exit_code(code: object) -> int:
 def _tell(error: BaseException) -> None:
     """The traceback without our own frames; a lack of memory is reported apart."""
     if isinstance(error, MemoryError):
-        os.write(3, MEMORY)
+        os.write(_REPORT, MEMORY)
     import traceback
 
     trace = error.__traceback__

@@ -111,15 +111,16 @@ class Gvisor:
         """In a fork of the process that it belongs to: before ``begin`` there is nothing to let go of."""
 
     def _started(self, name: str, streams: Streams) -> subprocess.Popen[bytes]:
-        child_in, out, err, report = streams.childs_ends
-        line = [*self._options(), "run", f"--bundle={self._bundle}", f"--pass-fd={report}:3", name]
+        child_in, out, err, report, begun = streams.childs_ends
+        line = [*self._options(), "run", f"--bundle={self._bundle}", f"--pass-fd={report}:3"]
+        line += [f"--pass-fd={begun}:4", name]
         try:
             process = subprocess.Popen(
                 line,
                 stdin=child_in,
                 stdout=out,
                 stderr=err,
-                pass_fds=(report,),
+                pass_fds=(report, begun),
                 env={**ENVIRONMENT, "PATH": os.defpath},
                 cwd="/",
                 start_new_session=True,
@@ -133,11 +134,11 @@ class Gvisor:
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], streams: Streams) -> None:
         """Until the guest says so: starting the container is not the program's time."""
-        if not wait_for([(streams.report, select.POLLIN)], time.monotonic() + GRACE):
+        if not wait_for([(streams.begun, select.POLLIN)], time.monotonic() + GRACE):
             process.kill()
             process.wait()
             raise JailDied(f"runsc was not ready in {GRACE:.0f} s")
-        if os.read(streams.report, len(guest.READY)) != guest.READY:
+        if os.read(streams.begun, len(guest.READY)) != guest.READY:
             process.wait()
             streams.rest()
             said = " ".join(bytes(streams.printed[1]).decode(errors="replace").split())[-SHOWN:]

@@ -182,7 +182,7 @@ class Streams:
         self._unfed = memoryview(given)
         for descriptor in (self._feed, *self._readers):
             os.set_blocking(descriptor, False)
-        self.report = self._readers[-1]
+        self.begun = self._readers[-1]
 
     def close_childs_ends(self) -> None:
         while self.childs_ends:
@@ -222,9 +222,13 @@ class Streams:
 
     def _read(self, reader: int) -> bool:
         """Take what there is; False at the end."""
-        chunk = os.read(reader, _CHUNK)
+        try:
+            chunk = os.read(reader, _CHUNK)
+        except BlockingIOError:  # a program can read its own pipe back, where it has /proc
+            return True
         self.printed[self._readers.index(reader)] += chunk[: max(self._room, 0)]
-        self._room -= len(chunk)
+        if reader != self.begun:
+            self._room -= len(chunk)
         return bool(chunk)
 
     def _write(self) -> None:
@@ -267,15 +271,13 @@ def result_of(
     limits: Limits,
 ) -> Ran:
     """A trial's result. ``status``: how the child ended, as wait tells. ``reason``: what ran out, if it was ended."""
-    stdout, stderr, report = (bytes(it).decode(errors="replace") for it in streams.printed)
-    is_begun = report.startswith(guest.READY.decode())
-    if not is_begun and reason is None:
+    stdout, stderr, report, begun = (bytes(it).decode(errors="replace") for it in streams.printed)
+    if not begun and reason is None:
         if os.WIFEXITED(status):
             raise SandboxError(
                 f"the sandbox failed before the program: {stderr[-SHOWN:]}; expected its limits set; see taut sandbox"
             )
         raise JailDied("a signal ended the child before the program")
-    report = report[len(guest.READY) :]
     outcome: Outcome
     if reason is not None:
         outcome = reason

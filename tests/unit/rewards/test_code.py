@@ -230,7 +230,7 @@ def test_programs_may_run_at_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [it.total for it in right] == [3, 3]
             assert [it.parts["code"].value for it in wrong] == [0, 0]
             assert all(APPS["outputs"][1] not in body["stdin"] for *_, body in fake.asked)
-            fake.fault = lambda body: "400"
+            fake.fault = lambda job: "400"
             (failed,) = panel.grade([Answered(text=f"```\n{ADD}\n```", row=rows[0])], ["code"])
             assert failed.total is None
             assert "HTTP 400" in str(failed.error)

@@ -169,7 +169,7 @@ def test_python_may_run_at_a_service() -> None:
         assert tool.schema == get_json_schema(python)
         assert tool.function(code="print(1 + 1)") == "2\n"
         assert tool.function(code="1 / 0") == "Error: ZeroDivisionError: division by zero"
-        fake.fault = lambda body: "401"
+        fake.fault = lambda job: "401"
         with pytest.raises(SandboxError, match="HTTP 401"):
             tool.function(code="print(1)")
         with pytest.raises(SandboxError, match="HTTP 401"):

@@ -24,10 +24,13 @@ if {fails!r}:
     print("cannot make the container", file=sys.stderr)
     sys.exit(128)
 (bundle,) = (it.partition("=")[2] for it in words if it.startswith("--bundle="))
-(report,) = (it.partition("=")[2] for it in words if it.startswith("--pass-fd="))
+report, begun = (it.partition("=")[2] for it in words if it.startswith("--pass-fd="))
+assert (report.partition(":")[2], begun.partition(":")[2]) == ("3", "4")
 config = json.load(open(bundle + "/config.json"))
 assert config["root"]["readonly"] and config["process"]["noNewPrivileges"]
-os.dup2(int(report.partition(":")[0]), 3)
+first, second = (os.dup(os.dup(int(it.partition(":")[0]))) for it in (report, begun))
+os.dup2(first, 3)
+os.dup2(second, 4)
 line = [{bwrap!r}, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
 for mount in config["mounts"]:
     if mount["type"] == "bind":

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import pytest
-from tests.services import KEY, NAMES, Fake, serving, waited
+from tests.services import KEY, NAMES, Fake, serving
 
 from taut.config import to_dict
 from taut.errors import ConfigError, SandboxError
 from taut.sandbox import Limits, Ran, Remote, RemoteSandbox, Trial, open_remote
 from taut.sandbox.remote import executor
+from taut.sandbox.remote.client import Client, Passing
+from taut.sandbox.remote.e2b import E2B
 
 LIMITS = Limits(wall_seconds=2.0, cpu_seconds=1, memory_mb=256, output_kb=64)
 
@@ -192,20 +193,22 @@ def test_a_program_that_ends_the_script_above_it_fails_by_itself(
     assert not fake.running
 
 
+PASSING = ("500", "408", "garbage", "deep", "other", "dropped", "compressed")
+
+
 @pytest.mark.parametrize(
-    "fault",
-    ["429", "500", "502", "408", "garbage", "deep", "other", "dropped", "truncated", "compressed"],
+    ("name", "fault"),
+    [(name, fault) for name in NAMES for fault in ("429", "502", "truncated")]
+    + [("piston", fault) for fault in PASSING],
 )
 def test_a_fault_that_passes_is_not_seen(name: str, fault: str) -> None:
-    if name != "piston" and fault not in ("429", "502", "truncated"):
-        pytest.skip("the same client")
-    with serving(name) as fake, ExitStack() as stack:
+    with serving(name) as fake:
         box = open_remote(remote_of(name, fake), None)
-        stack.callback(box.close)
         fake.faults = [fault] * (5 if fault == "429" else 2)
         (ran,) = box.run("print(input())", [Trial(stdin="x")], LIMITS)
+        box.close()
         assert (ran.outcome, ran.stdout) == ("ok", "x\n")
-        assert not fake.running
+        assert not fake.faults and not fake.running
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_a_service_that_fails_is_an_error_and_no_outcome(
     shorten(monkeypatch, 0.2)
     monkeypatch.setenv("PISTON_KEY", KEY)
     with serving("piston") as fake:
-        fake.fault = lambda body: fault
+        fake.fault = lambda job: fault
         box = open_remote(remote_of("piston", fake, key="PISTON_KEY"), None)
         start = time.monotonic()
         limits = Limits(wall_seconds=0.3, output_kb=64)
@@ -252,31 +255,13 @@ def test_a_service_that_fails_is_an_error_and_no_outcome(
     ("fault", "outcome"), [("500", "crash"), ("dropped", "crash"), ("silent", "time")]
 )
 def test_a_fault_of_one_program_alone_is_the_programs(
-    box: RemoteSandbox,
-    fake: Fake,
-    name: str,
-    fault: str,
-    outcome: str,
-    monkeypatch: pytest.MonkeyPatch,
+    box: RemoteSandbox, fake: Fake, fault: str, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, 0.5)
-    if name == "morph":
-        pytest.skip("the fake cannot tell Morph's programs apart")
-    known = "sys.stdin.read()[::-1]"
-    assert known in executor._KNOWN
-    coded = {"piston": lambda body: body["stdin"], "e2b": _job_of}[name]
-    fake.fault = lambda body: None if known in coded(body) else fault
+    shorten(monkeypatch, 1.5)
+    fake.fault = lambda job: fault if "print(1)" in job else None
     ran = box.run("print(1)", [Trial(), Trial()], Limits(wall_seconds=0.5))
     assert [it.outcome for it in ran] == [outcome, "not_run"]
     assert not fake.running
-
-
-def _job_of(body: dict[str, Any]) -> str:
-    import base64
-
-    found = re.search(r"b64decode\('([^']*)'", body["code"])
-    assert found is not None
-    return base64.b64decode(found[1]).decode()
 
 
 def test_nobody_there_is_an_error_in_bounded_time(name: str) -> None:
@@ -292,7 +277,7 @@ def test_nobody_there_is_an_error_in_bounded_time(name: str) -> None:
 
 
 def test_a_busy_service_is_asked_until_the_time_is_up(name: str, fake: Fake) -> None:
-    fake.fault = lambda body: "429"
+    fake.fault = lambda job: "429"
     box = open_remote(remote_of(name, fake, wait_seconds=0.3), None)
     with pytest.raises(SandboxError, match=r"not done with a program within 0.6 s; .*HTTP 429"):
         box.run("print(1)", [Trial()], Limits(total_seconds=0.3))
@@ -306,7 +291,7 @@ def test_the_start_runs_a_known_program(fake: Fake, name: str) -> None:
     opened.close()
     with pytest.raises(SandboxError, match="closed"):
         opened.run("print(1)", [Trial()])
-    fake.fault = lambda body: "400"
+    fake.fault = lambda job: "400"
     with pytest.raises(SandboxError, match="HTTP 400"):
         open_remote(remote_of(name, fake), LIMITS)
 
@@ -314,7 +299,7 @@ def test_the_start_runs_a_known_program(fake: Fake, name: str) -> None:
 def test_a_service_that_cuts_output_short_is_refused_at_the_start() -> None:
     with serving("piston") as fake:
         fake.output_max_size = 1024
-        with pytest.raises(SandboxError, match=r"prints its 65535 characters .* ended as output"):
+        with pytest.raises(SandboxError, match=r"prints 65535 characters, and it ended as output"):
             open_remote(remote_of("piston", fake), LIMITS)
         fake.output_max_size = 100_000
         open_remote(remote_of("piston", fake), LIMITS).close()
@@ -368,6 +353,8 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
         open_remote(Remote(service="e2b", key="OTHER"), LIMITS)
     with pytest.raises(ValueError, match=r"remote.image .* snapshot"):
         Remote(service="morph")
+    with pytest.raises(ValueError, match=r"remote.key is set and remote.service is not"):
+        Remote(key="OTHER")
     with pytest.raises(ValueError, match="several are for piston"):
         Remote(service="e2b", addresses=("http://a", "http://b"))
     for url in (
@@ -383,21 +370,62 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
         assert "secret" not in str(caught.value)
 
 
-def test_a_machine_of_a_run_that_is_closed_is_ended(
-    fake: Fake, name: str, box: RemoteSandbox
-) -> None:
-    if name == "piston":
-        pytest.skip("it has no machines")
-    errors: list[BaseException] = []
+def test_machines_that_do_not_start_are_the_services_failure() -> None:
+    for name in ("e2b", "morph"):
+        with serving(name) as fake:
+            box = open_remote(remote_of(name, fake), None)
+            fake.starts = ["500", "429", "503"]
+            assert box.run("print(1)", [Trial()], LIMITS)[0].stdout == "1\n"
+            fake.starts = ["500", "500", "500"]
+            with pytest.raises(
+                SandboxError, match=r"failed: .*HTTP 500: \{.message.: .no machine.\}"
+            ):
+                box.run("print(1)", [Trial()], LIMITS)
+            assert not fake.starts and not fake.running
+            box.close()
 
-    def wait() -> None:
-        try:
-            box.run("import time; time.sleep(2)", [Trial()], LIMITS)
-        except BaseException as error:  # noqa: BLE001 (asserted below)
-            errors.append(error)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waited(lambda: fake.at_a_time > 0)
-    thread.join()
-    assert not errors and not fake.running
+def test_limits_above_piston_s_own_are_refused_at_the_start() -> None:
+    with serving("piston") as fake:
+        fake.run_timeout = 3000
+        open_remote(remote_of("piston", fake), Limits(wall_seconds=1.0)).close()
+        with pytest.raises(SandboxError, match="HTTP 400"):
+            open_remote(remote_of("piston", fake), Limits(wall_seconds=1.1))
+
+
+@pytest.mark.parametrize(
+    ("made", "url"),
+    [
+        ({"sandboxID": "i4"}, "https://49999-i4.example.org/execute"),
+        ({"sandboxID": "i4", "domain": "e2b.dev"}, "https://49999-i4.e2b.dev/execute"),
+        ({"sandboxID": "a/../b"}, None),
+        ({"sandboxID": "i4", "domain": "here/there?"}, None),
+        ({}, None),
+    ],
+)
+def test_where_e2b_s_machines_are(made: dict[str, Any], url: str | None) -> None:
+    asked: list[tuple[str, str, dict[str, str]]] = []
+
+    class Recording:
+        async def ask(self, method: str, at: str, *, headers: dict[str, str], **_: Any) -> bytes:
+            asked.append((method, at, headers))
+            return json.dumps(made).encode()
+
+    async def machine() -> None:
+        recording = cast(Client, Recording())
+        service = E2B("https://api", None, "example.org", "t", KEY, 1.0)
+        async with service.machine(recording, LIMITS) as one:
+            await one.run(b"{}", 1.0)
+
+    if url is None:
+        with pytest.raises(Passing):
+            anyio.run(machine)
+        assert len(asked) == 1
+        return
+    anyio.run(machine)
+    assert [it[:2] for it in asked] == [
+        ("POST", "https://api/v2/sandboxes"),
+        ("POST", url),
+        ("DELETE", "https://api/sandboxes/i4"),
+    ]
+    assert [it[2].get("X-API-KEY") for it in asked] == [KEY, None, KEY]

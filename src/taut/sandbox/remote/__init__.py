@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from taut.sandbox.limits import Limits
 from taut.sandbox.remote.executor import RemoteSandbox, Where
-from taut.sandbox.remote.settings import Remote, ServiceName
+from taut.sandbox.remote.settings import HERE, Remote, ServiceName
 
-__all__ = ["Remote", "RemoteSandbox", "ServiceName", "Where", "open_remote"]
+__all__ = ["HERE", "Remote", "RemoteSandbox", "ServiceName", "Where", "open_remote"]
 
 
 def open_remote(remote: Remote, limits: Limits | None) -> RemoteSandbox:

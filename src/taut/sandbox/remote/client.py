@@ -36,6 +36,10 @@ class Passing(Exception):
     def is_late(self) -> bool:
         return self.cost == LATE
 
+    def unsent(self) -> Passing:
+        """The same of a request that ran no program."""
+        return Passing(str(self), self.cost, was_sent=False)
+
 
 class Client:
     """Requests with a key."""
@@ -92,6 +96,10 @@ class Client:
                 else "expected a service that needs no key; set remote.key"
             )
             raise SandboxError(f"{message}; {remedy}")
+        if status == 413:
+            raise SandboxError(
+                f"{message}; expected a program with its test to be accepted; raise the service's limit for requests"
+            )
         raise SandboxError(f"{message}; expected the request to be accepted; see docs/sandbox.md")
 
 

@@ -33,11 +33,17 @@ class E2B:
     program's."""
 
     def __init__(
-        self, url: str, machines: str | None, template: str, secret: str, spare: float
+        self,
+        url: str,
+        machines: str | None,
+        domain: str,
+        template: str,
+        secret: str,
+        spare: float,
     ) -> None:
         self.address = url
-        self._machines, self._template, self._secret = machines, template, secret
-        self._spare = spare
+        self._machines, self._domain, self._template = machines, domain, template
+        self._secret, self._spare = secret, spare
 
     @asynccontextmanager
     async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_Machine]:
@@ -57,7 +63,7 @@ class E2B:
         )
         made = parsed(body, self.address)
         number = field(made, "sandboxID", str, self.address)
-        domain = made.get("domain") or "e2b.app"
+        domain = made.get("domain") or self._domain
         if not (_HOST.fullmatch(number) and isinstance(domain, str) and _HOST.fullmatch(domain)):
             raise Passing(f"{self.address} named a machine that cannot be addressed", BROKEN)
         headers = {"E2b-Sandbox-Id": number, "E2b-Sandbox-Port": str(_PORT)}

@@ -34,7 +34,7 @@ from taut.sandbox.remote.e2b import E2B
 from taut.sandbox.remote.morph import Morph
 from taut.sandbox.remote.piston import Piston
 from taut.sandbox.remote.service import Machine, Printed, Service
-from taut.sandbox.remote.settings import Remote, ServiceName
+from taut.sandbox.remote.settings import Remote, ServiceName, e2b_domain
 
 _OUTPUTS = 16
 """All trials of a program together may print so many times what one may, as in ``guest.py``."""
@@ -43,6 +43,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0
 _SOURCE = Path(script.__file__).read_text(encoding="utf-8")
 _KNOWN = "import sys\nsys.stdout.write(sys.stdin.read()[::-1])"
 """A program whose output is known: it prints its input backwards."""
+_LONG = "import sys\nsys.stdout.write((sys.stdin.read() * {size})[:{size}])"
+"""Another: it prints its input again and again."""
 _PROVED_KB = 1024
 """The most that is printed at the start."""
 
@@ -59,6 +61,7 @@ class RemoteSandbox:
 
     def __init__(self, remote: Remote) -> None:
         """Raises ConfigError where the address or the key is missing; nothing is sent yet."""
+        assert remote.service is not None, "without one, programs run here"
         self._remote = remote
         self._key_name, self._secret = remote.secret()
         self._service = _service(remote, self._secret)
@@ -93,17 +96,16 @@ class RemoteSandbox:
     def prove(self, limits: Limits) -> None:
         """Raise SandboxError where the service does not run a known program within these limits."""
         size = min(limits.output_kb, _PROVED_KB) * 1024 - 1
-        text = "".join(random.choices("abcdefgh", k=size))
-        (ran,) = self.run(_KNOWN, [Trial(stdin=text)], limits)
-        if ran.outcome == "ok" and ran.stdout.strip() == text[::-1]:
+        word = secrets.token_hex(4)
+        (ran,) = self.run(_LONG.format(size=size), [Trial(stdin=word)], limits)
+        if ran.outcome == "ok" and ran.stdout == (word * size)[:size]:
             return
         found = f"ended as {ran.outcome}: {ran.stderr.strip()[-200:]!r}"
         if ran.outcome == "ok":
             found = f"printed {len(ran.stdout)} characters"
         raise SandboxError(
-            f"{self._name} was sent a known program that prints its {size} characters of input backwards, and it "
-            f"{found}; expected the output whole; raise the service's own limits (docs/sandbox.md), or lower "
-            "limits.output_kb"
+            f"{self._name} was sent a known program that prints {size} characters, and it {found}; expected the "
+            "output whole; raise the service's own limits (docs/sandbox.md), or lower limits.output_kb"
         )
 
     def close(self) -> None:
@@ -239,7 +241,10 @@ class _Attempts:
         }
         if self._machine is None:
             opened = self._service.machine(self._client, self._limits)
-            self._machine = await self._stack.enter_async_context(opened)
+            try:
+                self._machine = await self._stack.enter_async_context(opened)
+            except Passing as failure:
+                raise failure.unsent() from None
         printed = await self._machine.run(json.dumps(job).encode(), seconds)
         return _ran(printed, nonce, seconds, self._limits)
 
@@ -282,6 +287,7 @@ def _service(remote: Remote, secret: str | None) -> Service:
     assert secret is not None, "the others have a default variable for it"
     if remote.service == "e2b":
         template = remote.image or "code-interpreter-v1"
-        return E2B(urls[0], remote.machines_url(), template, secret, remote.wait_seconds)
+        machines = remote.machines_url()
+        return E2B(urls[0], machines, e2b_domain(), template, secret, remote.wait_seconds)
     assert remote.image is not None, "the settings ask for it"
     return Morph(urls[0], remote.image, secret, remote.wait_seconds)

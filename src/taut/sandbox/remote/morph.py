@@ -28,7 +28,7 @@ from taut.sandbox.remote.service import SMALL, START, WAIT, Printed, most_printe
 
 _PART = 60_000
 """Characters of the job in a command; the kernel allows an argument 128 KiB."""
-_FILE = "/tmp/taut-job"
+_FILE = '"${TMPDIR:-/tmp}/taut-job"'
 _READY_EVERY = 0.5
 _SECONDS = 30.0
 """For a request that runs no program."""
@@ -67,7 +67,7 @@ class Morph:
         try:
             while field(made, "status", str, url) != "ready":
                 if made["status"] == "error":
-                    raise Passing(f"{url} did not start", BROKEN, was_sent=False)
+                    raise Passing(f"{url} did not start", BROKEN)
                 await anyio.sleep(_READY_EVERY)
                 body = await client.ask(
                     "GET", url, seconds=_SECONDS, most=SMALL, headers=self._headers
@@ -89,7 +89,10 @@ class _Machine:
         for start in range(0, len(text), _PART):
             into = ">" if start == 0 else ">>"
             part = f"printf %s {text[start : start + _PART]} {into} {_FILE}"
-            await self._command(part, _SECONDS, SMALL)
+            try:
+                await self._command(part, _SECONDS, SMALL)
+            except Passing as failure:
+                raise failure.unsent() from None
         # Python has all of the job only when the file is gone, and nobody has it open: the program cannot read it.
         python = f"python3 -s -c {shlex.quote(BOOTSTRAP)}"
         return Printed(

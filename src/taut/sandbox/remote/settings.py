@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import configclass, fields_of
 from taut.errors import ConfigError
 
 ServiceName = Literal["piston", "e2b", "morph"]
@@ -29,8 +29,9 @@ class Remote:
     """A service that runs programs on its machines. Programs, standard inputs, call arguments and asserts are sent to
     it; expected outputs and values are not."""
 
-    service: ServiceName
-    """piston (a server of your own), e2b or morph."""
+    service: ServiceName | None = None
+    """Where programs run: piston (a server of your own), e2b or morph; none: on this machine. Programs and tests leave
+    this machine."""
     addresses: tuple[str, ...] = ()
     """URLs of the service's API. By default PISTON_ENDPOINTS (several, separated by commas), E2B_API_URL or
     https://api.e2b.app, MORPH_BASE_URL or https://cloud.morph.so/api. Several Piston servers take turns."""
@@ -49,6 +50,14 @@ class Remote:
 
     def __post_init__(self) -> None:
         """ConfigError where two settings contradict each other."""
+        if self.service is None:
+            for name in fields_of(Remote):
+                if getattr(self, name) != getattr(Remote, name):
+                    raise ConfigError(
+                        f"remote.{name} is set and remote.service is not: nothing reads it; expected a service; set "
+                        f"remote.service, or take {name} out"
+                    )
+            return
         if self.service != "piston" and len(self.addresses) > 1:
             raise ConfigError(
                 f"remote.addresses has {len(self.addresses)} URLs and remote.service is {self.service}; expected one; "
@@ -69,9 +78,8 @@ class Remote:
         if self.addresses:
             return tuple(_url(it, "remote.addresses") for it in self.addresses)
         if self.service == "e2b":
-            domain = os.environ.get("E2B_DOMAIN") or "e2b.app"
             named = os.environ.get("E2B_API_URL")
-            return (_url(named or f"https://api.{domain}", "E2B_API_URL"),)
+            return (_url(named or f"https://api.{e2b_domain()}", "E2B_API_URL"),)
         if self.service == "morph":
             named = os.environ.get("MORPH_BASE_URL")
             return (_url(named or "https://cloud.morph.so/api", "MORPH_BASE_URL"),)
@@ -90,6 +98,7 @@ class Remote:
 
     def secret(self) -> tuple[str | None, str | None]:
         """The environment variable that holds the key, and the key. ConfigError where it is not set."""
+        assert self.service is not None, "asked where there is a service"
         name = self.key or KEYS[self.service]
         value = os.environ.get(name) if name else None
         if name and not value:
@@ -98,6 +107,15 @@ class Remote:
                 f"hold the key for {self.service}; export it, or name another variable in remote.key"
             )
         return name, value
+
+
+HERE = Remote()
+"""No service: programs run on this machine."""
+
+
+def e2b_domain() -> str:
+    """Where E2B is, and its machines where it does not say otherwise."""
+    return os.environ.get("E2B_DOMAIN") or "e2b.app"
 
 
 def _url(url: str, label: str) -> str:
