@@ -54,7 +54,6 @@ HARMLESS = {
     "extended attributes": "through",
     "descriptors that the host has open": "saw 77",
     "the environment, the arguments and the user": "saw TAUT_PLANTED",
-    "sockets of every family and kind": "through family 2 stream",
     "locks and leases on files of the host": "through flock",
     "pages in pipes, rings and counters that the machine shares": "through vmsplice",
     "huge pages spliced into pipes": "during the run",
