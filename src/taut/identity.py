@@ -337,8 +337,15 @@ def _hashes(
     kinds = ("*.safetensors", "*.bin", "*config.json", *(["*.py"] if has_code else []), *more)
     files = list(dict.fromkeys(file for kind in kinds for file in sorted(directory.glob(kind))))
     mine = files[ranks.rank :: ranks.size]
-    with ThreadPoolExecutor(4) as threads:
-        found = dict(zip([f.name for f in mine], threads.map(durable.digest, mine), strict=True))
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            digests = list(threads.map(durable.digest, mine))
+    except OSError as error:
+        raise ModelError(
+            f"{key}: {error.filename or path} cannot be read: {error.strerror or error}; expected the files of a "
+            "model or adapter"
+        ) from error
+    found = dict(zip([f.name for f in mine], digests, strict=True))
     return {name: digest for some in ranks.gather(found) for name, digest in some.items()}
 
 
