@@ -132,6 +132,10 @@ async def ask(
                 if _origin(following) != _origin(target):
                     sent = {}
                 target = following
+    except (
+        ssl.SSLError
+    ) as error:  # of a record that was changed on the way: httpx2 leaves it as it is
+        raise httpx2.ReadError(_line(error)) from None
     except (httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: a name that no host can have
         raise Refused(f"an invalid address ({_line(error)})") from None
     raise Refused(f"more than {limits.redirects} redirects")

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import socket
+import ssl
 import threading
 import time
 import tracemalloc
@@ -130,7 +131,7 @@ def test_a_look_up_that_takes_for_ever_is_not_waited_for(
     never.set()
 
 
-ZEROS = bytes(300_000_000)
+ZEROS = bytes(50_000_000)
 GZIP = gzip.compress(ZEROS)
 BOMBS: dict[str, tuple[bytes, bytes]] = {
     "gzip": (b"gzip", GZIP),
@@ -286,6 +287,20 @@ def test_a_connection_that_is_reset(server: Server) -> None:
     server.paths["/"] = talk
     with pytest.raises(httpx2.RequestError):
         got(f"{server.url}/")
+
+
+def test_a_record_that_was_changed_on_the_way() -> None:
+    """TLS notices it, and httpx2 does not call it an error of a request."""
+
+    def fails(_: httpx2.Request) -> httpx2.Response:
+        raise ssl.SSLError(1, "bad record mac")
+
+    async def request() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(fails)) as client:
+            with pytest.raises(httpx2.ReadError, match="bad record mac"):
+                await ask(client, "GET", "https://here.org/", LIMITS)
+
+    anyio.run(request)
 
 
 def test_answers_that_are_fine(server: Server) -> None:
