@@ -337,6 +337,21 @@ def test_answers_that_are_fine(server: Server) -> None:
     assert len(found["/full"].content) == LIMITS.max_bytes
 
 
+def test_cookies_are_not_kept(server: Server) -> None:
+    """Nor read: one with a date that is none has Python's reader print a traceback."""
+    cookies = [b"Set-Cookie: a=b", b"Set-Cookie: c=d; Expires=Wed, 21 Nct 2099 07:28:00 GMT"]
+    server.paths["/"] = answers(b"", *cookies)
+
+    async def requests() -> None:
+        async with open_client() as client:
+            for _ in range(2):
+                await ask(client, "GET", f"{server.url}/", LIMITS)
+            assert not client.cookies
+
+    anyio.run(requests)
+    assert len(server.requests) == 2 and b"cookie" not in server.requests[1].lower()
+
+
 def test_what_is_no_json(server: Server) -> None:
     for body in (b"[" * 99_999, b"\xff", b"1" * 5000, b""):
         server.paths["/"] = answers(body)
