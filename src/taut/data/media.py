@@ -61,7 +61,7 @@ class Finding(NamedTuple):
     prefix: str = "data."
     """What stands before settings in the configuration, for messages."""
     images: ImagesConfig = ImagesConfig()
-    """Limits of videos."""
+    """Limits of videos, and of pictures in memory."""
 
 
 HERE = Finding()
@@ -179,6 +179,12 @@ def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
     if isinstance(value, dict):
         return _read_object(value, where, finding)
     if isinstance(value, Image.Image):
+        limit = finding.images.limit_pixels
+        if value.width * value.height > limit:  # it may not be decoded yet
+            raise PictureError(
+                f"{where} is a picture of {value.width:,} x {value.height:,} pixels; expected at most {limit:,}; "
+                f"make it smaller or raise {finding.prefix}images.limit_pixels"
+            )
         try:
             return png_of(value)
         except (OSError, ValueError, SyntaxError) as error:

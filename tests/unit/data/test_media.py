@@ -298,6 +298,14 @@ def test_a_video_over_a_limit_names_the_row_and_the_key(tmp_path: Path) -> None:
         read_content(content, "d:1[0]", "user", finding, ())
 
 
+def test_a_picture_in_memory_over_a_limit_names_the_row_and_the_key() -> None:
+    content = [{"type": "image", "image": Image.new("L", (4, 5))}]
+    finding = Finding(images=ImagesConfig(limit_pixels=19))
+    found = r"^d:1\.content\[0\] is a picture of 4 x 5 pixels; expected at most 19; .*data\.images\.limit_"
+    with pytest.raises(PictureError, match=found):
+        read_content(content, "d:1", "user", finding, ())
+
+
 def test_frames_of_a_file(tmp_path: Path) -> None:
     blue = Image.new("RGB", (2, 3), "blue")
     RED.save(tmp_path / "a.gif", save_all=True, append_images=[blue], duration=500)
