@@ -19,7 +19,7 @@ from taut.build import Plan, build_method
 from taut.checkpoint import Saved
 from taut.data.plan import Cursor
 from taut.errors import ConfigError
-from taut.identity import identity_of, require_same
+from taut.identity import identity_of, moved_servers, require_same
 from taut.outdir import ADAPTER, CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
@@ -38,6 +38,8 @@ class Start:
     """What is not as it was, so that numbers are equal to rounding only."""
     schedule: list[str] = field(default_factory=list)
     """What gives the steps to come another learning rate than they had."""
+    moved: list[str] = field(default_factory=list)
+    """Servers of rewards that are asked at another address than before."""
     damaged: list[str] = field(default_factory=list)
     """Newer checkpoints that cannot be used."""
     finished: Mapping[str, Any] | None = None
@@ -88,14 +90,21 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
             f"resume=true: {out} is finished, with {out / ADAPTER} but no {MODEL} and no checkpoint to write one from; "
             f"expected save.merged=false; to get the model: taut merge {run.model} adapter={out / ADAPTER} out=DIR"
         )
-    rounding: list[str] = []
-    schedule: list[str] = []
+    num_steps = before.get("num_steps")
     if saved is None:
         plan = build_method(run, inputs.train)
-    else:
-        _, rounding, schedule = require_same(saved.meta["identity"], mine, saved.path)
-        plan = _plan(run, inputs, Cursor(*saved.meta["cursor"]), saved.path)
-    return Start(plan, mine, saved, rounding, schedule, damaged, None, before.get("num_steps"))
+        return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
+    _, rounding, schedule = require_same(saved.meta["identity"], mine, saved.path)
+    return Start(
+        plan=_plan(run, inputs, Cursor(*saved.meta["cursor"]), saved.path),
+        identity=mine,
+        saved=saved,
+        rounding=rounding,
+        schedule=schedule,
+        moved=moved_servers(saved.meta["identity"], mine),
+        damaged=damaged,
+        num_steps_before=num_steps,
+    )
 
 
 def _finish(out: Path, result: str) -> Mapping[str, Any] | None:
