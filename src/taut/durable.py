@@ -22,13 +22,16 @@ CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 NOT_REGULAR = "it is not a regular file"
 
 
-def open_regular(path: str | Path, flags: int, *, folder: int | None = None) -> int:
-    """``os.open`` for a regular file only: follows no symbolic link in the last component and waits for no FIFO.
+def open_regular(
+    path: str | Path, flags: int, *, folder: int | None = None, follow: bool = False
+) -> int:
+    """``os.open`` for a regular file only: waits for no FIFO, and by default follows no symbolic link in the last
+    component of ``path``.
 
     ``folder``: the descriptor of the directory that ``path`` is relative to. Raises OSError for anything else that is
     there, with what it is.
     """
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         number = os.open(path, flags, 0o666, dir_fd=folder)
     except OSError as error:
