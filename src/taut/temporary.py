@@ -110,7 +110,7 @@ def _remove_if_abandoned(parent: int, name: str, mode: int) -> None:
         ):
             return
         try:
-            lock = durable.open_no_link(LOCK, os.O_RDWR, folder=folder)
+            lock = durable.open_descriptor(LOCK, os.O_RDWR, folder=folder)
         except FileNotFoundError:  # killed before it made one, so empty, and anything else stays
             with suppress(OSError):
                 os.rmdir(name, dir_fd=parent)
