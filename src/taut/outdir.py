@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from taut import durable
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.errors import OutputError
 
 MARK = "resolved.json"
@@ -82,7 +82,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
             "name another directory"
         )
     for path in inputs if overwrite else ():
-        if _would_go(Path(path).expanduser().resolve(), out.resolve()):
+        if _would_go(home_path(path).resolve(), out.resolve()):
             raise OutputError(
                 f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
                 "name another out"

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from taut.config import home_path
 from taut.errors import EngineError, OutputError
 from taut.models.lora import plain_model
 from taut.rollout.served import Report
@@ -41,7 +42,7 @@ class Folder:
 
     def __init__(self, place: str | None) -> None:
         """Raises OutputError where there can be none."""
-        parent = Path(place).expanduser() if place is not None else _memory()
+        parent = home_path(place) if place is not None else _memory()
         try:
             parent.mkdir(parents=True, exist_ok=True)
             _remove_left(parent)
