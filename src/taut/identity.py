@@ -30,7 +30,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from taut import durable
-from taut.config import to_dict, user_path
+from taut.config import home_path, to_dict, user_path
 from taut.data.dataset import DataConfig
 from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
@@ -180,7 +180,7 @@ def _judge(judge: RewardModel, run: Run, ranks: Ranks) -> dict[str, str]:
         raise ModelError(f"{key}: {error}") from error
     found = _hashes(judge.model, key, config, ranks, has_code=has_code, more=RENDERING)
     if judge.template is not None:
-        found["template"] = _digest([_code(Path(judge.template).expanduser())])
+        found["template"] = _digest([_code(home_path(judge.template))])
     return found
 
 

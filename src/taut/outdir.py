@@ -33,7 +33,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from taut import durable
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.errors import OutputError
 from taut.explain import first_problem
 
@@ -88,7 +88,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
             "name another directory"
         )
     for path in inputs if overwrite else ():
-        if _would_go(Path(path).expanduser().resolve(), out.resolve()):
+        if _would_go(home_path(path).resolve(), out.resolve()):
             raise OutputError(
                 f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
                 "name another out"

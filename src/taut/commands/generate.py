@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, to_dict
+from taut.config import configclass, home_path, to_dict
 from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
@@ -115,7 +115,7 @@ def generate(
 ) -> Generated:
     """Write the completions that are not in ``config.out`` yet. ``console``: where it is shown what was decided, and
     progress. ``afterwards``: what is said of the finished ones where not all could be finished."""
-    out = Path(config.out).expanduser()
+    out = home_path(config.out)
     _require_free(out, config)
     rendering = open_renderer(config)
     rows = _rows(config, rendering.renderer, console)
@@ -302,7 +302,7 @@ def _require_free(out: Path, config: Generate) -> None:
     if out.is_dir():
         raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
     source = source_of(config.prompts).path
-    if out.exists() and out.resolve() == Path(source).expanduser().resolve():
+    if out.exists() and out.resolve() == home_path(source).resolve():
         raise OutputError(f"out={out} is the file of prompts; expected another; rename out")
     if out.exists() and not config.resume:
         raise OutputError(

@@ -27,13 +27,12 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
 from taut.data.media import PICTURES, images_of
 from taut.data.preferences import AnyRow
@@ -331,7 +330,7 @@ def _read_key(config: ServeReward) -> bytes | None:
     elif config.key_file is not None:
         where = f"key_file={config.key_file}: the file"
         try:
-            found = Path(config.key_file).expanduser().read_text(encoding="utf-8").strip()
+            found = home_path(config.key_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise ConfigError(f"{where} cannot be read: {reason}; expected a token") from None

@@ -28,6 +28,7 @@ from urllib.parse import unquote
 
 from PIL import Image
 
+from taut.config import home_path
 from taut.data.wording import listed, shown
 from taut.errors import DataError, PictureError
 from taut.vision.picture import ImageRef, ImagesConfig
@@ -216,7 +217,7 @@ def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
             "first"
         )
     try:
-        path = Path(value).expanduser()
+        path = home_path(value)
         is_elsewhere = not (finding.folder / path).exists() and path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
         raise PictureError(
