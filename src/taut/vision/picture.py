@@ -193,6 +193,18 @@ def decode(content: bytes, name: str, images: ImagesConfig) -> Image.Image:
         ) from None
 
 
+def claimed_pixels(ref: ImageRef) -> int:
+    """The pixels that the header of an encoded picture claims, without decoding any; 0 where it has none to read."""
+    assert isinstance(ref.value, bytes)
+    try:
+        with Image.open(BytesIO(ref.value), formats=FORMATS) as image:
+            return image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return MOST_PIXELS + 1
+    except (UnidentifiedImageError, *BROKEN):
+        return 0  # ``decode`` says what is wrong with it
+
+
 def _require_pixels(width: int, height: int, name: str, most: int) -> None:
     if min(width, height) < 1:
         raise PictureError(
