@@ -25,11 +25,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from taut.config import configclass
 from taut.data.dataset import Dataset
@@ -117,10 +118,18 @@ class FirstStep:
             )
 
 
+class UntouchedState(TypedDict):
+    """What Untouched remembers."""
+
+    steps: int
+    silent: list[str]
+
+
 @dataclass
 class Untouched:
     """Finds trainable tensors that training does not reach."""
 
+    remembered: ClassVar[Any] = UntouchedState
     names: dict[nn.Parameter, str]
     silent: set[str] = field(default_factory=set)
     steps: int = 0
@@ -174,6 +183,7 @@ class Untouched:
 class Spikes:
     """Reports gradient norms far above the recent median."""
 
+    remembered: ClassVar[Any] = list[float]
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
     def __call__(self, report: StepReport, job: Job) -> None:
@@ -199,6 +209,18 @@ class Spikes:
         self.recent = deque(remembered, maxlen=self.recent.maxlen)
 
 
+class DivergenceState(TypedDict, total=False):
+    """What Divergence remembers: its fields, but for the configuration."""
+
+    first: float | None
+    baseline: float | None
+    num_samples: int
+    is_high: list[bool]
+    zero_steps: int
+    sound_step: int
+    found: str | None
+
+
 @dataclass
 class Divergence:
     """Stops a run whose loss stays far above its first value, or whose gradient stays exactly zero.
@@ -211,6 +233,7 @@ class Divergence:
     to ask for (``Loss.may_be_satisfied``), nor in policy gradients where every advantage of the step is zero.
     """
 
+    remembered: ClassVar[Any] = DivergenceState
     config: DivergenceConfig
     first: float | None = None
     """The loss of step 1."""

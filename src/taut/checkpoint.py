@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
+import pydantic
 import torch
 from pydantic import Field
 from torch import nn
@@ -33,6 +34,7 @@ from torch import nn
 from taut import durable, randomness, sharded
 from taut.config import configclass
 from taut.errors import OutputError
+from taut.explain import first_problem
 from taut.memory import require_room
 from taut.outdir import EVENTS, LATEST, MARK, META, complete, step_of
 from taut.parallel import Ranks
@@ -64,8 +66,16 @@ class CheckpointConfig:
         return min(most, -(-num_steps // self.every)) if self.every else most
 
 
+META_LIMIT = 2**29
+"""Largest meta.json that is read, in bytes: it holds the roll-outs that are not used up."""
+
+
 class Memory(Protocol):
     """Something that must remember across a resume, the same on all ranks."""
+
+    @property
+    def remembered(self) -> Any:
+        """The type of what ``remember`` returns. A checkpoint is validated against it before ``recall``."""
 
     def remember(self) -> Any:
         """Its state, as JSON-able values."""
@@ -74,15 +84,39 @@ class Memory(Protocol):
         """Take the state back."""
 
 
+class Identity(pydantic.BaseModel):
+    """What makes a run the one it is (taut/identity.py), as far as its reader relies on it."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+    config: dict[str, Any]
+
+
+class Meta(pydantic.BaseModel):
+    """``meta.json``."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    is_measured: bool
+    random: Annotated[list[randomness.Saved], Field(min_length=1)]
+    """Of each rank that saved."""
+    memories: dict[str, Any]
+    cursor: tuple[Annotated[int, Field(ge=0, lt=2**63)], Annotated[int, Field(ge=0, lt=2**63)]]
+    loss: float
+    identity: Identity
+    files: Annotated[dict[str, str], Field(min_length=1)]
+    """Name -> SHA-256."""
+
+
 class Saved(NamedTuple):
     """A checkpoint that can be gone on from."""
 
     path: Path
-    meta: Mapping[str, Any]
+    meta: Meta
 
     @property
     def step(self) -> int:
-        return int(self.meta["step"])
+        return self.meta.step
 
 
 class Written(NamedTuple):
@@ -239,12 +273,22 @@ class Checkpoints:
 
     def resume(self, saved: Saved) -> None:
         """Put everything back to where it was when ``saved`` was taken."""
-        sharded.read(sharded.training_state(self.scorer, self.optimizer), saved.path, self.ranks)
-        for name, memory in self.memories.items():
-            if name in saved.meta["memories"]:
-                memory.recall(saved.meta["memories"][name])
-        states = saved.meta["random"]
-        randomness.restore(states[self.ranks.rank % len(states)], self.ranks.device)
+        remembered = {
+            name: _validated(
+                memory.remembered, saved.meta.memories[name], f"memories.{name}", saved
+            )
+            for name, memory in self.memories.items()
+            if name in saved.meta.memories
+        }
+        state = sharded.training_state(self.scorer, self.optimizer)
+        try:
+            sharded.read(state, saved.path, self.ranks)
+        except (OSError, OutputError) as error:
+            raise _unusable(saved, str(error)) from error
+        for name, value in remembered.items():
+            self.memories[name].recall(value)
+        generators = saved.meta.random[self.ranks.rank % len(saved.meta.random)]
+        randomness.restore(generators.model_dump(exclude_none=True), self.ranks.device)
         self.saved_step = saved.step
         if self.ranks.is_writer:
             self._let_go()  # a killed run may not have come to it
@@ -288,7 +332,13 @@ class Checkpoints:
     ) -> list[str]:
         """Give a written checkpoint its name, then let go of old ones. Those that are gone already."""
         body = {**meta, "files": {name: digest for some in files for name, digest in some.items()}}
-        durable.write_text(partial / META, json.dumps({"sha256": _digest_of(body), **body}))
+        text = json.dumps({"sha256": _digest_of(body), **body})
+        if len(text) > META_LIMIT:
+            raise OSError(
+                f"{META} has {len(text):,} bytes, and at most {META_LIMIT:,} can be read back; lower "
+                "batch.samples_per_step"
+            )
+        durable.write_text(partial / META, text)
         if (events := self.folder.parent / EVENTS).is_file():
             durable.sync(events)  # the steps that will not be gone through again
         durable.replace_directory(partial, final)
@@ -361,21 +411,58 @@ def set_aside(folder: Path, after_step: int) -> None:
         path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
 
 
+def _validated(kind: Any, value: Any, key: str, saved: Saved) -> Any:
+    """A part of ``meta.json`` that only its owner knows the type of. Raises OutputError where it has another."""
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        raise _unusable(saved, f"{saved.path / META}: {key}: {first_problem(error)}") from error
+
+
+def _unusable(saved: Saved, reason: str) -> OutputError:
+    return OutputError(
+        f"resume=true: {reason}; expected the files as they were written; bring them back, or remove {saved.path} "
+        "to go on from the checkpoint before"
+    )
+
+
 def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
     """A checkpoint whose every file is as it was written; or what is not."""
     trouble = ""
-    meta: dict[str, Any] = {}
+    meta: Meta | None = None
     try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        wanted = meta.pop("sha256")
-        if wanted != _digest_of(meta):
-            trouble = f"{path / META} is damaged"
-        mine = sorted(meta["files"].items())[ranks.rank :: ranks.size]
-        trouble = trouble or durable.first_damaged(path, mine)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        body = durable.read_json(path / META, META_LIMIT)
+        wanted = body.pop("sha256", None) if isinstance(body, dict) else None
+        if wanted is None or wanted != _digest_of(body):
+            trouble = (
+                f"{path / META} is damaged: its SHA-256 is not the one noted when it was written"
+            )
+        else:
+            meta = Meta.model_validate_json(json.dumps(body))
+            trouble = _damage(path, meta, ranks)
+    except pydantic.ValidationError as error:
+        trouble = f"{path / META} is no checkpoint of taut's: {first_problem(error)}"
+    except OutputError as error:
+        trouble = str(error)
+    except OSError as error:
+        trouble = f"{error.filename or path / META} cannot be read ({error.strerror or error})"
+    except ValueError as error:
         trouble = f"{path / META} cannot be read ({error})"
     found = [text for text in ranks.gather(trouble) if text]
-    return (None, found[0]) if found else (Saved(path, meta), "")
+    return (None, found[0]) if found or meta is None else (Saved(path, meta), "")
+
+
+def _damage(path: Path, meta: Meta, ranks: Ranks) -> str:
+    """What of a checkpoint is not as it was written; empty if all is. The ranks share the files."""
+    if {step_of(path), meta.cursor[0]} != {meta.step}:
+        return f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step_of(path)}"
+    if odd := next((name for name in meta.files if Path(name).name != name), None):
+        return f"{path / META} names the file {odd!r}; expected files in {path}"
+    mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
+    if found := durable.first_damaged(path, mine):
+        return found
+    sharded.read_index(path)
+    return ""
 
 
 def _digests(directory: Path, ranks: Ranks) -> dict[str, str]:

@@ -1,23 +1,103 @@
 """Files that are there whole or not at all, after a kill and after a power failure too.
 
 A file is written beside its place, forced to the disk (fsync) and renamed; then the directory, which holds the new
-name, is forced too. Imports nothing of ours. Anyone may import it.
+name, is forced too.
+
+Files that others may have put in place of ours are opened with ``open_regular``: opening a FIFO would block for ever,
+and a device has no end.
+
+Imports nothing of ours. Anyone may import it.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
+import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 """What the system says where fsync is not to be had."""
+NOT_REGULAR = "it is not a regular file"
+
+
+def open_no_link(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """``os.open`` for a regular file only: follows no symbolic link in the last component and waits for no FIFO.
+
+    ``folder``: the descriptor of the directory that ``path`` is relative to. Raises OSError for anything else that is
+    there, with what it is.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        number = os.open(path, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise OSError(errno.ENXIO, NOT_REGULAR, str(path)) from None
+        raise
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return number
+    os.close(number)
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+
+
+FILE_TYPES = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a directory",
+}
+JSON_LIMIT = 64 * 2**20
+"""Largest JSON file that ``read_json`` reads by default, in bytes."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a regular file, or a link to one, for reading. Raises OSError for anything else, and never blocks."""
+    _require_regular(os.stat(path), path)  # noqa: PTH116 (opening a device may already do something)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    try:
+        _require_regular(os.fstat(descriptor), path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a file")
+        raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The bytes of a regular file. Raises OSError where there are more than ``limit``."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(size, limit) + 1)
+    if max(size, len(content)) > limit:
+        raise OSError(
+            errno.EFBIG, f"it has {size:,} bytes; expected at most {limit:,}", os.fspath(path)
+        )
+    return content
+
+
+def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> Any:
+    """The value in a JSON file. Raises OSError where the file cannot be read, ValueError where it is not JSON."""
+    try:
+        return json.loads(read_regular(path, limit).decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,7 +108,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """The same."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -40,8 +121,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 def writing(path: Path) -> Iterator[TextIO]:
     """A file to write to bit by bit, in its place once it is whole; what stops the writing leaves nothing."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -109,8 +191,8 @@ def sync_tree(directory: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
+    """The SHA-256 of a regular file."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

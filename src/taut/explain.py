@@ -267,6 +267,22 @@ def explain(
     return "; also: ".join(lines[:ERRORS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
+def first_problem(error: pydantic.ValidationError) -> str:
+    """The first mistake in what a program wrote, as ``random[0].torch: found 5; expected a string``."""
+    detail = error.errors(include_url=False)[0]
+    where = f"{key_text(detail['loc'])}: " if detail["loc"] else ""
+    if detail["type"] == "missing":
+        return f"{where}it is missing"
+    if detail["type"] == "json_invalid":
+        return _one_line(detail["msg"])
+    if detail["type"] in ("value_error", "assertion_error"):
+        return f"{where}{_short(_one_line(str(detail['ctx']['error'])))}"
+    expected = EXPECTED.get(detail["type"]) or _one_line(detail["msg"]).removeprefix(
+        "Input should be "
+    )
+    return f"{where}found {shown(detail['input'])}; expected {expected}"
+
+
 def key_text(path: Sequence[str | int]) -> str:
     """A key as people write it: ``data.train[0].path``."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{_one_line(part)}" for part in path)

@@ -162,9 +162,9 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
     is_measured = True
     if saved is not None:
         checkpoints.resume(saved)
-        is_measured = bool(saved.meta["is_measured"])
+        is_measured = saved.meta.is_measured
         job.done, job.followed = from_step, from_step - (not is_measured)
-        job.loss = saved.meta["loss"]
+        job.loss = saved.meta.loss
     written = all_events(out / EVENTS) if job.ranks.is_writer else []
     cuts = [event for event in written if event["kind"] == "budget"]
     job.fit.replay(job.ranks.gather(cuts)[0])

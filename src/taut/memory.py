@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import pydantic
 import torch
 
 from taut.data.plan import BatchConfig
-from taut.errors import ConfigError, OutOfMemory
+from taut.errors import ConfigError, OutOfMemory, OutputError
+from taut.explain import first_problem
 from taut.parallel import Ranks
 from taut.types import Packed, Tree
 
@@ -112,7 +114,15 @@ class Fit:
 
     def replay(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Make the cuts again that the run has made before, each at its step."""
-        found = [Halving(*(event[name] for name in Halving._fields)) for event in events]
+        try:
+            found = pydantic.TypeAdapter(list[Halving]).validate_python(
+                [{name: event.get(name) for name in Halving._fields} for event in events]
+            )
+        except pydantic.ValidationError as error:
+            raise OutputError(
+                f"an event 'budget' in the run's events.jsonl is damaged: {first_problem(error)}; expected what the "
+                "run wrote; bring the file back from a copy"
+            ) from error
         mine = [halving for halving in found if halving.configured == self.configured]
         self._ahead = sorted(mine, key=lambda halving: (halving.step, -halving.tokens))
 

@@ -24,12 +24,18 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Annotated, Any, Self
+
+import pydantic
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
 
 from taut import durable
 from taut.config import configclass
 from taut.errors import OutputError
+from taut.explain import first_problem
 
 MARK = "resolved.json"
 """The file by which a directory is known to be a run of taut's."""
@@ -108,11 +114,33 @@ def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
         ) from error
 
 
+def _is_date(text: str) -> str:
+    date.fromisoformat(text)
+    return text
+
+
+class _Identity(TypedDict):
+    """As far as a resume relies on it."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
+    config: dict[str, Any]
+
+
+class _Resolved(TypedDict, total=False):
+    """What ``claim`` writes, as far as it is read back by key. ``method`` and ``config`` are checked by taut resume."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
+    num_steps: Annotated[int, Field(ge=0)]
+    day: Annotated[str, AfterValidator(_is_date)]
+    identity: _Identity
+
+
 def read_resolved(out: Path) -> dict[str, Any]:
     """What ``claim`` wrote. Raises OutputError where ``out`` is no run, or where it cannot be read."""
     path = out / MARK
+    found: Any
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = durable.read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise OutputError(
             f"{out} is not a taut run (no {MARK}); expected the out of one; 'taut runs DIR' lists those in DIR"
@@ -121,13 +149,18 @@ def read_resolved(out: Path) -> dict[str, Any]:
         raise OutputError(
             f"{path} cannot be read: {error.strerror}; expected what the run wrote; see to its permissions"
         ) from error
-    except (ValueError, RecursionError):
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise OutputError(
             f"{path} is damaged: it is no JSON object; expected what the run wrote; bring it back from a copy"
         )
-    return found
+    try:
+        return dict(pydantic.TypeAdapter(_Resolved).validate_python(found, strict=True))
+    except pydantic.ValidationError as error:
+        raise OutputError(
+            f"{path} is damaged: {first_problem(error)}; expected what the run wrote; bring it back from a copy"
+        ) from error
 
 
 class Lock:
@@ -149,10 +182,11 @@ class Lock:
             return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self._file = (self.out / LOCK).open("a+", encoding="utf-8")
+            number = durable.open_no_link(self.out / LOCK, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._file = os.fdopen(number, "a+", encoding="utf-8")
         except OSError as error:
             raise OutputError(
-                f"out={self.out} cannot be written: {error.strerror}; see to that, or name another"
+                f"out={self.out} cannot be written: {LOCK}: {error.strerror}; see to that, or name another"
             ) from error
         try:
             _lock(self._file)
@@ -186,7 +220,7 @@ class Lock:
 def owner(out: Path) -> str | None:
     """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
     try:
-        file = (out / LOCK).open(encoding="utf-8")
+        file = os.fdopen(durable.open_no_link(out / LOCK, os.O_RDONLY), encoding="utf-8")
     except OSError:
         return None
     with file:

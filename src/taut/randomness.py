@@ -10,13 +10,60 @@ from __future__ import annotations
 
 import base64
 import random
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 State = dict[str, Any]
+CUDA_BYTES = 16
+"""Seed and offset."""
+Word = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class Saved(BaseModel):
+    """A ``State`` as a checkpoint holds it."""
+
+    model_config = ConfigDict(strict=True)
+
+    python: tuple[
+        Literal[3], Annotated[list[Word], Field(min_length=625, max_length=625)], float | None
+    ]
+    numpy: tuple[Literal["MT19937"], str, Annotated[int, Field(ge=0, le=624)], Literal[0, 1], float]
+    torch: str
+    cuda: str | None = None
+
+    @field_validator("python")
+    @classmethod
+    def _is_python_state(cls, value: tuple[int, list[int], float | None]) -> Any:
+        if value[1][-1] > 624:
+            raise ValueError("the position in Python's generator is above 624")
+        return value
+
+    @field_validator("numpy")
+    @classmethod
+    def _is_numpy_state(cls, value: tuple[str, str, int, int, float]) -> Any:
+        if len(_bytes(value[1])) != 4 * 624:
+            raise ValueError("numpy's generator does not have 624 words")
+        return value
+
+    @field_validator("torch")
+    @classmethod
+    def _is_torch_state(cls, value: str) -> str:
+        try:
+            torch.Generator().set_state(_tensor(value))
+        except RuntimeError as error:
+            raise ValueError(f"torch's generator: {error}") from error
+        return value
+
+    @field_validator("cuda")
+    @classmethod
+    def _is_cuda_state(cls, value: str | None) -> str | None:
+        if value is not None and len(_bytes(value)) != CUDA_BYTES:
+            raise ValueError(f"the GPU's generator does not have {CUDA_BYTES} bytes")
+        return value
 
 
 def capture(device: torch.device) -> State:
@@ -49,7 +96,7 @@ def _text(array: np.ndarray[Any, Any]) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
+    return base64.b64decode(text, validate=True)
 
 
 def _tensor(text: str) -> Tensor:

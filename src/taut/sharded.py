@@ -4,57 +4,73 @@
     staging = allocate(state)                      as many again, on the CPU
     stage(state, staging)                          copies; ends before it returns
     write(staging, directory, ranks)               each rank its shards; every file forced to the disk
+    read_index(directory)                          which tensors there are, and where; validated
     read(state, directory, ranks)                  in place, however many ranks wrote
 
 Only what trains is there (frozen weights are in the model the run began with), and only tensors: no pickled object is
-ever loaded. The index that torch.distributed.checkpoint pickles is read with its own few classes allowed.
+ever loaded. The index that torch.distributed.checkpoint pickles, and the description that torch.save pickles with each
+tensor, are read as data (pickle_data.py) and must be exactly what torch writes for tensors. A checkpoint that is not
+so is refused by file and tensor, whether or not its digests are right.
 
 Knows no steps and no runs. Imported by checkpoint.
 """
 
 from __future__ import annotations
 
-import pickle
+import io
+import math
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    StorageMeta,
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
 )
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.storage import _dtype_to_storage_type_map
 
+from taut import durable, pickle_data
+from taut.errors import OutputError, TautError
 from taut.parallel import Ranks
+from taut.pickle_data import Name, NotData, Record
 
 State = dict[str, Tensor]
 
 INDEX = ".metadata"
 """torch.distributed.checkpoint's index of a directory."""
-ALLOWED = {
-    "pathlib": ("Path", "PosixPath"),
-    "torch": ("Size", *(n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype))),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-}
-"""What the index may be made of."""
+METADATA = "torch.distributed.checkpoint.metadata"
+"""The module of most classes in an index."""
+TENSOR = Name("torch._utils", "_rebuild_tensor_v2")
+TENSOR_OF_DTYPE = Name("torch._utils", "_rebuild_tensor_v3")
+"""The functions that torch.save names to rebuild a tensor; the second for dtypes that have no storage class."""
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+STORAGE_DTYPES = {f"torch.{name}": dtype for dtype, name in _dtype_to_storage_type_map().items()}
+SMALL_INDEX = 2**16
+"""Bytes that an index may always have. A longer one is never longer than the tensors it lists."""
+DESCRIPTION_LIMIT = 2**16
+"""Largest pickle of one tensor's description, in bytes. torch.save writes about 150."""
+LARGEST = 2**62
+"""Above any size or offset; two of them can be added within 64 bits."""
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -101,17 +117,55 @@ def write(state: State, directory: Path, ranks: Ranks) -> None:
         raise _cause(error) from error
 
 
+def read_index(directory: Path) -> Metadata:
+    """The index of a directory: every tensor's dtype, shape and chunks, and where each chunk lies. Raises OSError, or
+    OutputError where it is not the index of the tensors that are there.
+    """
+    path = directory / INDEX
+    sizes = {
+        file.name: file.stat().st_size
+        for file in directory.iterdir()
+        if file.is_file() and file.name != INDEX
+    }
+    content = durable.read_regular(path, max(SMALL_INDEX, sum(sizes.values())))
+    try:
+        return _index_of(pickle_data.read(content), sizes)
+    except NotData as error:
+        raise OutputError(f"{path} is no index of tensors: {error}") from error
+
+
 def read(state: State, directory: Path, ranks: Ranks) -> None:
-    """Fill ``state`` in place. Raises OSError, or RuntimeError where the directory holds other tensors."""
+    """Fill ``state`` in place. Raises OSError, or OutputError where the directory holds other tensors."""
+    index = read_index(directory)
+    _require_same(state, directory, index)
     try:
         _load_state_dict(
             state,
-            storage_reader=_Reader(directory),
+            storage_reader=_Reader(directory, index),
             process_group=ranks.group,
             no_dist=ranks.size == 1,
         )
     except CheckpointException as error:
         raise _cause(error) from error
+
+
+def _require_same(state: State, directory: Path, index: Metadata) -> None:
+    """Raise OutputError unless the index has every tensor of ``state``, of the same shape and dtype."""
+    for name, tensor in state.items():
+        stored = index.state_dict_metadata.get(name)
+        if stored is None:
+            raise OutputError(f"{directory / INDEX} lacks the tensor {name}")
+        assert isinstance(stored, TensorStorageMetadata), "read_index makes no others"
+        found = tuple(stored.size), stored.properties.dtype
+        expected = tuple(tensor.size()), tensor.dtype
+        if found != expected:
+            raise OutputError(
+                f"{directory / INDEX} has {name} as {_described(*found)}; expected {_described(*expected)}"
+            )
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 class _Writer(FileSystemWriter):
@@ -125,37 +179,266 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads the index without trusting it."""
+    """Reads the tensors of an index. FileSystemReader would hand them to torch.load, which also constructs other
+    objects, and decompresses what is compressed.
+    """
+
+    def __init__(self, directory: Path, index: Metadata) -> None:
+        super().__init__(directory)
+        self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / INDEX).open("rb") as file:
-            index = _Unpickler(file).load()
-        assert isinstance(index, Metadata)
-        index.storage_meta = index.storage_meta or StorageMeta()
-        index.storage_meta.load_id = self.load_id
-        return index
+        return self.index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            where = self.storage_data[item.storage_index]
+            stored = self.index.state_dict_metadata[item.storage_index.fqn]
+            assert isinstance(stored, TensorStorageMetadata), "read_index makes no others"
+            offset = item.storage_index.offset
+            sizes = next(tuple(c.sizes) for c in stored.chunks if c.offsets == offset)
+            path = Path(self.path) / where.relative_path
+            with durable.open_regular(path) as file:
+                try:
+                    part = _Slice(file, where.offset, where.length)
+                    tensor = _tensor_in(part, stored.properties.dtype, sizes)
+                except NotData as error:
+                    raise OutputError(f"{path}: {item.storage_index.fqn}: {error}") from error
+            tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"the index names {module}.{name}")
-        return super().find_class(module, name)
+def _index_of(value: Any, file_sizes: Mapping[str, int]) -> Metadata:
+    """The index that a pickle describes. Raises NotData."""
+    state = _state(value, METADATA, "Metadata")
+    tensors = {
+        name: _stored_tensor(name, stored)
+        for name, stored in _typed(state.get("state_dict_metadata"), dict, "tensors").items()
+    }
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, stored in _typed(state.get("storage_data"), dict, "places").items():
+        index = _state(key, METADATA, "MetadataIndex")
+        name = _typed(index.get("fqn"), str, "name")
+        places[MetadataIndex(name, _size(index.get("offset"), name))] = _place(stored, file_sizes)
+    listed = {MetadataIndex(name, c.offsets) for name, t in tensors.items() for c in t.chunks}
+    if listed != places.keys():
+        odd = min(listed ^ places.keys(), key=lambda one: one.fqn)
+        what = "has no place" if odd in listed else "has a place and is not listed"
+        raise NotData(f"a chunk of {odd.fqn} {what}")
+    return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
 
 
-def _member(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
-    """How the first releases of Python 3.11 write the one enum an index has; nothing else is looked up."""
-    if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"the index looks up {name} of {kind}")
-    return _MEM_FORMAT_ENCODING[name]
+def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
+    _typed(name, str, "name")
+    state = _state(value, METADATA, "TensorStorageMetadata")
+    properties = _record(state.get("properties"), METADATA, "TensorProperties").state
+    dtype = properties[0] if type(properties) is tuple and properties else None
+    if type(dtype) is not Name or str(dtype) not in DTYPES:
+        raise NotData(f"{name} has no dtype")
+    size = _size(state.get("size"), name)
+    chunks = []
+    for item in _typed(state.get("chunks"), list, f"chunks of {name}"):
+        chunk = _state(item, METADATA, "ChunkStorageMetadata")
+        offsets, sizes = _size(chunk.get("offsets"), name), _size(chunk.get("sizes"), name)
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    _require_tiling(name, size, chunks)
+    return TensorStorageMetadata(TensorProperties(DTYPES[str(dtype)]), size, chunks)
+
+
+def _require_tiling(name: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
+    """Raise NotData unless the chunks cover a tensor of this size, and none of it twice."""
+    for chunk in chunks:
+        is_inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
+            offset + length <= whole
+            for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        )
+        if not is_inside:
+            raise NotData(
+                f"a chunk of {name}, {list(chunk.sizes)} at {list(chunk.offsets)}, is not in {list(size)}"
+            )
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len({chunk.offsets for chunk in chunks}) < len(chunks):
+        raise NotData(f"two chunks of {name} begin at the same place")
+    if sum(math.prod(chunk.sizes) for chunk in filled) != math.prod(size) or _overlap(filled):
+        raise NotData(f"the chunks of {name} do not make up {list(size)}")
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two chunks share an element. Ordered by their first dimension, few have to be compared."""
+    ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
+    for number, left in enumerate(ordered):
+        for right in ordered[number + 1 :]:
+            if left.offsets and right.offsets[0] >= left.offsets[0] + left.sizes[0]:
+                break
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(
+                    left.offsets, left.sizes, right.offsets, right.sizes, strict=True
+                )
+            ):
+                return True
+    return False
+
+
+def _place(value: Any, file_sizes: Mapping[str, int]) -> _StorageInfo:
+    state = _state(value, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    file = _typed(state.get("relative_path"), str, "file")
+    if file not in file_sizes:
+        raise NotData(f"it names the file {file[:100]!r}, which is not there")
+    offset, length = _count(state.get("offset"), file), _count(state.get("length"), file)
+    if offset + length > file_sizes[file]:
+        raise NotData(
+            f"it has {length:,} bytes at {offset:,} of {file}, which has {file_sizes[file]:,}"
+        )
+    if state.get("transform_descriptors"):
+        raise NotData(f"it has {file} transformed; expected the tensors as they are")
+    return _StorageInfo(file, offset, length)
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise ValueError("it points before its beginning")
+        self.position = base + offset
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(self.length - self.position, 0)
+        self.file.seek(self.start + min(self.position, self.length))
+        content = self.file.read(min(left, len(buffer)))
+        buffer[: len(content)] = content
+        self.position += len(content)
+        return len(content)
+
+
+def _tensor_in(file: _Slice, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    """The tensor that torch.save wrote to a file. Raises NotData unless it has this dtype and shape."""
+    try:
+        archive = zipfile.ZipFile(io.BufferedReader(file))
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        folder = next(iter(entries), "").partition("/")[0]
+        description = _stored(archive, entries, f"{folder}/data.pkl")
+        if len(description) > DESCRIPTION_LIMIT:
+            raise NotData(f"its description has {len(description):,} bytes")
+        key, start, strides = _layout_of(pickle_data.read(bytes(description)), dtype, sizes)
+        raw = _stored(archive, entries, f"{folder}/data/{key}")
+    except NotData:
+        raise
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        raise NotData(f"it is damaged ({error})") from error
+    if 0 in sizes:
+        return torch.empty(sizes, dtype=dtype)
+    last = start + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    if (last + 1) * dtype.itemsize > len(raw):
+        raise NotData(f"its storage has {len(raw):,} bytes, fewer than its shape and strides take")
+    count = len(raw) // dtype.itemsize
+    return torch.frombuffer(raw, dtype=dtype, count=count).as_strided(sizes, strides, start)
+
+
+def _layout_of(
+    value: Any, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> tuple[str, int, tuple[int, ...]]:
+    """The file name of a tensor's storage, the tensor's first element in it, and its strides."""
+    if type(value) is not Record or value.name not in (TENSOR, TENSOR_OF_DTYPE):
+        raise NotData("it is no tensor")
+    names_dtype = value.name == TENSOR_OF_DTYPE
+    if len(value.arguments) < 6 + names_dtype:
+        raise NotData("it is a tensor with too few properties")
+    storage = value.arguments[0]
+    if type(storage) is not Record or storage.name is not None:
+        raise NotData("it is a tensor without storage")
+    if type(storage.arguments) is not tuple or len(storage.arguments) != 5:
+        raise NotData("its storage is not described as torch.save describes it")
+    _, storage_type, key, _, _ = storage.arguments
+    named = value.arguments[6] if names_dtype else storage_type
+    found = (
+        (DTYPES if names_dtype else STORAGE_DTYPES).get(str(named)) if type(named) is Name else None
+    )
+    start, shape = _count(value.arguments[1], "it"), _counts(value.arguments[2], "it")
+    strides = _counts(value.arguments[3], "it")
+    if found is not dtype or shape != sizes:
+        what = "of an unknown dtype" if found is None else _described(shape, found)
+        raise NotData(f"it is {what}; expected {_described(sizes, dtype)}")
+    if len(strides) != len(shape):
+        raise NotData(f"it has {len(strides)} strides for {len(shape)} dimensions")
+    return _typed(key, str, "storage"), start, strides
+
+
+def _stored(
+    archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo], name: str
+) -> bytearray:
+    """A file of an archive of torch.save's, which compresses nothing."""
+    entry = entries.get(name)
+    if entry is None:
+        raise NotData(f"it has no {name}")
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+        raise NotData(f"its {name} is compressed; expected it as torch.save writes it")
+    with archive.open(entry) as file:
+        return bytearray(file.read())
+
+
+def _record(value: Any, module: str, name: str) -> Record:
+    """A record of a class. Raises NotData where it is anything else."""
+    if type(value) is not Record or value.name != Name(module, name):
+        found = value.name if type(value) is Record else value if type(value) is Name else None
+        what = f"names {found}" if found else f"has a {type(value).__name__}"
+        raise NotData(f"the index {what} where it should have a {name}")
+    return value
+
+
+def _state(value: Any, module: str, name: str) -> dict[str, Any]:
+    """The attributes of a record of a class."""
+    state: dict[str, Any] = _typed(_record(value, module, name).state, dict, name)
+    return state
+
+
+def _typed(value: Any, kind: type[Any], what: str) -> Any:
+    if type(value) is not kind:
+        raise NotData(f"{what[:100]}: found a {type(value).__name__}; expected a {kind.__name__}")
+    return value
+
+
+def _size(value: Any, name: str) -> torch.Size:
+    """A torch.Size: REDUCE of the class with one tuple."""
+    arguments = _record(value, "torch", "Size").arguments
+    return torch.Size(_counts(arguments[0] if len(arguments) == 1 else None, name))
+
+
+def _counts(value: Any, name: str) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > 64:
+        raise NotData(f"{name[:100]}: its shape is no short tuple")
+    return tuple(_count(item, name) for item in value)
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise NotData(f"{name[:100]}: found {str(value)[:40]}; expected a count")
+    return value
 
 
 def _cause(error: CheckpointException) -> Exception:
     """The first failure itself: an OSError if the place is to blame."""
     failures = [failure for failure, _ in error.failures.values()]
     for failure in failures:
+        if isinstance(failure, TautError):
+            return failure
         if isinstance(failure, OSError):
             return OSError(failure.errno, failure.strerror or str(failure))
     return RuntimeError(str(failures[0]))

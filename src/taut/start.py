@@ -12,18 +12,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from taut import checkpoint
 from taut.build import Plan, build_method
 from taut.checkpoint import Saved
 from taut.data.plan import Cursor
-from taut.errors import ConfigError
+from taut.errors import ConfigError, OutputError
+from taut.explain import first_problem
 from taut.identity import identity_of, require_same
 from taut.outdir import ADAPTER, CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
 from taut.runlog.events import newest_first
+
+
+class Finish(TypedDict):
+    """The event with which a run finishes, as far as it is read back."""
+
+    step: Annotated[int, Field(ge=0)]
+    cursor: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
+    loss: float
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class Start:
     """What gives the steps to come another learning rate than they had."""
     damaged: list[str] = field(default_factory=list)
     """Newer checkpoints that cannot be used."""
-    finished: Mapping[str, Any] | None = None
+    finished: Finish | None = None
     """The last event, where the run is finished and nothing is left to do."""
     num_steps_before: int | None = None
     """As the run was last begun or gone on with."""
@@ -68,6 +82,10 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
         if plan.num_steps == end["step"]:
+            if "identity" not in before:
+                raise OutputError(
+                    f"{out / MARK} has no 'identity'; expected what the run wrote; bring it back from a copy"
+                )
             changed = require_same(before["identity"], mine, out).schedule
             if changed:
                 raise ConfigError(
@@ -93,17 +111,24 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     if saved is None:
         plan = build_method(run, inputs.train)
     else:
-        _, rounding, schedule = require_same(saved.meta["identity"], mine, saved.path)
-        plan = _plan(run, inputs, Cursor(*saved.meta["cursor"]), saved.path)
+        _, rounding, schedule = require_same(saved.meta.identity.model_dump(), mine, saved.path)
+        plan = _plan(run, inputs, Cursor(*saved.meta.cursor), saved.path)
     return Start(plan, mine, saved, rounding, schedule, damaged, None, before.get("num_steps"))
 
 
-def _finish(out: Path, result: str) -> Mapping[str, Any] | None:
+def _finish(out: Path, result: str) -> Finish | None:
     """The event with which the run finished, where nothing has happened since and its ``result`` is there."""
     path = out / EVENTS
     last = next(newest_first(path), None) if path.is_file() and (out / result).is_dir() else None
-    is_finish = last is not None and last["kind"] == "end" and last["outcome"] == "finished"
-    return last if is_finish else None
+    if last is None or last["kind"] != "end" or last.get("outcome") != "finished":
+        return None
+    try:
+        return pydantic.TypeAdapter(Finish).validate_python(last, strict=True)
+    except pydantic.ValidationError as error:
+        raise OutputError(
+            f"{path}: its last event: {first_problem(error)}; expected what the run wrote; bring the file back from a "
+            "copy, or remove that line to go on from the newest checkpoint"
+        ) from error
 
 
 def _plan(run: Run, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:

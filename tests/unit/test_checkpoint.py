@@ -27,6 +27,8 @@ Made = tuple[Job, list[dict[str, Any]]]
 class Counter:
     """Something that remembers."""
 
+    remembered = int
+
     def __init__(self) -> None:
         self.value = 0
 
@@ -50,7 +52,9 @@ def opened(job: Job, out: Path, num_steps: int = 20, **config: Any) -> Iterator[
     chosen = CheckpointConfig(**config)
     saver = Checkpoints(
         out / "checkpoints", chosen, job.scorer, job.optimizer, num_steps, job.ranks, job.emit,
-        notes=lambda step: {"cursor": [step, 6 * step]},
+        notes=lambda step: {
+            "cursor": [step, 6 * step], "loss": 1.0, "identity": {"config": {}}
+        },
     )  # fmt: skip
     try:
         saver.prepare()
@@ -84,7 +88,7 @@ def test_everything_comes_back_exactly(background: bool, made: Made, tmp_path: P
         saver.memories = {"counter": counter}
         found, damaged = find(saver.folder, other.ranks, skip_damaged=False)
         assert found is not None
-        assert (found.step, found.meta["cursor"], damaged) == (2, [2, 12], [])
+        assert (found.step, found.meta.cursor, damaged) == (2, (2, 12), [])
         saver.resume(found)
         assert torch.equal(torch.rand(3), drawn)
     assert counter.value == 7

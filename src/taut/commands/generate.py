@@ -28,6 +28,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass, to_dict
 from taut.data.columns import Format
@@ -39,6 +40,7 @@ from taut.evals.answers import prompts_of
 from taut.printing import counted
 from taut.rollout.engine import Engine, Sampling, require_text, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
+from taut.terminal import Terminal
 from taut.types import Completion, FloatArray, Picture, Prompt
 
 ERRORS_SHOWN = 3
@@ -102,7 +104,7 @@ class Generated:
 
 def run(config: Generate) -> int:
     """Generate, and print what came of it; exit code 1 if a completion failed."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     result = generate(config, console)
     console.print(summary(result), markup=False)
     return 1 if result.errors else 0
@@ -367,14 +369,11 @@ def _key(line: Mapping[str, Any]) -> Key:
 def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> None:
     """Write what is drawn with, and leave in ``out`` only what is kept."""
     meta = {"drawn_with": identity}
-    partial = out.with_name(f".{out.name}.partial")
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8"
-        )
-        _meta(out).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out)
+        durable.write_text(_meta(out), json.dumps(meta, indent=1) + "\n")
+        durable.write_text(out, lines)
     except OSError as error:
         raise OutputError(
             f"out={out} cannot be written: {error.strerror}; expected room and permission"

@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from taut import parallel
 from taut.attention.select import select
@@ -42,6 +41,7 @@ from taut.models.save import saving
 from taut.models.score import Scorer
 from taut.printing import counted
 from taut.reloaded import Comparison, Trained, samples_to_compare, score
+from taut.terminal import Terminal
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
 
@@ -86,7 +86,7 @@ class Merged:
 def run(config: Merge) -> int:
     """Merge, and say what was done."""
     done = merge(config)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for check in done.checks:
         console.print(f"passed  {check.name}: {check.value:.3g} ({check.detail})", markup=False)
     dtype = str(done.dtype).removeprefix("torch.")

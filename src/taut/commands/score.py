@@ -41,6 +41,7 @@ from taut.evals.calibration import Calibration, calibrate, calibrate_pairs, sigm
 from taut.evals.statistics import wilson_interval
 from taut.printing import counted
 from taut.rollout.judge import Judge, JudgeUse, open_judge
+from taut.terminal import Terminal
 from taut.types import FloatArray, Sample
 
 PAIR = ("chosen", "rejected")
@@ -151,7 +152,7 @@ class Scored:
 
 def run(config: Score) -> int:
     """Score, and print what came of it."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     result = score(config, None if config.json else console)
     if config.json:
         sys.stdout.write(json.dumps(result.as_dict(), allow_nan=False) + "\n")

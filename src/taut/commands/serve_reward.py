@@ -28,11 +28,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
-from rich.console import Console
 
 from taut.commands.http_guard import App, Guard, HttpLimits, Refused, is_loopback
 from taut.config import configclass
@@ -42,6 +40,8 @@ from taut.data.preferences import AnyRow
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
 from taut.rollout.batcher import Batcher
 from taut.rollout.judge import JudgeUse, Rendered, open_judge
+from taut.temporary import TemporaryFolder
+from taut.terminal import Terminal
 from taut.vision.opening import require_unset
 from taut.vision.picture import claimed_pixels
 
@@ -135,10 +135,10 @@ def run(config: ServeReward) -> int:
     """Serve until a signal ends it."""
     from taut.commands.http_protocol import serve
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     key = _read_key(config)
-    with closing(_listen(config)) as listener, TemporaryDirectory(prefix="taut-serve-") as folder:
-        judge = open_judge(config, Path(folder))
+    with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
+        judge = open_judge(config, folder)
         album = judge.renderer.album
         for name, value, reason in judge.decisions:
             console.print(f"{name}: {value} ({reason})", markup=False)
@@ -248,7 +248,9 @@ def _read(form: type[Asked], body: bytes, config: ServeReward) -> Sequence[AnyRo
         for picture in images_of(row.messages)
     ]
     _require_at_most(len(pictures), config.max_pictures, "pictures", "max_pictures")
-    num_pixels = sum(claimed_pixels(picture) for picture in pictures)
+    num_pixels = sum(
+        claimed_pixels(it.value, config.images) for it in pictures if isinstance(it.value, bytes)
+    )
     _require_at_most(num_pixels, config.max_request_pixels, "pixels", "max_request_pixels")
     return rows
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
-from rich.console import Console
 
 from taut.config import configclass, replace
 from taut.contract import Contract, facts_of, read_contract, template_digest
@@ -35,6 +34,7 @@ from taut.golden import Golden, greedy, prompts_of, rendered
 from taut.printing import counted
 from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_renderer
 from taut.rollout.server import ServerEngine
+from taut.terminal import Terminal
 from taut.types import Completion
 
 SERVER_TOLERANCE = 0.3
@@ -90,7 +90,7 @@ class Replay:
 
 def run(config: Verify) -> int:
     """Print one line per question; 1 if one failed."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     findings = verify(config)
     for name, outcome, detail in findings:
         console.print(f"{outcome:7} {name}: {detail}", markup=False)

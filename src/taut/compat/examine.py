@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
-from rich.console import Console
 
 from taut.compat import open_r1, openrlhf, swift, trl
 from taut.compat.carry import carry
@@ -24,6 +23,7 @@ from taut.compat.facts import Facts
 from taut.compat.report import RecipeReport
 from taut.compat.traps import judge
 from taut.errors import ConfigError
+from taut.terminal import Terminal
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
@@ -66,7 +66,7 @@ def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) 
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), allow_nan=False) + "\n")
     else:
-        report.print(Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
+        report.print(Terminal(width=None if sys.stdout.isatty() else WIDTH))
     return report.exit_code
 
 

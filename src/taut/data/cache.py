@@ -18,8 +18,9 @@ and, where answers are judged,
 
 and, where there are pictures, those of ``media_arrays.py``.
 
-An entry is written beside and renamed, so it is there whole or not at all; when read, every array
-is checked against its hash, and an entry that fails is reported and made anew, never used. Does not
+An entry is written in a temporary folder and renamed, so it is there whole or not at all; when read, every array
+is checked against its hash and against what it points to, and an entry that fails is reported and made anew, never
+used. Does not
 know how a key is made (``dataset.py``, which imports it).
 """
 
@@ -28,24 +29,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import shutil
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from taut import durable
 from taut.config import user_path
 from taut.data.formats import RowForm
 from taut.data.length import Incident
 from taut.errors import OutputError
+from taut.explain import first_problem
+from taut.temporary import TemporaryFolder, clear
 
 ARRAYS = {
     "ids": np.int32,
@@ -55,12 +57,34 @@ ARRAYS = {
     "line": np.int64,
     "part": np.int32,
 }
+OTHER_ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "read_at": (np.int32, ()),
+    "read_offsets": (np.int64, ()),
+    "media.offsets": (np.int64, ()),
+    "media.at": (np.int32, (2,)),
+    "media.grid": (np.int32, (3,)),
+    "media.picture": (np.int32, ()),
+    "picture.content": (np.uint8, (32,)),
+    "picture.company": (np.int32, ()),
+    **{
+        f"{kind}.{name}": shape
+        for kind in ("picture", "film")
+        for name, shape in (
+            ("offsets", (np.int64, ())),
+            ("source", (np.uint8, ())),
+            ("stamp", (np.int64, (2,))),
+        )
+    },
+}
+"""Arrays that only some entries have: dtype, and shape but for the first dimension."""
+BLOCK = 2**16
+"""Samples that are checked at a time."""
+META_LIMIT = 2**29
+"""Largest meta.json of an entry, in bytes: it lists every row that was left out or cut."""
 PLACES = tuple(
     f"{it}.{name}" for it in ("picture", "film") for name in ("source", "offsets", "stamp")
 )
 """Where pictures are, and since when, says nothing of what they are."""
-ABANDONED = 24 * 3600
-"""Seconds after which a half-written entry has nobody who writes it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +103,117 @@ class Entry:
     """Of the arrays as they are on the disk: equal where the samples are, wherever their pictures lie."""
 
 
+class _Incident(TypedDict):
+    """An ``Incident``."""
+
+    place: str
+    kind: Literal["dropped", "cut"]
+    reason: str
+    targets_lost: int
+
+
+class _Meta(TypedDict):
+    """``meta.json`` of an entry."""
+
+    num_rows: Annotated[int, Field(ge=0)]
+    incidents: list[_Incident]
+    is_fleeting: bool
+    forms: dict[RowForm, Annotated[int, Field(ge=0)]]
+    sha256: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], str]
+    """Array -> the digest of its file."""
+
+
+def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Raise ValueError unless the arrays are those of samples: every offset and position is within what it points to.
+
+    Digests do not show that: an entry may have been written, and its digests noted, by anything.
+    """
+    for name in arrays:
+        dtype, shape = _expected(name)
+        found = arrays[name]
+        if found.dtype != dtype or found.shape[1:] != shape or not found.ndim:
+            raise ValueError(f"{name} has the dtype {found.dtype} and the shape {found.shape}")
+    offsets, num_samples = arrays["offsets"], len(arrays["line"])
+    if len(arrays["part"]) != num_samples:
+        raise ValueError(f"part has {len(arrays['part'])} entries for {num_samples} samples")
+    _require_offsets(arrays, "offsets", "ids", num_samples)
+    if num_samples and int(np.diff(offsets).min()) < 1:
+        raise ValueError("offsets has a sample without tokens")
+    _require_offsets(arrays, "target_offsets", "target_at", num_samples)
+    _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
+    if arrays["ids"].size and int(arrays["ids"].min()) < 0:
+        raise ValueError("ids has a negative token id")
+    if "read_at" in arrays or "read_offsets" in arrays:
+        _require_offsets(arrays, "read_offsets", "read_at", num_samples)
+        _require_within(offsets, arrays["read_offsets"], arrays["read_at"], "read_at", first=0)
+    for name, values in arrays.items():
+        of = "line" if name.startswith("value.") else "read_at"
+        if name.startswith(("value.", "read_value.")) and len(values) != len(arrays[of]):
+            raise ValueError(f"{name} has {len(values)} entries for {len(arrays[of])} of {of}")
+    for kind in ("picture", "film"):
+        if f"{kind}.source" in arrays:
+            _require_offsets(arrays, f"{kind}.offsets", f"{kind}.source", None)
+            if len(arrays[f"{kind}.stamp"]) != len(arrays[f"{kind}.offsets"]) - 1:
+                raise ValueError(f"{kind}.stamp does not have one entry for each source")
+    if "media.offsets" in arrays:
+        _require_media(arrays, num_samples)
+
+
+def _expected(name: str) -> tuple[Any, tuple[int, ...]]:
+    """The dtype of an array, and its shape but for the first dimension."""
+    if name in ARRAYS:
+        return ARRAYS[name], ()
+    if name.startswith(("value.", "read_value.")):
+        return np.float64, ()
+    if name not in OTHER_ARRAYS:
+        raise ValueError(f"{name} is no array of an entry")
+    return OTHER_ARRAYS[name]
+
+
+def _require_offsets(
+    arrays: Mapping[str, NDArray[Any]], name: str, of: str, count: int | None
+) -> None:
+    offsets, size = arrays[name], len(arrays[of])
+    if count is not None and len(offsets) != count + 1:
+        raise ValueError(f"{name} has {len(offsets)} entries for {count} samples")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != size:
+        raise ValueError(f"{name} does not lead from 0 to {size}, the length of {of}")
+    if len(offsets) > 1 and int(np.diff(offsets).min()) < 0:
+        raise ValueError(f"{name} does not ascend")
+
+
+def _require_within(
+    offsets: NDArray[Any], bounds: NDArray[Any], at: NDArray[Any], name: str, *, first: int
+) -> None:
+    """That positions inside samples ascend, from ``first`` on, and stay inside."""
+    for begin in range(0, len(offsets) - 1, BLOCK):
+        end = min(begin + BLOCK, len(offsets) - 1)
+        counts = np.diff(bounds[begin : end + 1])
+        own = at[bounds[begin] : bounds[end]].astype(np.int64)
+        sample = np.repeat(np.arange(end - begin), counts)
+        lengths = np.diff(offsets[begin : end + 1])
+        is_next = np.diff(sample, prepend=-1) == 0
+        is_ascending = np.diff(own, prepend=-1) > 0
+        if not ((own >= first) & (own < lengths[sample]) & (is_ascending | ~is_next)).all():
+            raise ValueError(f"{name} has a position outside its sample, or out of order")
+
+
+def _require_media(arrays: Mapping[str, NDArray[Any]], num_samples: int) -> None:
+    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
+    num_pictures = len(arrays["picture.content"])
+    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
+    if set(sizes.values()) != {len(arrays["media.at"])}:
+        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
+    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
+        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
+    numbers, at = arrays["media.picture"], arrays["media.at"]
+    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
+    is_picture = (numbers >= 0) & (numbers < num_pictures)
+    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
+    if not (is_picture & is_inside).all():
+        raise ValueError("media has a picture that is not there, or a place outside its sample")
+
+
 def default_directory() -> Path:
     """$TAUT_CACHE, else the user's cache directory."""
     return directory_of(None)
@@ -94,32 +229,45 @@ def directory_of(configured: str | None) -> Path:
 
 
 def load(directory: Path, key: str) -> tuple[Entry | None, str]:
-    """The entry, memory-mapped; or None and the reason why there is none that can be used."""
+    """The entry, memory-mapped; or None and the reason why there is none that can be used.
+
+    Before the first entry that a process loads, half-written ones of killed processes are removed.
+    """
+    clear([directory])
     entry = directory / key
     if not entry.is_dir():
         return None, "not in the cache"
     try:
-        meta = json.loads((entry / "meta.json").read_text())
-        if "forms" not in meta:
+        read = durable.read_json(entry / "meta.json", META_LIMIT)
+        if isinstance(read, dict) and "forms" not in read:
             return None, "the cached entry is of an older version"
+        meta = pydantic.TypeAdapter(_Meta).validate_python(read, strict=True)
         names = [*ARRAYS, *sorted(set(meta["sha256"]) - set(ARRAYS))]
         for name in names:
             if durable.digest(entry / f"{name}.npy") != meta["sha256"][name]:
                 return None, f"the cached {name} is damaged"
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
-        incidents = tuple(Incident(**incident) for incident in meta["incidents"])
-        what = [meta["sha256"][name] for name in names if name not in PLACES]
-        digest = hashlib.sha256(json.dumps(what).encode())
-        num_rows, is_fleeting = int(meta["num_rows"]), bool(meta["is_fleeting"])
-        forms = dict(meta["forms"])
-        return Entry(arrays, num_rows, incidents, is_fleeting, forms, digest.hexdigest()), ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, f"the cached entry is damaged ({type(error).__name__})"
+        require_sound(arrays)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError) as error:
+        return None, f"the cached entry is damaged ({_reason(error)})"
+    what = [meta["sha256"][name] for name in names if name not in PLACES]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    incidents = tuple(Incident(**incident) for incident in meta["incidents"])
+    return Entry(
+        arrays, meta["num_rows"], incidents, meta["is_fleeting"], meta["forms"], digest
+    ), ""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        return first_problem(error)
+    reason = getattr(error, "strerror", None) or str(error)
+    return " ".join(reason.split())[:200] or type(error).__name__
 
 
 def save(directory: Path, key: str, entry: Entry) -> None:
     """Write an entry; a damaged one that is there under the key is replaced."""
-    with _beside(directory, key) as fresh:
+    with _new_entry(directory, key) as fresh:
         digests = {}
         for name, array in entry.arrays.items():
             path = fresh / f"{name}.npy"
@@ -141,32 +289,31 @@ def save(directory: Path, key: str, entry: Entry) -> None:
 
 def forget(directory: Path, key: str) -> None:
     """Take an entry out; whoever reads it goes on reading what it had."""
-    retired = directory / f".{key}.{uuid.uuid4().hex}.old"
     try:
-        (directory / key).rename(retired)
+        with TemporaryFolder("cache", directory) as folder:
+            (directory / key).rename(folder / "old")
     except OSError as error:
         raise OutputError(
             f"the cache entry {directory / key} cannot be made anew: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
-    shutil.rmtree(retired, ignore_errors=True)
 
 
 @contextmanager
-def _beside(directory: Path, key: str) -> Iterator[Path]:
+def _new_entry(directory: Path, key: str) -> Iterator[Path]:
     """A directory to fill, renamed to its key at the end, and removed if anything fails."""
-    fresh = directory / f".{key}.{uuid.uuid4().hex}"
-    retired = fresh.with_suffix(".old")
     try:
-        fresh.mkdir(parents=True)
-        _clear_abandoned(directory)
-        yield fresh
-        try:
-            fresh.rename(directory / key)
-        except OSError:
-            if load(directory, key)[0] is None:  # else another process was faster, and as good
-                (directory / key).rename(retired)
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFolder("cache", directory) as folder:
+            fresh = folder / "new"
+            fresh.mkdir()
+            yield fresh
+            try:
                 fresh.rename(directory / key)
+            except OSError:
+                if load(directory, key)[0] is None:  # else another process was faster, and as good
+                    (directory / key).rename(folder / "old")
+                    fresh.rename(directory / key)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
@@ -174,14 +321,3 @@ def _beside(directory: Path, key: str) -> Iterator[Path]:
             "directory with space; "
             "set data.cache or TAUT_CACHE"
         ) from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
-
-
-def _clear_abandoned(directory: Path) -> None:
-    """Remove what killed processes left half-written. Nobody takes a day over one entry."""
-    for path in directory.glob(".*"):
-        is_ours = re.fullmatch(r"\.[0-9a-f]{64}\.[0-9a-f]{32}(\.old)?", path.name)
-        if is_ours and time.time() - path.stat().st_mtime > ABANDONED:
-            shutil.rmtree(path, ignore_errors=True)

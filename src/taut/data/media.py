@@ -30,7 +30,7 @@ from PIL import Image
 
 from taut.data.wording import listed, shown
 from taut.errors import DataError, PictureError
-from taut.vision.picture import ImageRef
+from taut.vision.picture import ImageRef, ImagesConfig
 from taut.vision.video import Frame, frames_of, png_of
 
 Part: TypeAlias = dict[str, Any]
@@ -60,6 +60,8 @@ class Finding(NamedTuple):
     """Frames a video may have; of a file so many are taken, evenly spread."""
     prefix: str = "data."
     """What stands before settings in the configuration, for messages."""
+    images: ImagesConfig = ImagesConfig()
+    """Limits of videos."""
 
 
 HERE = Finding()
@@ -252,7 +254,11 @@ def _frames(given: Mapping[str, Any], where: str, finding: Finding) -> Sequence[
             f"{where} has timestamps beside a file; expected them beside a list of frames; remove them"
         )
     fps = _number(times.get("fps", finding.fps), f"{where}.fps")
-    return frames_of(_read_object(rest, where, finding), fps, finding.max_frames, where)
+    film = _read_object(rest, where, finding)
+    try:
+        return frames_of(film, fps, finding.max_frames, where, finding.images)
+    except PictureError as error:
+        raise PictureError(str(error).replace("data.images.", f"{finding.prefix}images.")) from None
 
 
 def _listed_frames(

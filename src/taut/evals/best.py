@@ -17,10 +17,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import pydantic
+from typing_extensions import TypedDict
 
 from taut import durable
 from taut.errors import ConfigError, OutputError
+from taut.explain import first_problem
 from taut.loop import Job
 
 FILE = "best.json"
@@ -32,10 +36,29 @@ Save = Callable[[Path, Callable[[Path], None]], None]
 """``save(directory, finish)``: every rank calls it; ``finish`` completes the directory before it takes its place."""
 
 
+class BestState(TypedDict):
+    """What Best remembers."""
+
+    measured: str
+    metric: str
+    value: float | None
+    step: int | None
+
+
+class Note(TypedDict):
+    """``best.json``."""
+
+    measured: str
+    metric: str
+    value: float
+    step: int
+
+
 @dataclass
 class Best:
     """Keeps the model whose ``metric`` is the best so far."""
 
+    remembered: ClassVar[Any] = BestState
     metric: str
     measured: str
     directory: Path
@@ -113,16 +136,18 @@ def drop_after(directory: Path, step: int) -> None:
         durable.remove_directory(directory)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> Note | None:
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = pydantic.TypeAdapter(Note).validate_python(durable.read_json(path), strict=True)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        if isinstance(error, pydantic.ValidationError):
+            reason = first_problem(error)
         raise OutputError(
-            f"{path} cannot be read: {error}; expected what a run wrote; remove {path.parent}"
+            f"{path} cannot be read: {reason}; expected what a run wrote; remove {path.parent}"
         ) from error
-    assert isinstance(note, dict)
     return note
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -124,6 +124,9 @@ class Credit:
 
     def learn(self, given: Credited) -> None:
         """Take in what a roll-out has taught the controllers."""
+
+    remembered: ClassVar[Any] = None
+    """The type of what ``remember`` returns."""
 
     def remember(self) -> Any:
         """The state of the controllers, as JSON-able values."""

@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, NotRequired
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from taut.config import configclass
 from taut.errors import CheckFailed
@@ -88,6 +89,19 @@ class GuardConfig:
     warn_values: Annotated[float, Field(gt=0)] = 0.5
     """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 roll-outs
     by more than this times its width. 0, where a new critic begins, is part of the range."""
+
+
+class GuardState(TypedDict):
+    """What Guard remembers; older checkpoints lack some."""
+
+    last: NotRequired[dict[str, list[float]]]
+    first_entropy: NotRequired[list[float]]
+    extremes: NotRequired[list[float]]
+    first: list[float]
+    recent: list[float]
+    silent: int
+    unrewarded: NotRequired[int]
+    told: list[str]
 
 
 @dataclass
@@ -346,6 +360,8 @@ class Guard:
                 self.told.add(name)
                 detail = f"engine and trainer: {detail}"
                 job.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
+
+    remembered: ClassVar[Any] = GuardState
 
     def remember(self) -> dict[str, Any]:
         return {

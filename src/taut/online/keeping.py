@@ -8,17 +8,65 @@ May import types and vision. online.method calls it.
 from __future__ import annotations
 
 import base64
+import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BeforeValidator
+from typing_extensions import TypedDict
 
 from taut.types import Media, Sample, Tree
 
 if TYPE_CHECKING:
     from taut.vision.album import Album
+
+
+DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
+"""Of the arrays of a sample."""
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A JSON list in place of a tuple, for pydantic."""
+    if type(value) is not list:
+        raise ValueError("found something other than a list")
+    return tuple(value)
+
+
+def _require_readable(kept: Any) -> Any:
+    """Check that a sample without its pictures can be made of ``kept``: the asserts of Sample hold."""
+    _read({**kept, "media": ()}, None)
+    return kept
+
+
+Array = Annotated[tuple[str, list[int], str], BeforeValidator(as_tuple)]
+KeptMedia = Annotated[
+    tuple[str, str, int, int, int, list[int] | None, bool], BeforeValidator(as_tuple)
+]
+
+
+class _KeptSample(TypedDict):
+    """What ``_sample`` returns."""
+
+    id: str
+    ids_T: Array
+    target_at_N: Array
+    weight_N: Array
+    media: list[KeptMedia]
+    streams: dict[str, Array]
+    values: dict[str, str]
+    read_at_R: Array | None
+    read_values: dict[str, Array]
+    group: int
+
+
+class KeptTree(TypedDict):
+    """What ``encoded`` returns."""
+
+    samples: list[Annotated[_KeptSample, AfterValidator(_require_readable)]]
+    is_atom: bool
 
 
 def encoded(tree: Tree) -> dict[str, Any]:
@@ -87,7 +135,19 @@ def _array(value: NDArray[Any]) -> list[Any]:
     return [value.dtype.str, list(value.shape), text]
 
 
-def _from(kept: list[Any]) -> NDArray[Any]:
+def _from(kept: Sequence[Any]) -> NDArray[Any]:
+    """The array. Raises ValueError where ``kept`` is not what ``_array`` returns."""
     dtype, shape, text = kept
-    raw = zlib.decompress(base64.b64decode(text))
+    if dtype not in DTYPES or any(size < 0 for size in shape):
+        raise ValueError(f"an array has the dtype {dtype[:20]!r} and the shape {shape[:8]}")
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size >= 2**40:
+        raise ValueError(f"an array has the shape {shape[:8]}")
+    unpacking = zlib.decompressobj()
+    try:
+        raw = unpacking.decompress(base64.b64decode(text, validate=True), size + 1)
+    except zlib.error as error:
+        raise ValueError(f"an array cannot be unpacked ({error})") from error
+    if len(raw) != size or not unpacking.eof:
+        raise ValueError(f"an array has not the {size:,} bytes of its shape")
     return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()

@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+from typing_extensions import TypedDict
 
 from taut.data.groups import Rows
 from taut.data.plan import Cursor, Order
@@ -30,8 +33,8 @@ from taut.losses import Loss
 from taut.memory import require_room
 from taut.online import telling
 from taut.online.credit import Credit, Credited, paths_of
-from taut.online.guard import Guard
-from taut.online.keeping import decoded, encoded
+from taut.online.guard import Guard, GuardState
+from taut.online.keeping import KeptTree, as_tuple, decoded, encoded
 from taut.online.rollouts import Rolled, Roller, RolloutConfig
 from taut.online.scoring import scored
 from taut.rollout.ahead import Ahead
@@ -61,6 +64,31 @@ class Kept(NamedTuple):
     version: int
     """The oldest weights it was drawn from."""
     tree: Tree
+
+
+class KeptState(TypedDict):
+    """A ``State`` as JSON-able values."""
+
+    replayed: list[Annotated[tuple[int, KeptTree], BeforeValidator(as_tuple)]]
+    credit: Any
+    guard: GuardState
+
+
+KeptPhase = Annotated[
+    tuple[
+        Annotated[int, Field(ge=0)],
+        list[KeptTree],
+        list[Annotated[tuple[str, dict[str, Any]], BeforeValidator(as_tuple)]],
+        KeptState | None,
+    ],
+    BeforeValidator(as_tuple),
+]
+
+
+class OnlineState(KeptState):
+    """What Online remembers."""
+
+    phase: KeptPhase | None
 
 
 class State(NamedTuple):
@@ -256,6 +284,21 @@ class Online:
         return [trees[index] for index in np.array_split(order, count)[part]]
 
     # -- across a restart
+
+    @property
+    def remembered(self) -> Any:
+        """The type of what ``remember`` returns; what the credit remembers depends on its kind."""
+        credit_type = pydantic.TypeAdapter(self.credit.remembered)
+
+        def require_credit(state: OnlineState) -> OnlineState:
+            phase = state["phase"]
+            before = phase[3] if phase is not None else None
+            for kept in (state, before):
+                if kept is not None:
+                    kept["credit"] = credit_type.validate_python(kept["credit"], strict=True)
+            return state
+
+        return Annotated[OnlineState, AfterValidator(require_credit)]
 
     def remember(self) -> dict[str, Any]:
         """What the steps to come need of those before."""

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from taut.config import configclass
 from taut.errors import CheckFailed, ConfigError
@@ -32,6 +33,7 @@ from taut.losses import Loss, kl, shaping
 from taut.losses.advantages import Estimator, are_alike, gae, whiten
 from taut.losses.shaping import Scale
 from taut.online.credit import Credit, Credited, Rewarded, credited
+from taut.online.keeping import as_tuple
 from taut.online.scoring import POLICY, REFERENCE, VALUE, Asked, Said, sample_of
 from taut.types import FloatArray, Sample
 
@@ -112,6 +114,13 @@ class Ways:
         )
 
 
+class PolicyCreditState(TypedDict):
+    """What PolicyCredit remembers."""
+
+    scale: Annotated[tuple[int, float, float], BeforeValidator(as_tuple)]
+    coef: float
+
+
 class PolicyCredit(Credit):
     """Policy gradients."""
 
@@ -166,6 +175,8 @@ class PolicyCredit(Credit):
 
     def learn(self, given: Credited) -> None:
         self._scale, self._coef = given.learned
+
+    remembered: ClassVar[Any] = PolicyCreditState
 
     def remember(self) -> dict[str, Any]:
         scale = self._scale

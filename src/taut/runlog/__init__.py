@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from taut.redaction import redacted_in
 from taut.runlog.config import LogConfig
 from taut.runlog.events import (
     KINDS,
@@ -86,7 +87,7 @@ class RunLog:
     def emit(self, kind: Kind, **fields: Any) -> None:
         """Tell every sink that something happened."""
         assert kind in KINDS, f"unknown kind of event: {kind}"
-        event = {"kind": kind, "time": time.time(), **fields}
+        event = redacted_in({"kind": kind, "time": time.time(), **fields})
         for sink in tuple(self._sinks):
             try:
                 sink(event)

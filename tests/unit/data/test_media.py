@@ -14,10 +14,11 @@ from PIL import Image
 from taut.data.columns import Columns, read_prompt, read_row
 from taut.data.formats import Conversation, Document, images_of, text_of
 from taut.data.judged import read_any
+from taut.data.media import Finding, read_content
 from taut.data.preferences import Answers, Stepwise
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, PictureError
-from taut.vision.picture import ImageRef
+from taut.vision.picture import ImageRef, ImagesConfig
 from taut.vision.video import png_of
 
 RED = Image.new("RGB", (2, 3), "red")
@@ -284,6 +285,17 @@ def test_frames_have_their_times_before_them() -> None:
     assert asked({**marked, "videos": [frames]}) == expected
     both = {"messages": [{"role": "user", "content": "<image><video>x"}], "image": "b"}
     assert asked({**both, "videos": [frames]}) == [B, *expected]
+
+
+def test_a_video_over_a_limit_names_the_row_and_the_key(tmp_path: Path) -> None:
+    held = BytesIO()
+    pictures = [Image.new("RGB", (16, 16), (number * 20,) * 3) for number in range(9)]
+    pictures[0].save(held, "GIF", save_all=True, append_images=pictures[1:])
+    content = [{"type": "video", "video": held.getvalue()}]
+    finding = Finding(prefix="", images=ImagesConfig(limit_video_pixels=99))
+    found = r"^d:1\[0\]\.content\[0\]: the video .* 9 frames .*; cut it, .* raise images\.limit_video_pix"
+    with pytest.raises(PictureError, match=found):
+        read_content(content, "d:1[0]", "user", finding, ())
 
 
 def test_frames_of_a_file(tmp_path: Path) -> None:

@@ -103,6 +103,10 @@ def _targets(
         named = ["language_model"] if parts.has_parts(session.scorer.model) else ["*"]
         whole = {name for name in every if hasattr(modules[name], "modules_to_save")}
         return _meant(session, every - whole, named)
+    if (
+        session.run.lora.adapter is not None
+    ):  # peft's list, whose entries are ends of names and never patterns
+        return {name for name in every if any(_ends(name, target) for target in asked)}
     return _meant(session, every, asked)
 
 

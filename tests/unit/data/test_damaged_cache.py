@@ -1,0 +1,167 @@
+"""Cache entries that were damaged and given new digests: each is reported with its reason and made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.chats import chats, write_rows
+from tests.tokenizers import tiny_tokenizer
+
+from taut import durable
+from taut.data import cache
+from taut.data.dataset import DataConfig, Dataset, load_dataset
+from taut.data.render import Renderer
+
+Change = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+def load(place: Path) -> Dataset:
+    config = DataConfig(train=str(place / "a.jsonl"), cache=str(place / "cache"))
+    return load_dataset(config, "train", Renderer(tiny_tokenizer()), 512)
+
+
+def seal(entry: Path, **changes: Any) -> None:
+    """Note the arrays' digests as they are now, and other values of meta.json."""
+    meta = json.loads((entry / "meta.json").read_text())
+    names = meta["sha256"]
+    meta["sha256"] = {name: durable.digest(entry / f"{name}.npy") for name in names} | changes.pop(
+        "sha256", {}
+    )
+    (entry / "meta.json").write_text(json.dumps(meta | changes))
+
+
+def put(index: int, value: int) -> Change:
+    def change(array: NDArray[Any]) -> NDArray[Any]:
+        array[index] = value
+        return array
+
+    return change
+
+
+ARRAYS: dict[str, tuple[str, Change, str]] = {
+    "an end beyond the tokens": ("offsets", put(-1, 10**12), "offsets does not lead from 0 to"),
+    "an end below 0": ("offsets", put(-1, -5), "offsets does not lead from 0 to"),
+    "a beginning above 0": ("offsets", put(0, 3), "offsets does not lead from 0 to"),
+    "a sample that goes back": ("offsets", put(2, 1), "offsets does not ascend"),
+    "a sample far outside": ("offsets", put(2, 2**60), "offsets does not ascend"),
+    "a sample without tokens": (
+        "offsets",
+        lambda a: a[[0, 1, 1, *range(3, len(a))]],
+        "without tok",
+    ),
+    "fewer samples": ("offsets", lambda a: a[:-1], "offsets has 4 entries for 4 samples"),
+    "no offsets": ("offsets", lambda a: a[:0], "offsets has 0 entries for 4 samples"),
+    "offsets of another dtype": ("offsets", lambda a: a.astype(np.float64), "the dtype float64"),
+    "offsets in two dimensions": ("offsets", lambda a: a[:, None], r"the shape \(5, 1\)"),
+    "a single number": ("offsets", lambda a: a[0], r"the shape \(\)"),
+    "a target in another sample": ("target_at", put(0, 400), "target_at has a position outside"),
+    "a target below 0": ("target_at", put(0, -1), "target_at has a position outside"),
+    "a target that is the first token": (
+        "target_at",
+        put(0, 0),
+        "target_at has a position outside",
+    ),
+    "targets out of order": ("target_at", lambda a: a[::-1].copy(), "target_at has a position out"),
+    "targets of another sample": ("target_offsets", put(1, 0), "target_at has a position outside"),
+    "lines that are missing": ("line", lambda a: a[:-1], "part has 4 entries for 3 samples"),
+    "a token below 0": ("ids", put(0, -7), "ids has a negative token id"),
+    "fewer tokens": ("ids", lambda a: a[:10], "offsets does not lead from 0 to 10"),
+    "structured tokens": ("ids", lambda a: np.zeros(4, dtype=[("a", "i4")]), "the dtype"),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_an_array_that_does_not_fit_is_not_used(kind: str, tmp_path: Path) -> None:
+    name, change, reason = ARRAYS[kind]
+    write_rows(tmp_path / "a.jsonl", chats(4))
+    honest = [sample.ids_T.tolist() for sample in load(tmp_path)]
+    (entry,) = (tmp_path / "cache").iterdir()
+    array = np.load(entry / f"{name}.npy")
+    np.save(entry / f"{name}.npy", change(array))
+    seal(entry)
+    again = load(tmp_path)
+    (decision,) = again.report.decisions
+    assert "tokenised (the cached entry is damaged (" in decision
+    assert re.search(reason, decision), decision
+    assert [sample.ids_T.tolist() for sample in again] == honest
+    assert load(tmp_path).report.is_cached
+
+
+def header(shape: str) -> bytes:
+    """An .npy file of nothing but a header."""
+    text = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda entry: (entry / "offsets.npy").write_bytes(b""),
+    "half a header": lambda entry: (entry / "offsets.npy").write_bytes(b"\x93NUMPY\x01"),
+    "a huge shape": lambda entry: (entry / "offsets.npy").write_bytes(header("(1000000000000,)")),
+    "a shape beyond 64 bits": lambda entry: (entry / "offsets.npy").write_bytes(
+        header(f"({2**70},)")
+    ),
+    "a shape below 0": lambda entry: (entry / "offsets.npy").write_bytes(header("(-4,)")),
+    "a shape of text": lambda entry: (entry / "offsets.npy").write_bytes(header("('a',)")),
+    "a nested shape": lambda entry: (entry / "offsets.npy").write_bytes(
+        header("(" * 300 + ")" * 300)
+    ),
+    "objects": lambda entry: np.save(entry / "offsets.npy", np.array([{}]), allow_pickle=True),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_no_array_is_not_used(kind: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", chats(4))
+    load(tmp_path)
+    (entry,) = (tmp_path / "cache").iterdir()
+    FILES[kind](entry)
+    seal(entry)
+    (decision,) = load(tmp_path).report.decisions
+    assert "tokenised (the cached entry is damaged (" in decision
+
+
+METAS: dict[str, str] = {
+    "a list": "[]",
+    "nested deeply": "[" * 100_000,
+    "text": "{",
+    "rows of text": '{"forms": {}, "num_rows": "4"}',
+    "no digests": '{"forms": {}, "num_rows": 4, "incidents": [], "is_fleeting": false, "sha256": {}}',
+    "digests that are a list": '{"forms": {}, "num_rows": 4, "incidents": [], "is_fleeting": false, "sha256": []}',
+    "another directory": '{"forms": {}, "num_rows": 4, "incidents": [], "is_fleeting": false, '
+    '"sha256": {"../ids": "a"}}',
+    "incidents of text": '{"forms": {}, "num_rows": 4, "incidents": ["a"], "is_fleeting": false, "sha256": {}}',
+}
+
+
+@pytest.mark.parametrize("kind", METAS)
+def test_metadata_that_is_not_ours_is_not_used(kind: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", chats(4))
+    load(tmp_path)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / "meta.json").write_text(METAS[kind])
+    (decision,) = load(tmp_path).report.decisions
+    assert "tokenised (the cached entry is damaged (" in decision
+    assert load(tmp_path).report.is_cached
+
+
+@pytest.mark.parametrize("name", ["meta.json", "ids.npy"])
+def test_a_fifo_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", chats(4))
+    load(tmp_path)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / name).unlink()
+    os.mkfifo(entry / name)
+    assert cache.load(entry.parent, entry.name) == (
+        None,
+        "the cached entry is damaged (it is a FIFO; expected a regular file)",
+    )
+    assert len(load(tmp_path)) == 4
