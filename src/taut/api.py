@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from taut import parallel
+from taut import parallel, temporary
 from taut.build import Built, build, engine_of
 from taut.checks.examine import before_training, require_known
 from taut.config import user_path
@@ -88,6 +88,7 @@ def train(run: Run) -> Result:
     if run.out is None:
         raise ConfigError("out is not set; expected a directory; set out=DIR")
     require_known(run.checks.skip)
+    temporary.clear()
     out = user_path(run.out, "out")
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         preparation.enter_context(interrupts.before_training())

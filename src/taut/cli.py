@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -26,10 +27,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taut import __version__
+from taut import __version__, temporary
 from taut.errors import ConfigError, Interrupted, TautError
 from taut.interrupts import SIGNALS, Interrupt, Interrupts
-from taut.printing import guarded, is_first_on_host
+from taut.printing import guarded, is_first_on_host, one_line
+from taut.redaction import redacted
 
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
@@ -194,6 +196,12 @@ COMMANDS = {
         "taut.commands.export:Export",
         ("model",),
     ),
+    "sandbox": Command(
+        "[--json]",
+        "what holds a model's programs on this machine, tried",
+        "taut.commands.sandbox:run",
+        "taut.commands.sandbox:SandboxReport",
+    ),
     "demo": Command(
         "[key=value ...]",
         "train a small real model, offline, in minutes",
@@ -238,7 +246,7 @@ def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
         code = CTRL_C if is_ctrl_c else Interrupted.exit_code
         _report(": ".join([f"taut: interrupted{how}", *map(str, kept)]), code)
         return code
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - printed whole
         if "RANK" in os.environ and "torch" in sys.modules:
             from taut import parallel
 
@@ -246,7 +254,8 @@ def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
             if code_of_first is not None and isinstance(error, RuntimeError):
                 return code_of_first  # a collective that a failed rank left; that rank says why
             parallel.is_first_to_fail(1)
-        raise
+        sys.stderr.write("".join(traceback.format_exception(error)))  # here, where it is escaped
+        return 1
 
 
 def _report(line: str, exit_code: int) -> None:
@@ -267,7 +276,7 @@ def _report(line: str, exit_code: int) -> None:
 def _tell_torchrun(line: str) -> None:
     """Leave the line where torchrun's table of failures quotes it from."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    fields = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+    fields = {"message": one_line(redacted(line)), "extraInfo": {"timestamp": int(time.time())}}
     with suppress(OSError):  # the table does without
         if path:
             Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
@@ -314,6 +323,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     from taut.config import load
     from taut.explain import ELSEWHERE, INSTEAD
 
+    temporary.clear()
     call = _named(command.call)
     if command.config is None:
         path, overrides = sort_words(words, set(), command.alone)
@@ -367,7 +377,7 @@ def _tell(notice: str | None, warning: str | None) -> None:
     if notice:
         _print(notice)
     if warning:
-        sys.stderr.write(f"taut: warning: {warning}\n")
+        sys.stderr.write(f"taut: warning: {one_line(warning)}\n")
 
 
 def _help(name: str, command: Command) -> str:

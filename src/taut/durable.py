@@ -26,6 +26,9 @@ from typing import Any, TextIO
 
 CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 """What the system says where fsync is not to be had."""
+NOT_REGULAR = "it is not a regular file"
+
+
 FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -56,6 +59,27 @@ def _require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> No
         raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fspath(path))
 
 
+def open_descriptor(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """``os.open`` for a regular file only: waits for no FIFO, and follows no symbolic link in the last component.
+
+    ``folder``: the descriptor of the directory that ``path`` is relative to. Raises OSError for anything else that is
+    there, with what it is.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        number = os.open(path, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise OSError(errno.ENXIO, NOT_REGULAR, str(path)) from None
+        raise
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return number
+    os.close(number)
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+
+
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """The bytes of a regular file. Raises OSError where there are more than ``limit``."""
     with open_regular(path) as file:
@@ -84,7 +108,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """The same."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -96,8 +121,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 def writing(path: Path) -> Iterator[TextIO]:
     """A file to write to bit by bit, in its place once it is whole; what stops the writing leaves nothing."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

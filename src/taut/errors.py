@@ -21,18 +21,23 @@
 
 A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
 
-Imports nothing of ours. Anyone may import it.
+Imports redaction. Anyone may import it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from taut.redaction import redacted
+
 
 class TautError(ValueError):
-    """Something the user can put right. ``str(error)`` is one line: found, expected, remedy."""
+    """Something the user can put right. ``str(error)`` is one line: found, expected, remedy; no secret of a URL."""
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(message))
 
 
 class ConfigError(TautError):

@@ -5,7 +5,7 @@
     hub.is_pointer(path)                  whether a file is git-lfs's placeholder and not the file itself
 
 Left to itself the library asks six times for each file, half a minute in all, before it looks into its cache.
-Imports the library when it is asked. Imports nothing of ours. data, models and run import it.
+Imports the library when it is asked. May import web. data, models and run import it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator
-from http.client import HTTPException
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from urllib.error import HTTPError
-from urllib.request import Request, getproxies, urlopen
+from urllib.request import getproxies
 
 PATIENCE = 5.0
 """Seconds that the hub may take to answer."""
@@ -88,26 +86,32 @@ def is_pointer(path: Path) -> bool:
 
 
 def _failure(endpoint: str) -> str | None:
-    """Why there is no answer. Looking a name up may take long and cannot be cut short, so a thread does it."""
-    failures: list[str | None] = []
-    thread = Thread(target=lambda: failures.append(_ask(endpoint)), daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return failures[0] if failures else f"no answer within {PATIENCE:g} s"
+    """Why there is no answer. Any answer will do, a redirect or an error included."""
+    import httpx2
 
+    from taut import web
 
-def _ask(endpoint: str) -> str | None:
     try:
-        with urlopen(Request(endpoint, method="HEAD"), timeout=PATIENCE):
-            return None
-    except HTTPError:
-        return None  # an answer
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        is_there = isinstance(reason, ssl.SSLError)  # the library may have other certificates
-        return None if is_there else str(getattr(reason, "strerror", None) or reason)
-    except (HTTPException, ValueError):
-        return None  # the library will say what it makes of it
+        web.wait_for(PATIENCE, partial(_ask, endpoint))
+    except TimeoutError:
+        return f"no answer within {PATIENCE:g} s"
+    except httpx2.RequestError as error:
+        causes = list(_causes(error))
+        if any(isinstance(cause, ssl.SSLError) for cause in causes):
+            return None  # it is there; the library may have other certificates
+        for cause in reversed(causes):
+            if isinstance(cause, OSError) and cause.errno is not None:
+                return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
+    except web.Refused:
+        pass
+    return None  # the library will say what it makes of it
+
+
+async def _ask(endpoint: str) -> None:
+    from taut import web
+
+    async with web.open_client(PATIENCE) as client:
+        await web.ask(client, "HEAD", endpoint, web.Limits(PATIENCE, max_bytes=0))
 
 
 def _use_cache_alone(*, is_so: bool) -> None:

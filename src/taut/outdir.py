@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import json
 import os
 import re
@@ -34,7 +33,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from taut import durable
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.errors import OutputError
 from taut.explain import first_problem
 
@@ -89,7 +88,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
             "name another directory"
         )
     for path in inputs if overwrite else ():
-        if _would_go(Path(path).expanduser().resolve(), out.resolve()):
+        if _would_go(home_path(path).resolve(), out.resolve()):
             raise OutputError(
                 f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
                 "name another out"
@@ -183,9 +182,8 @@ class Lock:
             return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                durable.open_regular(self.out / LOCK).close()  # a FIFO would keep us waiting
-            self._file = (self.out / LOCK).open("a+", encoding="utf-8")
+            number = durable.open_descriptor(self.out / LOCK, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._file = os.fdopen(number, "a+", encoding="utf-8")
         except OSError as error:
             raise OutputError(
                 f"out={self.out} cannot be written: {LOCK}: {error.strerror}; see to that, or name another"
@@ -222,9 +220,7 @@ class Lock:
 def owner(out: Path) -> str | None:
     """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
     try:
-        file = io.TextIOWrapper(
-            durable.open_regular(out / LOCK), encoding="utf-8", errors="replace"
-        )
+        file = os.fdopen(durable.open_descriptor(out / LOCK, os.O_RDONLY), encoding="utf-8")
     except OSError:
         return None
     with file:

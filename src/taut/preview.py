@@ -11,12 +11,11 @@ is computed and nothing is written (tokenised data goes to the cache). May be im
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -38,8 +37,9 @@ from taut.estimate import skeleton
 from taut.models.prove import one_sample_reasons
 from taut.online.method import Online
 from taut.parallel import Ranks
-from taut.printing import Printer, counted
+from taut.printing import counted
 from taut.run import Decision, Inputs, Run, load_inputs
+from taut.terminal import Terminal
 from taut.types import Media, Sample
 
 NUM_SAMPLES = 3
@@ -59,8 +59,7 @@ def show(run: Run, console: Console | None = None) -> None:
     ranks = parallel.start(run.device)
     inputs = load_inputs(run, ranks)
     if ranks.is_writer:
-        stdout = cast(TextIO, Printer.on(sys.stdout))
-        _print(run, inputs, ranks, console or Console(file=stdout, highlight=False))
+        _print(run, inputs, ranks, console or Terminal())
     parallel.stop(ranks)
 
 

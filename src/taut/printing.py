@@ -1,13 +1,15 @@
 """What commands print, and to what. Printing never ends a command: what the encoding lacks is escaped, and a stream
-that fails is written to no more.
+that fails is written to no more. Text from data cannot control the terminal: control characters are shown as escapes
+(``\\x1b``), and secrets in URLs as ``***``. ``terminal.py`` does the same for what rich prints.
 
     with guarded():                     sys.stdout and sys.stderr of a command, whoever prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
     with told_when_slow("reading"):     a line on stderr, if it takes long
     is_first_on_host()                  which of several ranks prints how they end
+    escaped(text), one_line(text)       control characters as escapes; in one_line also the ends of lines
     counted(1, "rows")                  1 row
 
-Imports nothing of ours. Anyone may import it.
+Imports redaction. Anyone may import it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+import select
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,8 +26,16 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, Self, TextIO, cast
 
+from taut.redaction import redacted
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""Control characters but tab and newline, what changes the direction of text or ends a line, half surrogate pairs."""
 SLOW = 2.0
 """Seconds of silence after which a command says what it does."""
+PATIENCE = 10.0
+"""Seconds to wait for the reader of a stream that is set not to block."""
 
 
 class Printer:
@@ -41,13 +53,26 @@ class Printer:
         return stream if isinstance(stream, cls) else cls(stream)
 
     def write(self, text: str) -> int:
+        self._put(escaped(redacted(text)))
+        return len(text)
+
+    @property
+    def escaped_already(self) -> _EscapedAlready:
+        """The same stream for a writer that escapes texts itself, and writes escape sequences of its own."""
+        return _EscapedAlready(self)
+
+    def _put(self, text: str) -> None:
         if self._can_write():
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            written = text.encode(encoding, "backslashreplace")
             try:
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                descriptor = _non_blocking(self._stream)
+                if descriptor is None:
+                    self._stream.write(written.decode(encoding))
+                else:
+                    _write_waiting(descriptor, written)
             except OSError as error:
                 self._fail(error)
-        return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -71,6 +96,23 @@ class Printer:
     def _fail(self, error: OSError) -> None:
         self.failure = error
         _drop_buffered(self._stream)
+
+
+class _EscapedAlready:
+    """A Printer whose ``write`` escapes nothing."""
+
+    def __init__(self, printer: Printer) -> None:
+        self._printer = printer
+
+    def write(self, text: str) -> int:
+        self._printer._put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._printer.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._printer, name)
 
 
 @contextmanager
@@ -109,6 +151,25 @@ def told_when_slow(what: str, after: float = SLOW) -> Iterator[None]:
         timer.cancel()
 
 
+def _non_blocking(stream: TextIO) -> int | None:
+    """The descriptor of a stream that does not wait where its reader is slow; Python would drop what is left over."""
+    try:
+        descriptor = stream.fileno()
+        return None if os.get_blocking(descriptor) else descriptor
+    except (OSError, ValueError, AttributeError):  # no file, or closed
+        return None
+
+
+def _write_waiting(descriptor: int, text: bytes) -> None:
+    """Write all of it, waiting for a reader that takes something every ``PATIENCE`` seconds."""
+    rest = memoryview(text)
+    while rest:
+        if not select.select([], [descriptor], [], PATIENCE)[1]:
+            raise BlockingIOError(errno.EAGAIN, f"nothing was read for {PATIENCE:g} s")
+        with suppress(BlockingIOError):  # less room than select promises
+            rest = rest[os.write(descriptor, rest) :]
+
+
 def _drop_buffered(stream: TextIO) -> None:
     """Empty the buffer of a stream that fails: the interpreter would write it as it ends, and exit with code 120."""
     with suppress(OSError):  # no file: then nothing is written at the end
@@ -139,6 +200,21 @@ def is_first_on_host() -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def escaped(text: str) -> str:
+    """``text`` with what a terminal would obey as ``\\x1b`` or ``\\u202e``, which inside JSON is the same text."""
+    return _CONTROL.sub(_escape, text)
+
+
+def one_line(text: str) -> str:
+    """The same, and the ends of lines escaped too."""
+    return escaped(text).replace("\n", "\\n")
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x7F else f"\\u{code:04x}"
 
 
 def counted(number: int, nouns: str) -> str:

@@ -13,6 +13,7 @@ from tests.checks.planting import Place
 from tests.checks.test_judged import answers
 from tests.checks.test_planted import told
 from tests.models import save_tiny
+from tests.services import serving
 from tests.tokenizers import tiny_tokenizer
 
 from taut.checks.examine import examine
@@ -165,3 +166,24 @@ def test_a_server_that_takes_less_than_it_may_be_sent(own: int | None, outcome: 
         longest = 104 if own is None else 103
         assert found.evidence == (f"q1: 96 tokens, with an answer up to {longest}",)
         assert f"--max-model-len {longest}" in found.remedy
+
+
+def test_where_programs_run_is_told_and_a_service_that_is_down_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    with serving("piston") as fake:
+        remote = {"service": "piston", "addresses": [fake.url], "wait_seconds": 2.0}
+        rewards = [{"name": "code", "options": {"remote": remote}}]
+        for is_down in (False, True):
+            fake.faults = ["400"] * is_down
+            session = generating(place, rewards=rewards)
+            found = answers(examine(session, only=["rollout.opens"]))["rollout.opens"]
+            close(session)
+            assert found.outcome == ("failed" if is_down else "passed"), found
+            told_of = f"programs and tests are sent to {fake.url}"
+            assert (
+                is_down
+                or f"sandbox is piston: remote.service asks for it; {told_of}" in found.notes
+            )
+            assert not is_down or f"{fake.url}/execute answered HTTP 400" in found.says

@@ -160,13 +160,17 @@ def test_a_notice_that_comes_again_as_an_interrupted_run_ends_does_not_change_it
     assert (done.returncode, done.stderr) == (75, "taut: error: it is saved\n")
 
 
-def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exceptions_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(_: run.Run) -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("\x1b]52;c;aGk=\x07 from s3://key:pw@host")
 
     monkeypatch.setattr(api, "train", fail)
-    with pytest.raises(ZeroDivisionError):
-        main(["sft", *MINIMAL])
+    assert main(["sft", *MINIMAL]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback (most recent call last):\n")
+    assert printed.endswith("ZeroDivisionError: \\x1b]52;c;aGk=\\x07 from s3://***@host\n")
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -123,3 +123,19 @@ def test_a_file_system_that_cannot_force_a_directory_will_do(
     monkeypatch.setattr(stat, "S_ISDIR", lambda _: True)
     with pytest.raises(OSError, match="Invalid"):
         durable.sync(tmp_path / "file")
+
+
+@pytest.mark.parametrize("write", ["write_bytes", "writing"])
+def test_a_link_planted_where_a_file_is_first_written_is_not_followed(
+    write: str, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    (tmp_path / ".scores.partial").symlink_to(precious)
+    if write == "writing":
+        with durable.writing(tmp_path / "scores") as file:
+            file.write("new")
+    else:
+        durable.write_bytes(tmp_path / "scores", b"new")
+    assert precious.read_text() == "text"
+    assert (tmp_path / "scores").read_text() == "new" and not (tmp_path / "scores").is_symlink()

@@ -217,3 +217,21 @@ def test_a_run_half_overwritten_can_be_overwritten(
     usable(out, resume=True)
     claim(out, {"seed": 3}, overwrite=True)
     assert [path.name for path in out.iterdir()] == [MARK]
+
+
+@pytest.mark.parametrize("kind", ["a symbolic link", "not a regular file"])
+def test_a_lock_that_is_no_file_is_neither_followed_nor_waited_for(
+    kind: str, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    out = tmp_path / "out"
+    out.mkdir()
+    if kind == "a symbolic link":
+        (out / ".lock").symlink_to(precious)
+    else:
+        os.mkfifo(out / ".lock")
+    assert owner(out) is None
+    with Lock(out) as lock, pytest.raises(OutputError, match=rf"\.lock: it is {kind}; see to that"):
+        lock.take()
+    assert precious.read_text() == "text"

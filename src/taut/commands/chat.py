@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple, TextIO
 
 from pydantic import Field
@@ -28,6 +27,7 @@ from taut.rollout.engine import Sampling, room
 from taut.rollout.local import LocalEngine
 from taut.rollout.open import ModelUse, Opened, open_engine
 from taut.rollout.text import Texts
+from taut.temporary import TemporaryFolder
 from taut.types import Prompt
 from taut.vision.opening import require_unset
 from taut.vision.picture import ImageRef, read_file
@@ -36,7 +36,16 @@ HELP = (
     "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "
     "the next message (without PATH: none); /help says this; /exit leaves"
 )
-UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+UNREAD = (
+    "folder",
+    "allow_urls",
+    "bad",
+    "workers",
+    "fps",
+    "max_frames",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Settings of pictures that are for files of rows."""
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a character decodes to while some of its tokens are missing."""
@@ -93,8 +102,8 @@ def run(config: Chat) -> int:
 def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> None:
     """Answer every line."""
     write("\n".join(f"{name}: {value}" for name, value, _ in opened.decisions) + f"\n{HELP}\n")
-    with TemporaryDirectory(prefix="taut-chat-") as folder:
-        session = Session(config, opened, write, Path(folder))
+    with TemporaryFolder("chat") as folder:
+        session = Session(config, opened, write, folder)
         for line in lines:
             if line.strip() == "/exit":
                 return

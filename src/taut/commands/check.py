@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from taut import parallel
 from taut.checks import Part
 from taut.checks.examine import Answered, Examination, examine
@@ -27,6 +25,7 @@ from taut.checks.session import Session
 from taut.config import configclass, load
 from taut.errors import ConfigError
 from taut.run import Run
+from taut.terminal import Terminal
 from taut.training import class_of
 
 WIDTH = 100
@@ -61,7 +60,7 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
 
 def run(config: Run, how: Looking) -> int:
     """Print what was found; 1 if a check failed."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = Terminal(width=None if sys.stdout.isatty() else WIDTH)
     session = session_of(config)
     part: Part = "full" if how.full else "quick"
     if how.json:

@@ -15,7 +15,6 @@ Does not sample (``generate.py``) and does no maths (``taut.evals.report``). The
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from rich.console import Console
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, fields_of, from_mapping, to_dict
+from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
 from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.sources import Source
@@ -41,6 +40,8 @@ from taut.rewards import Panel, RewardSpec, open_panel
 from taut.rewards.verifier import Decision
 from taut.rollout.open import ModelUse, open_renderer
 from taut.rollout.rated import open_rater
+from taut.temporary import TemporaryFolder
+from taut.terminal import Terminal
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
@@ -103,7 +104,7 @@ class Evaluated:
 
 def run(config: Evaluate) -> int:
     """Evaluate, and print the table; raises CheckFailed where too much of it is errors."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     result = evaluate(config, console)
     show_report(console, result.report, result.answers, config.samples)
     if config.out is not None:
@@ -148,10 +149,10 @@ def _load_rows(config: Evaluate, panel: Panel) -> list[PromptRow]:
 def _directory(config: Evaluate) -> Iterator[Path]:
     """``out``, or a directory that is gone afterwards."""
     if config.out is None:
-        with tempfile.TemporaryDirectory(prefix="taut-eval-") as name:
-            yield Path(name)
+        with TemporaryFolder("evaluate") as folder:
+            yield folder
         return
-    out = Path(config.out).expanduser()
+    out = home_path(config.out)
     if out.exists() and not out.is_dir():
         raise OutputError(f"out={out} is a file; expected a directory; name another")
     if out.is_dir() and any(out.iterdir()) and not config.resume:

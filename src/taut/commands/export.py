@@ -12,9 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.errors import OutputError
 from taut.models.gguf import (
     Dtype,
@@ -27,6 +26,7 @@ from taut.models.gguf_vocabulary import notes, vocabulary
 from taut.models.load import checkpoint_dtype, load_model
 from taut.printing import counted
 from taut.rollout.open import ModelUse, open_renderer
+from taut.terminal import Terminal
 
 _OWN: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -79,7 +79,7 @@ def run(config: Export) -> int:
 
 
 def _place(config: Export) -> Path:
-    out = Path(config.out).expanduser()
+    out = home_path(config.out)
     if out.suffix != ".gguf" or out.is_dir():
         raise OutputError(f"out={out}; expected a file's name that ends in .gguf; correct it")
     if out.exists() and not config.overwrite:
@@ -88,7 +88,7 @@ def _place(config: Export) -> Path:
 
 
 def _tell(written: Written, dtype: Dtype, stops: list[str], remarks: list[str]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     size = f"{written.num_bytes / 1e6:,.1f} MB"
     lines = [
         f"written {written.path}: {size}, {counted(written.num_tensors, 'tensors')}, {dtype}",

@@ -33,7 +33,7 @@ from typing_extensions import TypedDict
 
 from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, to_dict
+from taut.config import configclass, home_path, to_dict
 from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
@@ -43,6 +43,7 @@ from taut.evals.answers import prompts_of
 from taut.printing import counted
 from taut.rollout.engine import Engine, Sampling, require_text, require_usable
 from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
+from taut.terminal import Terminal
 from taut.types import Completion, FloatArray, Picture, Prompt
 
 ERRORS_SHOWN = 3
@@ -117,7 +118,7 @@ class Generated:
 
 def run(config: Generate) -> int:
     """Generate, and print what came of it; exit code 1 if a completion failed."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     result = generate(config, console)
     console.print(summary(result), markup=False)
     return 1 if result.errors else 0
@@ -128,7 +129,7 @@ def generate(
 ) -> Generated:
     """Write the completions that are not in ``config.out`` yet. ``console``: where it is shown what was decided, and
     progress. ``afterwards``: what is said of the finished ones where not all could be finished."""
-    out = Path(config.out).expanduser()
+    out = home_path(config.out)
     _require_free(out, config)
     rendering = open_renderer(config)
     rows = _rows(config, rendering.renderer, console)
@@ -326,7 +327,7 @@ def _require_free(out: Path, config: Generate) -> None:
     if out.is_dir():
         raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
     source = source_of(config.prompts).path
-    if out.exists() and out.resolve() == Path(source).expanduser().resolve():
+    if out.exists() and out.resolve() == home_path(source).resolve():
         raise OutputError(f"out={out} is the file of prompts; expected another; rename out")
     if out.exists() and not config.resume:
         raise OutputError(
@@ -397,14 +398,11 @@ def _key(line: Mapping[str, Any]) -> Key:
 def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> None:
     """Write what is drawn with, and leave in ``out`` only what is kept."""
     meta = {"drawn_with": identity}
-    partial = out.with_name(f".{out.name}.partial")
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8"
-        )
-        _meta(out).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out)
+        durable.write_text(_meta(out), json.dumps(meta, indent=1) + "\n")
+        durable.write_text(out, lines)
     except OSError as error:
         raise OutputError(
             f"out={out} cannot be written: {error.strerror}; expected room and permission"

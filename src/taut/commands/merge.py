@@ -16,11 +16,10 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from taut import parallel
 from taut.attention.select import select
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.contract import FILE, Origin, seal
 from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
@@ -42,6 +41,7 @@ from taut.models.save import saving
 from taut.models.score import Scorer
 from taut.printing import counted
 from taut.reloaded import Comparison, Trained, samples_to_compare, score
+from taut.terminal import Terminal
 from taut.vision.opening import open_album
 from taut.vision.picture import ImagesConfig
 
@@ -86,7 +86,7 @@ class Merged:
 def run(config: Merge) -> int:
     """Merge, and say what was done."""
     done = merge(config)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for check in done.checks:
         console.print(f"passed  {check.name}: {check.value:.3g} ({check.detail})", markup=False)
     dtype = str(done.dtype).removeprefix("torch.")
@@ -104,7 +104,7 @@ def run(config: Merge) -> int:
 
 def merge(config: Merge) -> Merged:
     """Write ``config.out``. Raises TautError, or CheckFailed where what was merged is not what the adapter was."""
-    out, adapter = Path(config.out).expanduser(), Path(config.adapter).expanduser()
+    out, adapter = home_path(config.out), home_path(config.adapter)
     if out.exists():
         raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
     settings = adapter_settings(adapter)

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from rich.console import Console
 from transformers import PreTrainedConfig
 
 from taut import parallel
@@ -57,6 +56,7 @@ from taut.models.precision import DTYPES, resolve_dtype
 from taut.parallel import Ranks
 from taut.printing import told_when_slow
 from taut.run import Run, load_inputs
+from taut.terminal import Terminal
 from taut.training import class_of
 from taut.types import Packed
 
@@ -123,7 +123,7 @@ def planned_class(method: type[Run]) -> type[Any]:
 def run(config: Any) -> int:
     """Print the plan; 0 where it fits."""
     planned = plan(config)
-    show(planned, Console(highlight=False))
+    show(planned, Terminal())
     return 0 if planned.fits else 1
 
 

@@ -53,6 +53,7 @@ def columns_of(config: Reads, source: Source, **more: Any) -> Columns:
         folder=folder_of(source, images.folder, "images.folder"),
         fps=images.fps,
         max_frames=images.max_frames,
+        images=images,
         apply_chat_template=config.apply_chat_template,
         **more,
     )

@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple
 from taut.config import configclass, user_path
 from taut.errors import OutputError, TautError
 from taut.outdir import CHECKPOINTS, EVENTS, MARK, MODEL, complete, owner, read_resolved, step_of
+from taut.printing import one_line
 from taut.runlog.events import Event, newest_first, plain
 
 DEPTH = 3
@@ -164,12 +165,12 @@ def _row(one: RunState, now: float) -> tuple[str, ...]:
     )
     why = " ".join("; ".join(filter(None, [resumes, one.reason])).split())
     return (
-        str(one.out),
-        one.method or "",
+        one_line(str(one.out)),
+        one_line(one.method or ""),
         one.state,
         f"{one.step}/{'?' if one.num_steps is None else one.num_steps}",
         "" if one.loss is None else f"{one.loss:.4f}",
-        "" if one.checkpoint is None else one.checkpoint.name,
+        "" if one.checkpoint is None else one_line(one.checkpoint.name),
         _age(one.written, now),
         why,
     )

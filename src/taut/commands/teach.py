@@ -19,7 +19,6 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 from pydantic import Field
-from rich.console import Console
 from rich.progress import track
 
 from taut import durable
@@ -39,6 +38,7 @@ from taut.models.score import Scorer
 from taut.printing import counted
 from taut.rollout.open import one_device
 from taut.run import Run, load_language, load_stops, longest_sample
+from taut.terminal import Terminal
 from taut.types import Sample
 from taut.vision.opening import require_alike
 
@@ -82,7 +82,7 @@ class Taught(NamedTuple):
 def run(config: Teach) -> int:
     """Teach, and say what was done."""
     done = teach(config)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for name, value, reason in done.decisions:
         console.print(f"{name}: {value} ({reason})", markup=False)
     console.print(
@@ -182,7 +182,7 @@ def _said(
     """Every sample and what the teacher says of it, in the order of the data."""
     policy = ALONE if teacher.is_alone else PackPolicy()
     groups = list(_groups(data, 1 if teacher.is_alone else config.tokens_per_microbatch))
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     shown = track(
         groups, "teaching", console=console, transient=True, disable=not console.is_terminal
     )

@@ -12,10 +12,8 @@ import difflib
 import json
 import re
 import sys
-from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
-from rich.console import Console
 
 from taut.compat import open_r1, openrlhf, swift, trl
 from taut.compat.carry import carry
@@ -23,7 +21,9 @@ from taut.compat.dialect import Dialect, read
 from taut.compat.facts import Facts
 from taut.compat.report import RecipeReport
 from taut.compat.traps import judge
+from taut.config import home_path
 from taut.errors import ConfigError
+from taut.terminal import Terminal
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
@@ -51,7 +51,7 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
         raise ConfigError(f"recipe={spec}: unknown framework {match['framework']}; {hint}")
     if match["version"] is not None:
         _require_version(match["version"], spec)
-    path = Path(match["file"]).expanduser()
+    path = home_path(match["file"])
     recipe = read(dialect, path, match["method"], match["version"])
     facts = Facts(recipe, path.parent)
     carried = carry(recipe, facts, num_processes)
@@ -66,7 +66,7 @@ def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) 
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), allow_nan=False) + "\n")
     else:
-        report.print(Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
+        report.print(Terminal(width=None if sys.stdout.isatty() else WIDTH))
     return report.exit_code
 
 

@@ -18,7 +18,7 @@ and, where answers are judged,
 
 and, where there are pictures, those of ``media_arrays.py``.
 
-An entry is written beside and renamed, so it is there whole or not at all; when read, every array
+An entry is written in a temporary folder and renamed, so it is there whole or not at all; when read, every array
 is checked against its hash and against what it points to, and an entry that fails is reported and made anew, never
 used. Does not
 know how a key is made (``dataset.py``, which imports it).
@@ -29,10 +29,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import shutil
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -51,6 +47,7 @@ from taut.data.formats import RowForm
 from taut.data.length import Incident
 from taut.errors import OutputError
 from taut.explain import first_problem
+from taut.temporary import TemporaryFolder, clear
 
 ARRAYS = {
     "ids": np.int32,
@@ -88,8 +85,6 @@ PLACES = tuple(
     f"{it}.{name}" for it in ("picture", "film") for name in ("source", "offsets", "stamp")
 )
 """Where pictures are, and since when, says nothing of what they are."""
-ABANDONED = 24 * 3600
-"""Seconds after which a half-written entry has nobody who writes it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +229,11 @@ def directory_of(configured: str | None) -> Path:
 
 
 def load(directory: Path, key: str) -> tuple[Entry | None, str]:
-    """The entry, memory-mapped; or None and the reason why there is none that can be used."""
+    """The entry, memory-mapped; or None and the reason why there is none that can be used.
+
+    Before the first entry that a process loads, half-written ones of killed processes are removed.
+    """
+    clear([directory])
     entry = directory / key
     if not entry.is_dir():
         return None, "not in the cache"
@@ -268,7 +267,7 @@ def _reason(error: Exception) -> str:
 
 def save(directory: Path, key: str, entry: Entry) -> None:
     """Write an entry; a damaged one that is there under the key is replaced."""
-    with _beside(directory, key) as fresh:
+    with _new_entry(directory, key) as fresh:
         digests = {}
         for name, array in entry.arrays.items():
             path = fresh / f"{name}.npy"
@@ -290,32 +289,31 @@ def save(directory: Path, key: str, entry: Entry) -> None:
 
 def forget(directory: Path, key: str) -> None:
     """Take an entry out; whoever reads it goes on reading what it had."""
-    retired = directory / f".{key}.{uuid.uuid4().hex}.old"
     try:
-        (directory / key).rename(retired)
+        with TemporaryFolder("cache", directory) as folder:
+            (directory / key).rename(folder / "old")
     except OSError as error:
         raise OutputError(
             f"the cache entry {directory / key} cannot be made anew: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
-    shutil.rmtree(retired, ignore_errors=True)
 
 
 @contextmanager
-def _beside(directory: Path, key: str) -> Iterator[Path]:
+def _new_entry(directory: Path, key: str) -> Iterator[Path]:
     """A directory to fill, renamed to its key at the end, and removed if anything fails."""
-    fresh = directory / f".{key}.{uuid.uuid4().hex}"
-    retired = fresh.with_suffix(".old")
     try:
-        fresh.mkdir(parents=True)
-        _clear_abandoned(directory)
-        yield fresh
-        try:
-            fresh.rename(directory / key)
-        except OSError:
-            if load(directory, key)[0] is None:  # else another process was faster, and as good
-                (directory / key).rename(retired)
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFolder("cache", directory) as folder:
+            fresh = folder / "new"
+            fresh.mkdir()
+            yield fresh
+            try:
                 fresh.rename(directory / key)
+            except OSError:
+                if load(directory, key)[0] is None:  # else another process was faster, and as good
+                    (directory / key).rename(folder / "old")
+                    fresh.rename(directory / key)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
@@ -323,14 +321,3 @@ def _beside(directory: Path, key: str) -> Iterator[Path]:
             "directory with space; "
             "set data.cache or TAUT_CACHE"
         ) from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
-
-
-def _clear_abandoned(directory: Path) -> None:
-    """Remove what killed processes left half-written. Nobody takes a day over one entry."""
-    for path in directory.glob(".*"):
-        is_ours = re.fullmatch(r"\.[0-9a-f]{64}\.[0-9a-f]{32}(\.old)?", path.name)
-        if is_ours and time.time() - path.stat().st_mtime > ABANDONED:
-            shutil.rmtree(path, ignore_errors=True)

@@ -37,6 +37,7 @@ from taut.data.placing import placed, refuse_beside_text, usable
 from taut.data.preferences import Kind
 from taut.data.presets import after_system, alpaca_prompt, turns_of
 from taut.errors import ConfigError, DataError
+from taut.vision.picture import ImagesConfig
 
 Format: TypeAlias = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
 
@@ -110,13 +111,15 @@ class Columns:
     """Frames a second that are taken of a video's file."""
     max_frames: int = HERE.max_frames
     """Frames a video may have; of a file so many are taken, evenly spread."""
+    images: ImagesConfig = field(default=HERE.images, repr=False)
+    """Limits of videos, and of pictures in memory."""
     apply_chat_template: bool = field(default=False, repr=False)
     """Whether a prompt and its completion given as text become a user and an assistant message."""
 
     @property
     def finding(self) -> Finding:
         """How pictures are found."""
-        return Finding(self.folder, self.fps, self.max_frames, self.prefix)
+        return Finding(self.folder, self.fps, self.max_frames, self.prefix, self.images)
 
     def __post_init__(self) -> None:
         names = (*COLUMN_NAMES, *JUDGED_NAMES[self.kind])

@@ -388,6 +388,7 @@ def _columns(config: DataConfig, source: Source, kind: Kind) -> Columns:
         folder=folder_of(source, config.images.folder, "data.images.folder"),
         fps=config.images.fps,
         max_frames=config.images.max_frames,
+        images=config.images,
         apply_chat_template=bool(config.apply_chat_template),
     )
 

@@ -28,9 +28,10 @@ from urllib.parse import unquote
 
 from PIL import Image
 
+from taut.config import home_path
 from taut.data.wording import listed, shown
 from taut.errors import DataError, PictureError
-from taut.vision.picture import ImageRef
+from taut.vision.picture import ImageRef, ImagesConfig
 from taut.vision.video import Frame, frames_of, png_of
 
 Part: TypeAlias = dict[str, Any]
@@ -60,6 +61,8 @@ class Finding(NamedTuple):
     """Frames a video may have; of a file so many are taken, evenly spread."""
     prefix: str = "data."
     """What stands before settings in the configuration, for messages."""
+    images: ImagesConfig = ImagesConfig()
+    """Limits of videos, and of pictures in memory."""
 
 
 HERE = Finding()
@@ -177,6 +180,12 @@ def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
     if isinstance(value, dict):
         return _read_object(value, where, finding)
     if isinstance(value, Image.Image):
+        limit = finding.images.limit_pixels
+        if value.width * value.height > limit:  # it may not be decoded yet
+            raise PictureError(
+                f"{where} is a picture of {value.width:,} x {value.height:,} pixels; expected at most {limit:,}; "
+                f"make it smaller or raise {finding.prefix}images.limit_pixels"
+            )
         try:
             return png_of(value)
         except (OSError, ValueError, SyntaxError) as error:
@@ -208,7 +217,7 @@ def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
             "first"
         )
     try:
-        path = Path(value).expanduser()
+        path = home_path(value)
         is_elsewhere = not (finding.folder / path).exists() and path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
         raise PictureError(
@@ -252,7 +261,11 @@ def _frames(given: Mapping[str, Any], where: str, finding: Finding) -> Sequence[
             f"{where} has timestamps beside a file; expected them beside a list of frames; remove them"
         )
     fps = _number(times.get("fps", finding.fps), f"{where}.fps")
-    return frames_of(_read_object(rest, where, finding), fps, finding.max_frames, where)
+    film = _read_object(rest, where, finding)
+    try:
+        return frames_of(film, fps, finding.max_frames, where, finding.images)
+    except PictureError as error:
+        raise PictureError(str(error).replace("data.images.", f"{finding.prefix}images.")) from None
 
 
 def _listed_frames(

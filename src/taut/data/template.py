@@ -3,9 +3,9 @@ assistant turn.
 
 A template is given content as it takes it: text as a string, or as a list of parts where it writes
 no strings; pictures as parts with nothing in them (``pictures.py`` does the rest). Special tokens
-are never added to a rendering: the template writes them. Whatever a template raises on messages it
-does not take becomes a RenderError that names the row. Knows nothing of rows and targets. Imported
-by ``render.py`` and ``stops.py``.
+are never added to a rendering: the template writes them. Templates run in a process of their own (``taut.bounded``,
+``chat_text.py``). Whatever a template raises on messages it does not take becomes a RenderError that names the row; one
+that exceeds its limits is a ModelError. Knows nothing of rows and targets. Imported by ``render.py`` and ``stops.py``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import jinja2
-
+from taut import bounded
 from taut.data.formats import Message, Tool
 from taut.data.media import images_of
 from taut.data.pictures import Pictures, Placed
@@ -33,16 +34,6 @@ if TYPE_CHECKING:
     from taut.vision.album import Album
 
 Ids: TypeAlias = list[int]
-FAILURES = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-)
-"""What running a template on data it does not expect can raise."""
 SET_DAY = (
     "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}"
     "{%- for code, value in CODES -%}{%- set now.text = now.text.replace(code, value) -%}{%- endfor -%}"
@@ -94,6 +85,9 @@ class Template:
         beside = album.processor.template if album is not None else None
         own = tokenizer.chat_template if beside is None else beside
         self.template = own if template is None else template
+        if self.template is not None:
+            bounded.start()
+        self._is_own = template is None
         self.day: datetime.date | None = None
         """The day that a template which asks for it is told; None: today."""
 
@@ -130,13 +124,12 @@ class Template:
             placed = self.pictures.place(messages, tools, place)
         given = [self._given(message, self.takes_strings) for message in messages]
         try:
-            text = self._write(given, tools, is_prompt)
-        except FAILURES as error:
-            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            text = self.write(given, tools, is_prompt=is_prompt, place=place)
+        except bounded.FunctionFailed as error:
             roles = " ".join(message["role"] for message in messages)
             raise RenderError(
                 f"{place}: the chat template does not take these messages ({roles[:80]}): "
-                f"{reason[:200]}; "
+                f"{str(error)[:200]}; "
                 "expected messages it accepts; change the row or give another template with "
                 f"{self.key}=FILE"
             ) from None
@@ -158,8 +151,8 @@ class Template:
 
     def _says(self, probe: Sequence[Message]) -> bool:
         try:
-            text = self._write(probe, (), is_prompt=False)
-        except FAILURES:
+            text = self.write(probe, (), is_prompt=False, place="two short messages")
+        except bounded.FunctionFailed:
             return False
         return ASKED in text and ANSWERED in text
 
@@ -173,15 +166,54 @@ class Template:
             return message
         return {**message, "content": [{"type": "text", "text": content or ""}]}
 
-    def _write(self, messages: Sequence[Message], tools: Sequence[Tool], is_prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            chat_template=self._dated() if isinstance(self.template, str) else None,
-            tokenize=False,
-            add_generation_prompt=is_prompt,
-        )
-        return str(text)
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        is_prompt: bool,
+        place: str,
+        **switches: bool,
+    ) -> str:
+        """What the template makes of these messages, as it is. ``switches``: variables of the template's own.
+
+        Raises bounded.FunctionFailed with what the template raises.
+        """
+        named = self._dated() if isinstance(self.template, str) else None
+        try:
+            template = self.tokenizer.get_chat_template(named, list(tools) or None)
+        except ValueError as error:  # several templates, none of which is the default
+            raise bounded.FunctionFailed(str(error)) from None
+        given = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        variables = {**self.tokenizer.special_tokens_map, **switches}
+        try:
+            text: str = bounded.call(
+                "taut.data.chat_text:render",
+                template,
+                given,
+                list(tools) or None,
+                is_prompt,
+                variables,
+            )
+        except bounded.LimitExceeded as error:
+            raise ModelError(
+                f"{place}: the chat template ({self._source}) {error}; expected one that renders a row at once; "
+                f"give another template with {self.key}=FILE"
+            ) from None
+        return text
+
+    @property
+    def _source(self) -> str:
+        """Where the template was found, for messages."""
+        if not self._is_own:
+            return f"the file that {self.key} names"
+        directory = Path(self.tokenizer.name_or_path)
+        names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+        found = next((name for name in names if (directory / name).is_file()), None)
+        return str(directory / found) if found else f"of {directory}"
 
     def encode(self, texts: Iterable[Text]) -> dict[Text, Ids]:
         """The ids of each text; one call of the tokenizer for each kind of text."""
@@ -191,25 +223,40 @@ class Template:
             group = [text for text in unique if text.is_rendering == is_rendering]
             if not group:
                 continue
-            encoded = self.tokenizer(
-                [text.text for text in group],
-                add_special_tokens=not is_rendering,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
+            with self._panics_told():
+                encoded = self.tokenizer(
+                    [text.text for text in group],
+                    add_special_tokens=not is_rendering,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                    verbose=False,
+                )
             ids_of.update(zip(group, encoded["input_ids"], strict=True))
         return ids_of
 
     def spans(self, text: Text) -> list[tuple[int, int]]:
         """Where each of a text's tokens lies in it: [start, stop); empty for tokens that are added."""
-        encoded = self.tokenizer(
-            text.text,
-            add_special_tokens=not text.is_rendering,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        with self._panics_told():
+            encoded = self.tokenizer(
+                text.text,
+                add_special_tokens=not text.is_rendering,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
         return [(int(start), int(stop)) for start, stop in encoded["offset_mapping"]]
+
+    @contextmanager
+    def _panics_told(self) -> Iterator[None]:
+        """The tokenizers library panics where a regular expression of tokenizer.json backtracks past its limit."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise ModelError(
+                f"{self.tokenizer.name_or_path}/tokenizer.json: the tokenizer fails: {error}; expected one whose "
+                "regular expressions (normalizer, pre_tokenizer) match any text; use the tokenizer of the base model"
+            ) from None
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:

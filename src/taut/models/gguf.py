@@ -168,6 +168,7 @@ def write_gguf(model: PreTrainedModel, metadata: Metadata, dtype: Dtype, path: P
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
         writer = GGUFWriter(partial, MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]])
         for key, value in metadata.items():
             _add(writer, key, value)

@@ -17,7 +17,7 @@ import it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -64,6 +64,7 @@ _LIBRARY_ERRORS = (
     StrictDataclassError,
 )
 """What the library raises for a directory it cannot read."""
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = (
@@ -137,7 +138,7 @@ def load_model(
     how = Loading(dtype, attention, trust_remote_code, is_narrow)
     with one_line(path, "a causal language model"):
         model, report = read_weights(_auto(config), path, config, how)
-    require_complete(path, report)
+    require_complete(path, report, model)
     put_in_force(model, how)
     prove_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
@@ -372,8 +373,8 @@ def one_line(path: str, wanted: str) -> Iterator[None]:
         raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
 
 
-def require_complete(path: str, report: dict[str, Any]) -> None:
-    """Refuse a checkpoint that would leave weights at random."""
+def require_complete(path: str, report: dict[str, Any], model: PreTrainedModel) -> None:
+    """Refuse a checkpoint that would leave weights at random, or whose config.json drops a part of it."""
     for kind, said in (
         ("missing_keys", "lacks"),
         ("mismatched_keys", "has the wrong shape for"),
@@ -387,8 +388,31 @@ def require_complete(path: str, report: dict[str, Any]) -> None:
                 "complete checkpoint; "
                 "copy the files again"
             )
+    if names := _dropped(model, report.get("unexpected_keys", ())):
+        raise ModelError(
+            f"model={path} has {len(names)} weight(s) that its config.json leaves out, {names[0]} the first; expected "
+            "the config.json that they were saved with (num_hidden_layers, attention_bias and the like); copy it again"
+        )
     if report.get("error_msgs"):
         raise ModelError(f"model={path} cannot be loaded: {report['error_msgs'][0]}")
+
+
+def _dropped(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's unused tensors that the model should use: of a further layer or expert like those it has,
+    or a further tensor of a module it has. Not of a value head, or of layers that predict further tokens.
+    """
+    own = model.state_dict().keys()
+    numbered = {_NUMBER.sub(".N", name) for name in own}
+    modules = {name.rpartition(".")[0] for name in own}
+    text: Any = model.config.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", 0)
+    further = range(num_layers, num_layers + (getattr(text, "num_nextn_predict_layers", 0) or 0))
+    return sorted(
+        name
+        for name in unexpected
+        if (_NUMBER.sub(".N", name) in numbered or name.rpartition(".")[0] in modules)
+        and not any(f".layers.{number}." in name for number in further)
+    )
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:

@@ -8,7 +8,7 @@ merges them. A reward model's scalar head trains whole beside the adapters. ``pl
 library with the adapter merged, built beside the one in training, for saving.
 
 peft is imported here only, and only when an adapter is used. May import errors, config and
-models.{anatomy,parts,targets}.
+models.{adapter_patterns,anatomy,parts,targets}.
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from transformers import PreTrainedModel
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy, parts
+from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.load import require_file_itself
 from taut.models.targets import ALL, is_meant, saved_names, target_names
+
+WEIGHTS = "adapter_model.safetensors"
+COMPLETE = (
+    "expected each tensor that adapter_config.json calls for, and no other; copy the adapter's files again, and set "
+    "model to the base it was made for"
+)
 
 
 @configclass
@@ -129,18 +136,24 @@ def apply_lora(
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            _require_adapter(config.adapter, task_of(model))
+            settings = _require_adapter(config.adapter, task_of(model))
+            names = [name for name, _ in model.named_modules()]
+            require_bounded_patterns(f"lora.adapter={config.adapter}", settings, names)
             try:
                 wrapped: Any = PeftModel.from_pretrained(model, config.adapter, is_trainable=True)
-            except (RuntimeError, ValueError, KeyError) as error:
+            except KeyError as error:  # of a module that is trained whole, or of trained rows
+                raise ModelError(
+                    f"lora.adapter={config.adapter}: {WEIGHTS} lacks {error.args[0]}; {COMPLETE}"
+                ) from error
+            except (RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:300]
                 raise ModelError(
                     f"lora.adapter={config.adapter} does not fit this model: {reason}"
                 ) from error
+            _require_all_loaded(wrapped, config.adapter)
         else:
-            settings = _peft_config(model, config, rows or {})
             try:
-                wrapped = get_peft_model(model, settings)
+                wrapped = get_peft_model(model, _peft_config(model, config, rows or {}))
             except ValueError as error:
                 raise ModelError(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
@@ -335,22 +348,62 @@ def _embed_by_rows(model: nn.Module) -> None:
     adapter.forward_adapters = forward
 
 
-def _require_adapter(path: str, task: str) -> None:
+def _require_all_loaded(model: Any, adapter: str) -> None:
+    """The file must have each tensor that the adapter's settings give the model, and none that has no place there:
+    peft leaves the first as they were drawn, and passes over the second.
+
+    Only the tables of embedding and head may be tensors of the base: peft saves them with a larger vocabulary.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    # a second time, since from_pretrained does not return peft's report
+    renamed = getattr(anatomy.unwrap(model), "_checkpoint_conversion_mapping", None)
+    weights = load_peft_weights(adapter, device="cpu", key_mapping=renamed)
+    report: Any = set_peft_model_state_dict(model, weights)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = parameters.keys() - set(report.missing_keys)
+    loaded_ids = {
+        id(parameters[name]) for name in loaded
+    }  # a tied one may be loaded by its other name
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    missing = {name for name in trained if id(parameters[name]) not in loaded_ids}
+    tables = {
+        id(anatomy.stored_table(module))
+        for module in _table_modules(anatomy.unwrap(model))
+        if module
+    }
+    of_base = {name for name in loaded - trained if id(parameters[name]) not in tables}
+    problems = [
+        f"{what}: {len(names)} of {total}, {min(names).replace('.default', '')} the first"
+        for what, names, total in (
+            ("lacks tensors for the model", missing, len(trained)),
+            ("has tensors that the model has no place for", report.unexpected_keys, len(weights)),
+            ("has tensors of the base model", of_base, len(weights)),
+        )
+        if names
+    ]
+    if problems:
+        raise ModelError(f"lora.adapter={adapter}: {WEIGHTS} {' and '.join(problems)}; {COMPLETE}")
+
+
+def _require_adapter(path: str, task: str) -> dict[str, Any]:
+    """The settings of an adapter that can be loaded."""
     directory = Path(path)
     if not (directory / "adapter_config.json").is_file():
         raise ModelError(
             f"lora.adapter={path} has no adapter_config.json; expected the directory of a saved "
             "adapter"
         )
-    if not (directory / "adapter_model.safetensors").is_file():
+    if not (directory / WEIGHTS).is_file():
         raise ModelError(
-            f"lora.adapter={path} has no adapter_model.safetensors; expected an adapter saved as "
-            "safetensors"
+            f"lora.adapter={path} has no {WEIGHTS}; expected an adapter saved as safetensors"
         )
-    require_file_itself(directory / "adapter_model.safetensors")
+    require_file_itself(directory / WEIGHTS)
     settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     if settings.get("task_type") not in (task, None):
         raise ModelError(
             f"lora.adapter={path} is an adapter for {settings['task_type']}; expected one for {task}, the model's "
             "head; name an adapter that was trained with this head"
         )
+    assert isinstance(settings, dict)
+    return settings

@@ -87,7 +87,7 @@ def load_reward_model(
     lacks_head = f"{HEAD}.weight" in missing
     if lacks_head and head is not None and not is_reward_config(config):
         report["missing_keys"] = missing - {f"{HEAD}.weight", f"{HEAD}.bias"}
-    require_complete(path, report)
+    require_complete(path, report, model)
     if lacks_head and head is not None:
         initialise(scalar_head(model), head.seed)
     _require_bias(path, model, head)

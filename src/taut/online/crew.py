@@ -113,8 +113,9 @@ def _settled(
         found += engine.decisions
     if panel is not None:
         found += panel.decisions
-    if "python" in recipe.rollout.environment.tools:
-        chosen = shared().mechanism
+    environment = recipe.rollout.environment
+    if "python" in environment.tools:
+        chosen = shared(remote=environment.remote).mechanism
         found.append(("sandbox", chosen.name, chosen.reason))
     return list(dict.fromkeys(found))
 

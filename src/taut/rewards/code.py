@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from taut.config import configclass
+from taut.errors import ConfigError, SandboxError
 from taut.rewards.answered import Answered
 from taut.rewards.testcases import Case, read_cases
 from taut.rewards.verifier import Decision, Place, Verifier
-from taut.sandbox import Limits, MechanismName, Ran, shared
+from taut.sandbox import Limits, MechanismName, Ran, Remote, open_remote, shared
 
 TOLERANCE = 1e-6
 """Relative and absolute, of numbers that are not whole."""
@@ -66,23 +69,43 @@ class Code(Verifier):
     limits: Limits = Limits()
     """What a program may use."""
     mechanism: MechanismName | None = None
-    """What holds the programs; by default the first that does of bubblewrap, namespaces, landlock."""
+    """What holds the programs; by default the first that does of gvisor, bubblewrap, landlock."""
     packages: tuple[str, ...] = ()
     """Folders of Python packages that programs may import, beside Python's own library."""
+    remote: Remote = Remote()
+    """A service that runs the programs in place of this machine."""
+
+    def __post_init__(self) -> None:
+        """ConfigError where settings of this machine's sandbox meet a service."""
+        if self.remote.service is not None and (self.mechanism is not None or self.packages):
+            name = "packages" if self.packages else "mechanism"
+            raise ConfigError(
+                f"code has remote.service={self.remote.service} and {name}, which is of this machine's sandbox; "
+                "expected one of the two; take one out"
+            )
 
     @property
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
         """A program's own limits end it before this."""
-        return self.limits.total_seconds + _OVERHEAD
+        waiting = 0.0 if self.remote.service is None else self.remote.wait_seconds
+        return self.limits.total_seconds + waiting + _OVERHEAD
 
     def settled(self) -> tuple[Verifier, Decision | None]:
-        """With the mechanism that holds programs here; SandboxError where none does."""
-        found = shared(self.mechanism, self.packages).mechanism
+        """With the mechanism that holds programs here; SandboxError where none does, or where the service that is set
+        does not run a known program.
+        """
+        with _by_name():
+            if self.remote.service is not None:
+                with closing(open_remote(self.remote, self.limits)) as proved:
+                    where = proved.mechanism
+                return self, ("sandbox", where.name, where.reason)
+            found = shared(self.mechanism, self.packages).mechanism
         return replace(self, mechanism=found.name), ("sandbox", found.name, found.reason)
 
     def prepare(self) -> None:
         """SandboxError where programs cannot be held here."""
-        shared(self.mechanism, self.packages)
+        with _by_name():
+            shared(self.mechanism, self.packages, self.remote)
 
     def dress(self, reference: str) -> str:
         """A program alone, in the block it is looked for in."""
@@ -105,13 +128,14 @@ class Code(Verifier):
         program = answered.text if self.program == "text" else last_block(answered.text)
         if program is None:
             return Judged(("the answer has no closed block of Python",) * len(chosen))
-        sandbox = shared(self.mechanism, self.packages)
         trials = [case.trial for case in chosen]
         is_all = self.score == "all"
         program = (
             f"{self.before}\n{cases.before}{program}" if self.before else cases.before + program
         )
-        results = sandbox.run(program, trials, self.limits, stop_early=is_all)
+        with _by_name():
+            sandbox = shared(self.mechanism, self.packages, self.remote)
+            results = sandbox.run(program, trials, self.limits, stop_early=is_all)
         pairs = zip(chosen, results, strict=True)
         return Judged(tuple(self._reason(case, ran) for case, ran in pairs))
 
@@ -129,6 +153,15 @@ class Code(Verifier):
         if is_same(case.expected, ran.stdout):
             return ""
         return f"printed {ran.stdout.strip()!r:.80}, expected {case.expected.strip()!r:.80}"
+
+
+@contextmanager
+def _by_name() -> Iterator[None]:
+    """What the sandbox lacks is told with the reward that needs it."""
+    try:
+        yield
+    except SandboxError as error:
+        raise SandboxError(f"the reward code: {error}") from error
 
 
 def last_block(text: str) -> str | None:

@@ -2,30 +2,31 @@
 
 A request that failed in transit or met a server that is busy or broken (408, 429, 5xx) is sent again after a pause that
 doubles, for as long as its caller waits. A key comes from the environment variable that its name is given of, and is in
-no message.
+no message. What an answer may take is limited by ``taut.web``.
 
-Imports errors. The verifiers that run remotely import it, and the lane they run in (``remote.py``).
+Imports web and errors. The verifiers that run remotely import it, and the lane they run in (``remote.py``).
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
-import ssl
-from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 import httpx2
 
+from taut import web
 from taut.errors import ConfigError, EngineError
 
 BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Statuses that another attempt may change."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between attempts."""
+LIMITS = web.Limits(seconds=math.inf, max_bytes=2**24)
+"""Of one attempt; its caller has a deadline for all of them (``remote.py``)."""
 SHOWN = 200
 """Characters of a server's own message that are repeated."""
 
@@ -46,11 +47,16 @@ class Client:
         pause = FIRST_PAUSE
         while True:
             try:
-                answer = await self._http.post(url, json=body, headers=headers)
-                found = f"HTTP {answer.status_code}"
+                answer = await web.ask(self._http, "POST", url, LIMITS, json=body, headers=headers)
+                found = f"HTTP {answer.status}"
             except httpx2.RequestError as error:
                 answer, found = None, f"{type(error).__name__}: {error}"
-            if answer is not None and answer.status_code not in BUSY:
+            except web.Refused as error:
+                raise EngineError(
+                    f"{url} answered {error}; expected uncompressed JSON of at most "
+                    f"{LIMITS.max_bytes:,} bytes; correct the server"
+                ) from None
+            if answer is not None and answer.status not in BUSY:
                 return _read(url, answer, secret)
             seconds = pause * random.uniform(0.5, 1.0)
             if anyio.current_time() + seconds > anyio.current_effective_deadline():
@@ -81,18 +87,12 @@ def secret_of(key: str | None) -> str | None:
     return value
 
 
-def _read(url: str, answer: httpx2.Response, secret: str | None) -> Any:
+def _read(url: str, answer: web.Answer, secret: str | None) -> Any:
     text = answer.text.replace(secret, "***") if secret else answer.text
     said = " ".join(text.split())[:SHOWN]
     if not answer.is_success:
-        raise EngineError(f"HTTP {answer.status_code} from {url}: {said}")
+        raise EngineError(f"HTTP {answer.status} from {url}: {said}")
     try:
-        return json.loads(text)  # not the answer's own: what is made of it may be told, too
+        return web.parse_json(text)  # not the answer's own: what is made of it may be told, too
     except ValueError:
         raise EngineError(f"{url} answered {said!r}; expected JSON") from None
-
-
-@cache
-def trusted() -> ssl.SSLContext:
-    """The authorities trusted for https; reading them takes longer than a request."""
-    return httpx2.create_ssl_context()

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import configclass, fields_of
 from taut.errors import ConfigError, DataError
 from taut.rewards.answered import Answered
 from taut.rewards.verifier import Decision, Judged, Place, Verifier
@@ -109,11 +109,14 @@ class LengthCosine(Verifier):
 
     def settled(self) -> tuple[Verifier, Decision | None]:
         """With what the reward that judges has settled: how programs are held."""
-        _, decision = self._judge.settled()
-        if decision is None:
-            return self, None
-        options = {**self.judge_options, "mechanism": decision[1]}
-        return replace(self, judge_options=options), decision
+        judge = self._judge
+        settled, decision = judge.settled()
+        chosen = {
+            name: getattr(settled, name)
+            for name in fields_of(type(settled))
+            if getattr(settled, name) != getattr(judge, name)
+        }
+        return replace(self, judge_options={**self.judge_options, **chosen}), decision
 
     def prepare(self) -> None:
         """As the reward that judges, which has to judge correctness."""

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
-
 from taut.errors import PictureError
-from taut.vision.picture import FORMATS, ImageRef, ImagesConfig, encoded
+from taut.vision.picture import ImageRef, ImagesConfig, encoded, mime_type
 
 WITHIN = ImagesConfig(max_bytes=2**40)
 """Limits of what is sent: it was read within the run's own."""
@@ -51,9 +48,7 @@ def _content(content: Any) -> Any:
 
 def _data_url(picture: ImageRef) -> str:
     raw = encoded(picture, WITHIN)
-    try:
-        with Image.open(BytesIO(raw), formats=FORMATS) as opened:
-            kind = opened.get_format_mimetype()
-    except (UnidentifiedImageError, OSError, ValueError) as error:
-        raise PictureError(f"the picture {picture.name} cannot be read ({error})") from None
+    kind = mime_type(raw)
+    if kind is None:
+        raise PictureError(f"the picture {picture.name} is of no format that is read")
     return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"

@@ -2,7 +2,7 @@
 
 The limit covers all attempts and holds in any thread; what is cancelled closes its connection.
 
-Imports ``http.py`` and the verifiers' base. The panel imports it.
+Imports web, ``http.py`` and the verifiers' base. The panel imports it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 
 import anyio
-import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from taut import web
 from taut.rewards.answered import Answered
-from taut.rewards.http import Client, trusted
+from taut.rewards.http import Client
 from taut.rewards.registry import Part
 from taut.rewards.verifier import Score, reason, scored
 
@@ -37,10 +37,7 @@ class Remotes:
             raise RuntimeError("the rewards are closed")
         if self._portal is None:
             self._portal = self._stack.enter_context(start_blocking_portal())
-            http = httpx2.AsyncClient(
-                verify=trusted(), timeout=None, limits=httpx2.Limits(max_connections=None)
-            )
-            manager = self._portal.wrap_async_context_manager(http)
+            manager = self._portal.wrap_async_context_manager(web.open_client())
             self._client = Client(self._stack.enter_context(manager))
         return self._portal.start_task_soon(self._ask, part, answered)
 

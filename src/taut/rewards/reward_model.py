@@ -21,7 +21,7 @@ from taut.rewards.pictures import sent
 from taut.rewards.verifier import Place, Verifier
 from taut.vision.picture import ImagesConfig
 
-UNREAD = ("folder", "bad", "fps", "max_frames")
+UNREAD = ("folder", "bad", "fps", "max_frames", "limit_video_pixels", "limit_video_seconds")
 """Settings of pictures that are for files of rows."""
 
 

@@ -6,22 +6,20 @@ sending again cannot mend, EngineError says what was found; RequestRefused where
 
 Requests run in an event loop on a thread of their own, so the caller may have one too; cancelling a future closes its
 connection, and the server stops working on it. The API key comes from the environment variable named by the caller
-and appears in no message.
+and appears in no message. What an answer may take is limited by ``taut.web``.
 
-May import errors. ``server.py`` imports it.
+May import web and errors. ``server.py`` imports it.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import cache
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -29,18 +27,19 @@ import anyio
 import httpx2
 from anyio.from_thread import start_blocking_portal
 
+from taut import web
 from taut.errors import ConfigError, EngineError, RequestRefused
 
-CONNECT = 10.0
-"""Seconds a connection may take."""
 LONGEST_WAIT = 60.0
 """Seconds between two attempts, at most; a server that asks for longer is given up."""
 BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Statuses that another attempt may change."""
+MAX_BYTES = 2**27
+"""Bytes an answer may have, decompressed: a token with its log-prob takes about a hundred."""
 SHOWN = 300
 """Characters of a server's own message that are repeated."""
 
-Read: TypeAlias = Callable[[str, httpx2.Response], Any]
+Read: TypeAlias = Callable[[str, web.Answer], Any]
 """What is made of a place's answer."""
 
 
@@ -65,13 +64,9 @@ class Endpoint:
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self._under_way: set[anyio.CancelScope] = set()
         self._secret = _secret(key, section)
-        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
-        client = httpx2.AsyncClient(
-            headers=headers,
-            verify=_trusted(),
-            timeout=httpx2.Timeout(None, connect=min(timeout, CONNECT)),
-            limits=httpx2.Limits(max_connections=None),
-        )
+        self._headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        self._limits = web.Limits(timeout, MAX_BYTES)
+        client = web.open_client()
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal())
             self._client = stack.enter_context(self._portal.wrap_async_context_manager(client))
@@ -107,11 +102,11 @@ class Endpoint:
             finally:
                 self._under_way.discard(scope)
 
-    async def _persist(self, place: str, body: dict[str, Any] | None) -> httpx2.Response:
+    async def _persist(self, place: str, body: dict[str, Any] | None) -> web.Answer:
         """The answer, once there is one that another attempt would not change."""
         for attempt in range(self.retries + 1):
             answer = await self._send(place, body)
-            if isinstance(answer, httpx2.Response) and answer.status_code not in BUSY:
+            if isinstance(answer, web.Answer) and answer.status not in BUSY:
                 return answer
             found, asked = self._trouble(answer)
             pause = max(asked, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
@@ -123,26 +118,32 @@ class Endpoint:
             f"for it, set {self._patience}, then run the same command again"
         )
 
-    async def _send(self, place: str, body: dict[str, Any] | None) -> httpx2.Response | str:
-        """The response, or what came between."""
+    async def _send(self, place: str, body: dict[str, Any] | None) -> web.Answer | str:
+        """The answer, or what came between."""
+        method = "GET" if body is None else "POST"
         try:
-            with anyio.fail_after(self.timeout):
-                if body is None:
-                    return await self._client.get(place)
-                return await self._client.post(place, json=body)
+            return await web.ask(
+                self._client, method, place, self._limits, headers=self._headers, json=body
+            )
         except TimeoutError:
             return f"no answer within {self.timeout:g} s"
         except httpx2.RequestError as error:
             return f"no answer ({type(error).__name__}: {error})"
+        except web.Refused as error:
+            raise EngineError(
+                f"server: {place} answered {self._safe(str(error))}; expected an uncompressed answer of at most "
+                f"{MAX_BYTES:,} bytes; set {self.section}url to an OpenAI-compatible endpoint, as in "
+                "http://127.0.0.1:8000/v1"
+            ) from None
 
-    def _trouble(self, answer: httpx2.Response | str) -> tuple[str, float]:
+    def _trouble(self, answer: web.Answer | str) -> tuple[str, float]:
         """What was found in the way, and the seconds the server asks us to wait."""
         if isinstance(answer, str):
             return self._safe(answer), 0.0
-        found = f"HTTP {answer.status_code} ({self._message(answer)})"
+        found = f"HTTP {answer.status} ({self._message(answer)})"
         return found, _retry_after(answer.headers.get("retry-after"))
 
-    def _json(self, place: str, answer: httpx2.Response) -> Any:
+    def _json(self, place: str, answer: web.Answer) -> Any:
         self._nothing(place, answer)
         try:
             return answer.json()
@@ -152,9 +153,9 @@ class Endpoint:
                 "an OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
             ) from None
 
-    def _nothing(self, place: str, answer: httpx2.Response) -> None:
+    def _nothing(self, place: str, answer: web.Answer) -> None:
         """Raise for an answer that is a refusal."""
-        status = answer.status_code
+        status = answer.status
         if answer.is_success:
             return
         found = f"server: HTTP {status} from {place}: {self._message(answer)}"
@@ -169,7 +170,7 @@ class Endpoint:
             f"{found}; expected an OpenAI-compatible endpoint; set {self.section}url as in http://127.0.0.1:8000/v1"
         )
 
-    def _message(self, answer: httpx2.Response) -> str:
+    def _message(self, answer: web.Answer) -> str:
         """What the server says of its refusal."""
         try:
             said = answer.json()
@@ -193,12 +194,6 @@ def _awaited(future: Future[Any], within: float | None = None) -> Any:
         return future.result(within)
     finally:
         future.cancel()
-
-
-@cache
-def _trusted() -> ssl.SSLContext:
-    """The authorities trusted for https; reading them takes longer than a request."""
-    return httpx2.create_ssl_context()
 
 
 def _checked(url: str, section: str) -> str:
@@ -236,7 +231,7 @@ def _retry_after(value: str | None) -> float:
         return float(value)
     try:
         until = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if until.tzinfo is None:
         until = until.replace(tzinfo=UTC)

@@ -45,6 +45,7 @@ from taut.rollout import tools
 from taut.rollout.bridge import Bridge
 from taut.rollout.deadline import Outcome, each
 from taut.rollout.open import Decision
+from taut.sandbox import Remote
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """What an environment says a path is worth; None: nothing."""
@@ -71,6 +72,8 @@ class EnvironmentConfig:
     """Seconds that reset and each step may take."""
     workers: Annotated[int, Field(ge=1)] = 16
     """Steps that run side by side."""
+    remote: Remote = Remote()
+    """A service that runs the programs of the tool python in place of this machine."""
 
     def __post_init__(self) -> None:
         if self.tools and self.name != "tools":
@@ -89,10 +92,16 @@ class EnvironmentConfig:
                     f"rollout.environment.{key} is {getattr(self, key)} and rollout.environment.name is not set: "
                     f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"
                 )
-        if "python" in self.tools and self.timeout < tools.LEAST_TIMEOUT:
+        if self.remote.service is not None and "python" not in self.tools:
+            raise ConfigError(
+                f"rollout.environment.remote.service is {self.remote.service} and rollout.environment.tools has no "
+                "python: nothing reads it; expected that tool; add it, or take remote out"
+            )
+        least = tools.least_timeout(self.remote)
+        if "python" in self.tools and self.timeout < least:
             raise ConfigError(
                 f"rollout.environment.timeout={self.timeout:g} with the tool python: a program may begin after half of "
-                f"it and run for {tools.LIMITS.wall_seconds:g} s; expected {tools.LEAST_TIMEOUT:g} or more; raise it"
+                f"it and take {(least - 1) / 2:g} s; expected {least:g} or more; raise it"
             )
 
     @property
@@ -286,7 +295,8 @@ class ToolEnvironment:
 def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
     """How instances are made, and the tools they have."""
     if config.name == "tools":
-        kit = {tool.name: tool for tool in map(tools.load_tool, config.tools)}
+        loaded = [tools.load_tool(name, config.remote) for name in config.tools]
+        kit = {tool.name: tool for tool in loaded}
         if len(kit) < len(config.tools):
             raise ConfigError(
                 f"rollout.environment.tools has {', '.join(config.tools)}, two of one name; expected each once; "

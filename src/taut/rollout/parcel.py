@@ -3,21 +3,22 @@
 Tensors are written under the names of a Hugging Face checkpoint (an adapter merged, tied tensors once), in the dtype
 the server computes in, so that what it reads needs no rounding and checksums are those of the very bits.
 
-The folder is in memory (/dev/shm) unless the user names another. It is locked while its process lives; one that a
-killed process left behind is removed by the next.
+The folder is in memory (/dev/shm) unless the user names another. It is a ``TemporaryFolder``, so that what a killed
+process leaves is removed by the next one. By default, and in a place where every user may write, only the user who
+trains (and root) can read it: mode 0700, files 0600. In another place that the user names, whoever may read the place
+may read the weights: they get its group and its permissions to read.
 
-May import models, errors, rollout/served and rollout/worker. ``sync.py`` imports it.
+May import models, errors, temporary, rollout/served and rollout/worker. ``sync.py`` imports it.
 """
 
 from __future__ import annotations
 
-import fcntl
+import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import torch
 from safetensors import SafetensorError
@@ -25,54 +26,64 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from taut.config import home_path
 from taut.errors import EngineError, OutputError
 from taut.models.lora import plain_model
 from taut.rollout.served import Report
 from taut.rollout.worker.taut_worker import checksum
+from taut.temporary import MEMORY, PRIVATE, TemporaryFolder
 
-MEMORY = Path("/dev/shm")
-PREFIX = "taut-weights-"
 FILE_BYTES = 2 * 2**30
 """About how much goes into one file: as much is copied at a time."""
 
 
 class Folder:
-    """A folder of this process's own, which others may read. ``close`` removes it."""
+    """A temporary folder for pushes, which the server reads. ``close`` removes it."""
 
     def __init__(self, place: str | None) -> None:
-        """Raises OutputError where there can be none."""
-        parent = Path(place).expanduser() if place is not None else _memory()
+        """Raises OutputError where it cannot be made."""
+        parent = home_path(place) if place is not None else _memory()
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            _remove_left(parent)
-            made = Path(tempfile.mkdtemp(prefix=".taut-", dir=parent))
-            made.chmod(0o755)
-            self._lock = _locked(made)
-            self.path = made.rename(parent / f"{PREFIX}{made.name.removeprefix('.taut-')}")
+            parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            found = parent.stat()
+            is_prepared = place is not None and not found.st_mode & stat.S_IWOTH
+            self._mode = PRIVATE | (found.st_mode & 0o055 if is_prepared else 0)
+            self._group = found.st_gid if is_prepared else None
+            self._folder = TemporaryFolder("weights", parent, self._mode)
+            self.path = self._folder.path
+            self._share(self.path, self._mode)
         except OSError as error:
             raise OutputError(
                 f"rollout.server.sync.folder: {parent} cannot be written: {error.strerror}; expected a folder that "
                 "this process and the server both see; set it to one"
             ) from None
-        assert self._lock is not None  # nobody else looks at it under its first name
 
     def close(self) -> None:
-        assert self._lock is not None
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        self._folder.close()
 
     def new(self, name: str) -> Path:
         """An empty folder in it."""
         made = self.path / name
         shutil.rmtree(made, ignore_errors=True)
-        made.mkdir()
+        made.mkdir(mode=PRIVATE)
         return made
+
+    def share(self, pushed: Path) -> None:
+        """Let those read a folder of ``new`` and its files who may read the place that the user prepared."""
+        for file in pushed.iterdir():
+            self._share(file, self._mode & 0o666)
+        self._share(pushed, self._mode)
 
     def keep_only(self, kept: Path) -> None:
         """Remove the files of other versions."""
         for other in self.path.iterdir():
             if other.is_dir() and other != kept:
                 shutil.rmtree(other, ignore_errors=True)
+
+    def _share(self, path: Path, mode: int) -> None:
+        if self._group is not None and path.stat().st_gid != self._group:
+            os.chown(path, -1, self._group)
+        path.chmod(mode)
 
 
 def checkpoint_tensors(
@@ -98,8 +109,6 @@ def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> in
         for number, some in enumerate(_batches(tensors, dtype)):
             num_bytes += sum(tensor.nbytes for tensor in some.values())
             save_file(some, folder / f"weights-{number:04}.safetensors")
-        for file in folder.iterdir():
-            file.chmod(0o644)
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"rollout.server.sync.folder: {folder} cannot be written: {error}; expected room for the model's weights; "
@@ -167,24 +176,3 @@ def _batches(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[dict
 
 def _memory() -> Path:
     return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def _locked(folder: Path) -> IO[bytes] | None:
-    """A lock that ends with this process; None where another has it."""
-    file = (folder / "lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
-def _remove_left(parent: Path) -> None:
-    """Remove the folders of processes that are no more. Others' stay, and so does what may not be looked at."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            lock = _locked(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.close()

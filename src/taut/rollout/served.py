@@ -103,8 +103,9 @@ class Asked:
             error = parsed(_Failed, result).error
             if error is not None:
                 raise EngineError(
-                    f"server: it {error}; expected to see the files that were written there; set "
-                    "rollout.server.sync.folder to a folder that both see under one name"
+                    f"server: it {error}; expected to see the files that were written there and be allowed to read "
+                    "them; set rollout.server.sync.folder to a folder that both see under one name and that its user "
+                    "may read, or run it as the user who trains (docs/weights.md)"
                 )
 
     def checksums(self, folder: Path) -> list[list[Report]]:
@@ -116,9 +117,12 @@ class Asked:
         """Under a name nobody else has. One that is sent again, since its answer was lost, vLLM refuses."""
         try:
             self.root.tell("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        except RequestRefused:
+        except RequestRefused as error:
             if not self.serves(name):
-                raise
+                raise RequestRefused(
+                    f"{error} (to load it the server must see {folder} under this name and be allowed to read it: set "
+                    "rollout.server.sync.folder, or run it as the user who trains; docs/weights.md)"
+                ) from None
 
     def unload_adapter(self, name: str) -> None:
         """Once it is gone, vLLM knows no such name."""

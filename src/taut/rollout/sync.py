@@ -37,12 +37,11 @@ from taut.config import configclass
 from taut.data.pack import pack
 from taut.errors import EngineError, TautError
 from taut.models.lora import is_adapted, save_adapter
-from taut.models.save import make_readable
 from taut.models.score import Scorer
 from taut.parallel import Ranks
 from taut.rollout import worker
 from taut.rollout.answer import TOLERANCE
-from taut.rollout.parcel import PREFIX, Folder, checkpoint_tensors, require_arrived, write
+from taut.rollout.parcel import Folder, checkpoint_tensors, require_arrived, write
 from taut.rollout.served import PUSHED, Asked, Held, Report
 from taut.types import FloatArray, IntArray, Sample
 
@@ -62,7 +61,9 @@ class SyncConfig:
     """What is pushed. full: every weight, adapters merged. adapter: only the LoRA adapter. auto: the adapter where one
     is trained and the server can load it, else every weight."""
     folder: str | None = None
-    """A folder with room for the weights that this process and the server both see; by default one in /dev/shm."""
+    """A folder with room for the weights that this process and the server both see. By default one in /dev/shm that
+    only the user who trains can read. Whoever can read a folder named here can read the weights, unless every user can
+    write in it."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds a server may take to load them."""
 
@@ -240,6 +241,8 @@ class Sync:
         dtype = getattr(torch, held[0].dtype)
         tensors = checkpoint_tensors(self.trained.scorer.model, state)
         num_bytes = write(tensors, dtype, folder)
+        assert self._folder is not None
+        self._folder.share(folder)
         checksums = self._load(version, folder)
         arrived = require_arrived(tensors, dtype, checksums)
         now = {"version": version, "folder": str(folder)}
@@ -256,8 +259,9 @@ class Sync:
     def _push_adapter(self, version: int, state: Mapping[str, Tensor], folder: Path) -> _Sent:
         """Under a name and a path of its own, so that nothing kept of another version is taken for it."""
         save_adapter(self.trained.scorer.model, folder, dict(state))
-        make_readable(folder)
-        name = f"{self.asked.base}{PUSHED}{folder.parent.name.removeprefix(PREFIX)}-{folder.name}"
+        assert self._folder is not None
+        self._folder.share(folder)
+        name = f"{self.asked.base}{PUSHED}{folder.parent.name.rpartition('-')[2]}-{folder.name}"
         held = self._held()
         self.asked.load_adapter(name, folder)
         if self._sent is not None and self.asked.serves(self._sent.name):

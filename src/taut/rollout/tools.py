@@ -18,7 +18,7 @@ import operator
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import (
@@ -27,11 +27,12 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
+from taut.config import home_path
 from taut.data.formats import Message
 from taut.data.formats import Tool as Schema
 from taut.data.tool_calls import ToolCall
 from taut.errors import ConfigError, TautError
-from taut.sandbox import Limits, run_python, shared
+from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
 
 MOST_SAID = 4000
 """Characters of what a tool returns that the policy is told."""
@@ -44,8 +45,6 @@ LONGEST = 1000
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=8.0, total_seconds=8.0)
 """Of a program that the policy runs."""
-LEAST_TIMEOUT = 2 * LIMITS.wall_seconds + 1
-"""Seconds of an environment's step in which a program that begins by half of them ends."""
 ENDS = {
     "time": f"the program took more than {LIMITS.wall_seconds:g} s",
     "cpu": f"the program took more than {LIMITS.cpu_seconds} s of processor time",
@@ -66,6 +65,12 @@ class Tool(NamedTuple):
     @property
     def name(self) -> str:
         return str(self.schema["function"]["name"])
+
+
+def least_timeout(remote: Remote) -> float:
+    """Seconds of an environment's step in which a program that begins by half of them ends."""
+    waiting = 0.0 if remote.service is None else remote.wait_seconds
+    return 2 * (LIMITS.wall_seconds + waiting) + 1
 
 
 def answer(kit: Mapping[str, Tool], call: ToolCall) -> Message:
@@ -101,7 +106,12 @@ def python(code: str) -> str:
     Args:
         code: The program. It prints what is to be returned.
     """
-    ran = run_python(code, limits=LIMITS)
+    return _run_python(code, HERE)
+
+
+def _run_python(code: str, remote: Remote) -> str:
+    """What the tool python returns."""
+    ran = run_python(code, limits=LIMITS, remote=remote)
     if ran.outcome == "ok":
         return ran.stdout or "(nothing was printed)"
     what = ENDS.get(ran.outcome) or (ran.stderr.strip().splitlines() or ["the program failed"])[-1]
@@ -203,18 +213,22 @@ TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": pyth
 """name -> function. A new one is a line here."""
 
 
-def load_tool(name: str) -> Tool:
-    """The tool that a configuration names: ``calculator``, or ``FILE.py:function``."""
+def load_tool(name: str, remote: Remote = HERE) -> Tool:
+    """The tool that a configuration names: ``calculator``, or ``FILE.py:function``. ``remote``: where python runs."""
     key = "rollout.environment.tools"
     if name not in TOOLS and ":" not in name:
         raise ConfigError(
             f"{key} has {name!r}; expected one of {', '.join(TOOLS)}, or FILE.py:function"
         )
-    if name == "python":
-        shared()  # refused now where programs cannot be held
     function = TOOLS[name] if name in TOOLS else load_own(name, key, "function")
+    described = function
+    if name == "python" and remote.service is not None:
+        open_remote(remote, LIMITS).close()
+        function = partial(_run_python, remote=remote)
+    elif name == "python":
+        shared()  # refused now where programs cannot be held
     try:
-        return Tool(get_json_schema(function), function)
+        return Tool(get_json_schema(described), function)
     except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -226,7 +240,7 @@ def load_tool(name: str) -> Tool:
 def load_own(spec: str, key: str, kind: str) -> Any:
     """What ``FILE.py:name`` names. ``key`` and ``kind`` are for messages."""
     file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
+    path = home_path(file)
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(
             f"{key} is {spec}, and there is no file {file or spec}; expected FILE.py:{kind}; check the path"

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from taut.printing import Printer, counted
+from taut.printing import Printer, counted, one_line
 from taut.runlog.events import Event, ReportLost
+from taut.terminal import Terminal
 
 BAR = 10
 """Columns of the progress bar."""
@@ -43,9 +44,7 @@ class ConsoleReport:
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
         self._printer = Printer.on(sys.stdout)
-        self._console = console or Console(
-            file=cast(TextIO, self._printer), highlight=False, soft_wrap=True
-        )
+        self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
         self._every = every
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -86,7 +85,7 @@ class ConsoleReport:
             self._progress = None
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style))
+        self._console.print(Text(one_line(text), style=style))
 
     def _say_rows(self, rows: Sequence[Sequence[str]]) -> None:
         """Rows of text, their columns aligned; the last one may be of any length."""
@@ -125,7 +124,11 @@ class ConsoleReport:
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
         """The progress bar, from the first step on: what comes before has lines of its own."""
         if self._progress is None:
-            columns = BarColumn(BAR), MofNCompleteColumn(), TextColumn("{task.description}")
+            columns = (
+                BarColumn(BAR),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+            )
             self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("", total=self._num_steps)
             self._progress.start()

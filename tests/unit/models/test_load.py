@@ -134,6 +134,42 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
         load_tiny(path)
 
 
+def with_more(path: Path, **more: torch.Tensor) -> None:
+    weights = load_file(path / "model.safetensors")
+    save_file({**weights, **more}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_a_config_that_drops_layers_is_refused(name: str, tmp_path: Path) -> None:
+    path = save_tiny(name, tmp_path)
+    kinds = json.loads((path / "config.json").read_text()).get("layer_types")
+    edit_config(path, num_hidden_layers=1, **({"layer_types": kinds[:1]} if kinds else {}))
+    says = r"weight\(s\) that its config\.json leaves out, model\.layers\.1\."
+    with pytest.raises(ModelError, match=says):
+        load_tiny(path)
+
+
+def test_a_config_that_drops_a_bias_is_refused(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path)
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
+    with_more(path, **bias)
+    with pytest.raises(
+        ModelError, match=r"1 weight\(s\) that its config\.json leaves out, .*q_proj\.bias"
+    ):
+        load_tiny(path)
+
+
+def test_weights_of_what_the_model_is_not_made_of_are_let_be(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path)
+    further = {
+        "v_head.summary.weight": torch.zeros(1, 32),
+        "mtp.layers.0.norm.weight": torch.zeros(32),
+    }
+    with_more(path, **further, **{"model.layers.2.input_layernorm.weight": torch.zeros(32)})
+    edit_config(path, num_nextn_predict_layers=1)
+    load_tiny(path)
+
+
 def test_a_wrong_shape_is_refused(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path)
     edit_config(path, intermediate_size=56)

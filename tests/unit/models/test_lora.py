@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models import logits_of, parameters_of, tiny_model, with_weights_of
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
@@ -299,3 +301,80 @@ def test_an_adapter_that_trains_rows_of_one_table_apart_is_refused(tmp_path: Pat
     made_elsewhere("qwen2", tmp_path, trainable_token_indices={"lm_head": [3]})
     with pytest.raises(ModelError, match="apart, and the two are one table"):
         apply_lora(tiny_model("qwen2"), LoraConfig(adapter=str(tmp_path)))
+
+
+SAVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", {}),
+    "dora": ("llama", {"dora": True}),
+    "trained whole": ("llama", {"modules_to_save": ["lm_head"]}),
+    "tied, trained whole": ("qwen2", {"modules_to_save": ["embed_tokens"]}),
+    "rows": ("llama", {"rows": {"model.embed_tokens": [5, 90], "lm_head": [5, 90]}}),
+    "tied rows": ("qwen2", {"rows": {"model.embed_tokens": [5, 90]}}),
+}
+
+
+def saved_adapter(case: str, directory: Path) -> tuple[str, Path]:
+    """A base model's name, and the file of an adapter of it that says something."""
+    name, settings = SAVED[case]
+    rows = settings.get("rows")
+    settings = {key: value for key, value in settings.items() if key != "rows"}
+    model = apply_lora(tiny_model(name), LoraConfig(rank=2, **settings), rows=rows)
+    save_adapter(shake(model), directory)
+    return name, directory / "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_each_tensor_of_an_adapter_must_be_there(case: str, tmp_path: Path) -> None:
+    """One tensor taken out, whichever it is."""
+    name, file = saved_adapter(case, tmp_path)
+    whole = load_file(file)
+    apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path)))
+    kinds = {re.sub(r"\d+", "N", key): key for key in whole}
+    for key in kinds.values():
+        save_file({other: whole[other] for other in whole if other != key}, file)
+        with pytest.raises(ModelError, match=r"adapter_model\.safetensors lacks ") as raised:
+            apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path)))
+        assert str(tmp_path) in str(raised.value) and key.removesuffix(".weight") in str(
+            raised.value
+        )
+
+
+def test_the_tensors_an_adapter_lacks_are_counted(tmp_path: Path) -> None:
+    name, file = saved_adapter("linear", tmp_path)
+    whole = load_file(file)
+    key = min(whole)
+    save_file({key: whole[key]}, file)
+    lacks = rf"lacks tensors for the model: {len(whole) - 1} of {len(whole)}, base_model\."
+    with pytest.raises(ModelError, match=rf"^lora\.adapter={tmp_path}: .*{lacks}"):
+        apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path)))
+
+
+def test_an_adapter_whose_layers_have_other_names_is_refused(tmp_path: Path) -> None:
+    name, file = saved_adapter("linear", tmp_path)
+    whole = load_file(file)
+    save_file({key.replace(".layers.", ".h."): value for key, value in whole.items()}, file)
+    both = rf"lacks tensors for the model: {len(whole)} of .* and has tensors that .* no place for: {len(whole)} of"
+    with pytest.raises(ModelError, match=both):
+        apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path)))
+
+
+def test_a_tensor_too_many_is_refused(tmp_path: Path) -> None:
+    name, file = saved_adapter("linear", tmp_path)
+    whole = load_file(file)
+    key = next(key for key in whole if "layers.1." in key)
+    save_file({**whole, key.replace("layers.1.", "layers.7."): whole[key].clone()}, file)
+    with pytest.raises(
+        ModelError, match=r"has tensors that the model has no place for: 1 of .*layers\.7\."
+    ):
+        apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path)))
+
+
+def test_an_adapter_that_brings_weights_of_the_base_is_refused(tmp_path: Path) -> None:
+    name, file = saved_adapter("linear", tmp_path)
+    weight = "base_model.model.model.norm.weight"
+    norm = torch.zeros_like(tiny_model(name).get_parameter("model.norm.weight"))
+    save_file({**load_file(file), weight: norm}, file)
+    with pytest.raises(
+        ModelError, match=r"has tensors of the base model: 1 of .*model\.norm\.weight"
+    ):
+        apply_lora(tiny_model(name), LoraConfig(adapter=str(tmp_path)))

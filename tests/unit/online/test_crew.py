@@ -146,7 +146,7 @@ def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> 
 def test_what_holds_programs_is_what_the_reward_asks_for(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shared() -> Any:
+    def shared(remote: Any) -> Any:
         return SimpleNamespace(mechanism=SimpleNamespace(name="first", reason="it holds"))
 
     monkeypatch.setattr(crew, "shared", shared)

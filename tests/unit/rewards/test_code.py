@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.services import serving
 
-from taut.errors import DataError, SandboxError
+from taut.errors import ConfigError, DataError, SandboxError
 from taut.rewards import PanelConfig, RewardSpec, open_panel
 from taut.rewards.answered import Answered
 from taut.rewards.code import Code, last_block
 from taut.rewards.length import LengthCosine
+from taut.rewards.registry import verifier_of
 from taut.rewards.testcases import read_cases
 from taut.rewards.worker import judged
-from taut.sandbox import Limits, close_shared, shared, workers
+from taut.sandbox import Limits, close_shared, kernel, shared, walls
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 FUNCTION = "def add(a, b):\n    return a + b"
@@ -193,9 +195,66 @@ def test_a_sandbox_that_fails_is_an_error_and_no_zero(monkeypatch: pytest.Monkey
     assert score.value is None
     assert score.error is not None
     assert "the sandbox is closed" in score.error
-    monkeypatch.setattr(workers, "interpreter", lambda: "/no/such/python")
+    monkeypatch.setattr(walls, "interpreter", lambda: "/no/such/python")
     score = judged("code", Code(), Answered(text=f"```\n{ADD}\n```", row={"tests": APPS}))
     assert score.value is None
     assert score.error is not None
     assert "found no way to hold a program" in score.error
     close_shared()
+
+
+def test_programs_may_run_at_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PISTON_ENDPOINTS", "E2B_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with serving("piston") as fake:
+        remote = {"service": "piston", "addresses": [fake.url], "wait_seconds": 5.0}
+        options = {"remote": remote, "limits": {"wall_seconds": 5.0}}
+        cosine = {"max_tokens": 9, "judge": "code", "judge_options": options}
+        specs = [
+            RewardSpec(name="code", options=options),
+            RewardSpec(name="length_cosine", options=cosine),
+        ]
+        with open_panel(specs, PanelConfig(workers=1)) as panel:
+            reason = f"remote.service asks for it; programs and tests are sent to {fake.url}"
+            assert panel.decisions == [("sandbox", "piston", reason)]
+            rows = [{"tests": APPS}, {"test_list": ["assert add(1, 2) == 3"]}]
+            right, wrong = (
+                panel.grade(
+                    [
+                        Answered(text=f"```\n{program}\n```", row=row, num_tokens=0)
+                        for program, row in zip(programs, rows, strict=True)
+                    ]
+                )
+                for programs in ((ADD, FUNCTION), ("print(3)", "import sys; sys.exit(0)"))
+            )
+            assert [it.total for it in right] == [3, 3]
+            assert [it.parts["code"].value for it in wrong] == [0, 0]
+            assert all(APPS["outputs"][1] not in body["stdin"] for *_, body in fake.asked)
+            fake.fault = lambda job: "400"
+            (failed,) = panel.grade([Answered(text=f"```\n{ADD}\n```", row=rows[0])], ["code"])
+            assert failed.total is None
+            assert "HTTP 400" in str(failed.error)
+        with pytest.raises(SandboxError, match=f"{fake.url}/execute answered HTTP 400"):
+            open_panel(specs)
+
+
+def test_a_service_needs_its_key_and_no_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ({"mechanism": "landlock"}, {"packages": ["/usr"]}):
+        with pytest.raises(ConfigError, match=r"remote.service=e2b and (mechanism|packages)"):
+            verifier_of("code", {"remote": {"service": "e2b"}} | other)
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="the environment variable E2B_API_KEY is not set"):
+        open_panel([RewardSpec(name="code", options={"remote": {"service": "e2b"}})])
+    with pytest.raises(ConfigError, match=r"remote.image is not set"):
+        verifier_of("code", {"remote": {"service": "morph"}})
+
+
+def test_where_nothing_holds_it_is_refused_by_name_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close_shared()
+    monkeypatch.setattr(walls, "bwrap", lambda: None)
+    monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
+    for refused in (Code().prepare, Code().settled):
+        with pytest.raises(SandboxError, match=r"^the reward code: .*pip install .*\[rl\]'"):
+            refused()

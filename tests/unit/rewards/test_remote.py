@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests.wire import OK, answers, repeats, serving
 
 from taut.errors import ConfigError, UserCodeError
 from taut.rewards import Answered, PanelConfig, RewardSpec, Score, open_panel
@@ -129,6 +131,21 @@ def test_what_is_no_score_is_an_error(
     (score,) = said("reward_server", ASKED, url=server.url, key="OPEN")
     assert score.value is None
     assert re.search(error, str(score.error))
+
+
+def test_an_answer_that_inflates_drips_or_nests_is_an_error_of_that_answer() -> None:
+    with serving() as server:
+        bomb = gzip.compress(bytes(10**8))
+        server.paths["/bomb/score"] = answers(bomb, b"Content-Encoding: gzip")
+        server.paths["/drips/score"] = repeats(OK, b"X: y\r\n", 0.02)
+        server.paths["/nests/score"] = answers(b"[" * 99_999)
+        for path, found in (
+            ("bomb", "answered more than 16,777,216 bytes; expected"),
+            ("drips", "reward_server had no answer within 1 s"),
+            ("nests", "expected JSON"),
+        ):
+            (score,) = said("reward_server", ASKED, url=f"{server.url}/{path}", timeout=1)
+            assert score.value is None and found in str(score.error)
 
 
 def test_a_score_that_is_no_number_stops_the_run(server: Server) -> None:

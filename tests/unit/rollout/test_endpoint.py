@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
 import signal
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -26,9 +28,11 @@ from tests.server import (
     prompt,
 )
 from tests.tokenizers import tiny_tokenizer
+from tests.wire import answers, repeats, serving
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError
+from taut.rollout import endpoint
 from taut.rollout.endpoint import _retry_after
 from taut.rollout.server import ServerEngine
 
@@ -65,12 +69,42 @@ def test_trouble_that_passes_is_waited_for(fault: Fault) -> None:
         (Fault(text='{"choices": []}'), "choices in an answer is not as it should be"),
         (Fault(text='{"choices": [{"token_ids": ["a"]}]}'), "choices.0.token_ids.0"),
         (Fault(text="[1]"), "the answer"),
+        (Fault(text="[" * 99_999), "expected JSON"),
+        (
+            Fault(text="{}", headers={"content-encoding": "br"}),
+            "in the content encoding 'br'; expe",
+        ),
     ],
 )
 def test_trouble_that_stays_is_an_error(fault: Fault, found: str) -> None:
     with pytest.raises(EngineError, match=found) as caught:
         one(FakeServer(faults=after_probe(lambda body, count: fault)))
     assert "\n" not in str(caught.value)
+
+
+def test_an_answer_that_inflates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_BYTES", 10**6)
+    body = gzip.compress(bytes(10**8))
+    with serving() as server:
+        server.paths["/v1/models"] = answers(body, b"Content-Encoding: gzip")
+        url, found = (
+            f"{server.url}/v1",
+            "more than 1,000,000 bytes; expected .+; set rollout.url to",
+        )
+        tracemalloc.start()
+        with pytest.raises(EngineError, match=found):
+            ServerEngine.open(url, CONFIG, tiny_tokenizer(), [7], 64)
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+        tracemalloc.stop()
+        assert len(server.requests) == 1
+
+
+def test_an_answer_that_drips_is_told_of() -> None:
+    with serving() as server:
+        server.paths["/v1/models"] = repeats(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02)
+        config = replace(CONFIG, {"timeout": 0.3, "retries": 1})
+        with pytest.raises(EngineError, match=r"no answer within 0.3 s .+\(2 attempts\)"):
+            ServerEngine.open(f"{server.url}/v1", config, tiny_tokenizer(), [7], 64)
 
 
 def test_a_server_that_asks_for_more_patience_than_we_have_is_given_up() -> None:
@@ -90,6 +124,7 @@ def test_retry_after_is_waited_out() -> None:
 def test_retry_after_may_be_a_date() -> None:
     assert _retry_after("17") == 17
     assert _retry_after(None) == _retry_after("soon") == 0
+    assert _retry_after("Wed, 21 Oct 2015 07:28:00 +99999999999999") == 0
     assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
     assert _retry_after(format_datetime(datetime(2999, 1, 1, tzinfo=UTC), usegmt=True)) > 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import stat
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from taut.errors import EngineError, OutputError
 from taut.models.lora import LoraConfig, apply_lora
 from taut.rollout import parcel
-from taut.rollout.parcel import PREFIX, Folder, checkpoint_tensors, require_arrived, write
+from taut.rollout.parcel import Folder, checkpoint_tensors, require_arrived, write
 from taut.rollout.served import Report
 from taut.rollout.worker.taut_worker import checksum
 
@@ -61,7 +61,6 @@ def test_files_hold_them_in_the_server_s_dtype(
     assert len(files) > 1 and read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name].bfloat16()) for name in tensors)
     assert num_bytes == sum(value.nbytes for value in read.values())
-    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o644}
 
 
 # Checksums
@@ -107,27 +106,82 @@ def test_what_cannot_be_read_is_said_to_be_unread() -> None:
 # The folder
 
 
-def test_a_folder_is_open_to_a_server_of_another_user_and_goes_with_its_owner(
-    tmp_path: Path,
+def modes(folder: Path) -> set[str]:
+    return {f"{stat.S_IMODE(path.stat().st_mode):o}" for path in folder.rglob("*")}
+
+
+def pushed(folder: Folder) -> Path:
+    version = folder.new("1")
+    write(checkpoint_tensors(tiny()), FLOAT, version)
+    folder.share(version)
+    return version
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_weights_where_every_user_may_write_are_for_their_owner_alone(
+    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(parcel, "MEMORY", tmp_path)
+    folder = Folder(str(tmp_path) if is_named else None)
+    pushed(folder)
+    assert modes(tmp_path) == {"700", "600"}
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another group")
+def test_weights_in_a_prepared_folder_are_for_those_who_may_read_the_folder(tmp_path: Path) -> None:
+    place = tmp_path / "prepared"
+    place.mkdir()
+    os.chown(place, -1, 12345)
+    place.chmod(0o750)
+    folder = Folder(str(place))
+    version = pushed(folder)
+    shared = [folder.path, version, *version.iterdir()]
+    assert {path.stat().st_gid for path in shared} == {12345}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in shared] == [0o750, 0o750, 0o640]
+    folder.close()
+    assert list(place.iterdir()) == []
+
+
+def test_a_folder_that_is_made_for_the_weights_is_private(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "deep" / "er"))
+    pushed(folder)
     assert folder.path.parent == tmp_path / "deep" / "er"
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o755
+    assert modes(tmp_path / "deep" / "er") == {"700", "600"}
+    folder.close()
+
+
+def test_only_the_newest_version_is_kept(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
     first, second = folder.new("1"), folder.new("2")
     folder.keep_only(second)
     assert not first.exists() and second.exists()
     folder.close()
-    assert not folder.path.exists()
 
 
-def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
-    left, used = tmp_path / f"{PREFIX}left", tmp_path / f"{PREFIX}used"
-    for folder in (left, used):
-        (folder / "1").mkdir(parents=True)
-    with (used / "lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        Folder(str(tmp_path)).close()
-        assert not left.exists() and (used / "1").exists()
+@pytest.mark.parametrize("planted", ["link to a folder", "lock is a link", "lock is a FIFO"])
+def test_what_another_user_plants_in_a_shared_place_is_not_touched(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    shared.mkdir()
+    home.mkdir(mode=0o700)
+    (home / "lock").write_text("precious")
+    trap = shared / "taut-weights-aaaaaaaa"
+    if planted == "link to a folder":
+        trap.symlink_to(home)
+    else:
+        trap.mkdir(mode=0o755)
+        if planted == "lock is a link":
+            (trap / "lock").symlink_to(home / "lock")
+        else:
+            os.mkfifo(trap / "lock")
+    monkeypatch.setattr(parcel, "MEMORY", shared)
+    Folder(None).close()  # returns: a FIFO that is opened for writing would wait for its reader
+    assert (home / "lock").read_text() == "precious"
+    assert list(shared.iterdir()) == [trap]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

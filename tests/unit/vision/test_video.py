@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import time
 from io import BytesIO
 from pathlib import Path
 
@@ -12,9 +12,11 @@ import pytest
 from PIL import Image
 
 from taut.errors import PictureError
-from taut.vision.picture import ImageRef
+from taut.vision import decoding
+from taut.vision.picture import ImageRef, ImagesConfig
 from taut.vision.video import Frame, frames_of, png_of
 
+IMAGES = ImagesConfig()
 GREYS = [Image.new("RGB", (16, 16), (20 * number,) * 3) for number in range(10)]
 
 
@@ -42,15 +44,21 @@ def animation(kind: str, duration: int | list[int] = 100) -> ImageRef:
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_animations(kind: str) -> None:
     film = animation(kind)
-    assert seen(frames_of(film, 5, 64, "row")) == [(0, 0), (0.2, 2), (0.4, 4), (0.6, 6), (0.8, 8)]
-    assert seen(frames_of(film, 100, 3, "row")) == [(0, 0), (0.4, 4), (0.9, 9)]
-    assert len(frames_of(film, 100, 64, "row")) == 10, "each once"
+    assert seen(frames_of(film, 5, 64, "row", IMAGES)) == [
+        (0, 0),
+        (0.2, 2),
+        (0.4, 4),
+        (0.6, 6),
+        (0.8, 8),
+    ]
+    assert seen(frames_of(film, 100, 3, "row", IMAGES)) == [(0, 0), (0.4, 4), (0.9, 9)]
+    assert len(frames_of(film, 100, 64, "row", IMAGES)) == 10, "each once"
 
 
 def test_a_frame_is_shown_until_the_next() -> None:
     film = animation("GIF", [1000, *[100] * 9])
-    assert seen(frames_of(film, 1, 64, "row")) == [(0, 0), (1, 1)]
-    assert seen(frames_of(film, 1, 1, "row")) == [(0, 0)]
+    assert seen(frames_of(film, 1, 64, "row", IMAGES)) == [(0, 0), (1, 1)]
+    assert seen(frames_of(film, 1, 1, "row", IMAGES)) == [(0, 0)]
 
 
 def movie(path: Path) -> ImageRef:
@@ -67,12 +75,12 @@ def movie(path: Path) -> ImageRef:
 
 def test_a_movie(tmp_path: Path) -> None:
     film = movie(tmp_path / "a.mp4")
-    frames = frames_of(film, 5, 64, "row")
+    frames = frames_of(film, 5, 64, "row", IMAGES)
     assert seen(frames) == [(0, 0), (0.2, 2), (0.4, 4), (0.6, 6), (0.8, 8)]
     assert opened(frames[0].image).size == (32, 16)
     held = ImageRef("bytes", (tmp_path / "a.mp4").read_bytes())
-    assert frames_of(held, 5, 64, "row") == frames
-    assert seen(frames_of(film, 50, 2, "row")) == [(0, 0), (0.9, 9)]
+    assert frames_of(held, 5, 64, "row", IMAGES) == frames
+    assert seen(frames_of(film, 50, 2, "row", IMAGES)) == [(0, 0), (0.9, 9)]
 
 
 def test_a_file_that_is_written_again(tmp_path: Path) -> None:
@@ -80,7 +88,7 @@ def test_a_file_that_is_written_again(tmp_path: Path) -> None:
     for film, count in ((animation("GIF"), 10), (animation("GIF", 10), 10)):
         assert isinstance(film.value, bytes)
         path.write_bytes(film.value)
-        frames = frames_of(ImageRef("file", str(path)), 100, 64, "row")
+        frames = frames_of(ImageRef("file", str(path)), 100, 64, "row", IMAGES)
         assert len(frames) == count
     assert frames[1].seconds == pytest.approx(0.01)
 
@@ -88,9 +96,12 @@ def test_a_file_that_is_written_again(tmp_path: Path) -> None:
 def test_no_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.mp4"
     path.write_bytes(b"film")
-    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "av.py").write_text("raise ModuleNotFoundError('No module named av')")
+    monkeypatch.syspath_prepend(tmp_path)
+    decoding.end_all()
     with pytest.raises(PictureError, match=r"d:1: .*a.mp4 needs PyAV.*pip install .*video"):
-        frames_of(ImageRef("file", str(path)), 2, 64, "d:1")
+        frames_of(ImageRef("file", str(path)), 2, 64, "d:1", IMAGES)
+    decoding.end_all()
 
 
 def test_broken(tmp_path: Path) -> None:
@@ -99,35 +110,81 @@ def test_broken(tmp_path: Path) -> None:
     assert isinstance(whole, bytes)
     for broken in (b"film", b"", whole[: len(whole) // 2]):
         with pytest.raises(PictureError, match=r"^d:1: the video of .* bytes cannot be read \("):
-            frames_of(ImageRef("bytes", broken), 2, 64, "d:1")
+            frames_of(ImageRef("bytes", broken), 2, 64, "d:1", IMAGES)
     with pytest.raises(PictureError, match=r"none.mp4 cannot be read \(No such file"):
-        frames_of(ImageRef("file", str(tmp_path / "none.mp4")), 2, 64, "d:1")
+        frames_of(ImageRef("file", str(tmp_path / "none.mp4")), 2, 64, "d:1", IMAGES)
     with pytest.raises(PictureError, match=r"cannot be read .*infinity"):
-        frames_of(animation("GIF"), 1e308 * 10, 64, "d:1")
+        frames_of(animation("GIF"), 1e308 * 10, 64, "d:1", IMAGES)
     with pytest.raises(PictureError, match="is at the address"):
-        frames_of(ImageRef("url", "https://here.org/a.mp4"), 2, 64, "d:1")
+        frames_of(ImageRef("url", "https://here.org/a.mp4"), 2, 64, "d:1", IMAGES)
 
 
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     """A pipe that nobody writes to would be waited for, for ever."""
     os.mkfifo(tmp_path / "a.mp4")
     with pytest.raises(PictureError, match=r"^d:1: the video .*a.mp4 is a pipe, a socket"):
-        frames_of(ImageRef("file", str(tmp_path / "a.mp4")), 2, 64, "d:1")
+        frames_of(ImageRef("file", str(tmp_path / "a.mp4")), 2, 64, "d:1", IMAGES)
     with pytest.raises(PictureError, match="is a directory; expected a file"):
-        frames_of(ImageRef("file", str(tmp_path)), 2, 64, "d:1")
+        frames_of(ImageRef("file", str(tmp_path)), 2, 64, "d:1", IMAGES)
 
 
-def test_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    film = movie(tmp_path / "a.mp4")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(PictureError, match="frames have 32 x 16 pixels; expected at most 100"):
-        frames_of(film, 3, 64, "d:1")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
-    with pytest.warns(), pytest.raises(PictureError, match="have 16 x 16 pixels; expected at most"):
-        frames_of(animation("GIF", 70), 3, 64, "d:1")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(PictureError, match="cannot be read"):
-        frames_of(animation("GIF", 70), 3, 64, "d:1")
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "mp4"])
+def test_a_bomb(tmp_path: Path, kind: str) -> None:
+    film = movie(tmp_path / "a.mp4") if kind == "mp4" else animation(kind)
+    size = "32 x 16" if kind == "mp4" else "16 x 16"
+    images = ImagesConfig(limit_pixels=100)
+    with pytest.raises(
+        PictureError,
+        match=rf"^d:1: the video .* has frames of {size} pixels; expected at most 100; .*\.limit_pixels$",
+    ):
+        frames_of(film, 3, 64, "d:1", images)
+    images = ImagesConfig(limit_video_pixels=2000)
+    with pytest.raises(
+        PictureError,
+        match=rf"has 10 frames of {size} pixels; expected at most 2,000 .*\.limit_video_pixels$",
+    ):
+        frames_of(film, 3, 64, "d:1", images)
+    images = ImagesConfig(limit_video_pixels=10 * 16 * 32, limit_pixels=16 * 32)
+    assert len(frames_of(film, 100, 64, "d:1", images)) == 10
+
+
+def test_one_of_many_large_frames_is_refused_at_once() -> None:
+    """A few kilobytes that would take minutes."""
+    held = BytesIO()
+    Image.new("P", (8000, 8000)).save(held, "GIF")
+    whole = held.getvalue()
+    begin = whole.index(b"\x2c")
+    film = ImageRef("bytes", whole[:begin] + whole[begin:-1] * 200 + b";")
+    began = time.monotonic()
+    with pytest.raises(PictureError, match="has 200 frames of 8,000 x 8,000 pixels; expected"):
+        frames_of(film, 2, 64, "d:1", IMAGES)
+    assert time.monotonic() - began < 5
+
+
+def test_one_that_takes_long_is_given_up() -> None:
+    held = BytesIO()
+    Image.new("P", (4000, 4000)).save(held, "GIF")
+    whole = held.getvalue()
+    begin = whole.index(b"\x2c")
+    film = ImageRef("bytes", whole[:begin] + whole[begin:-1] * 100 + b";")
+    began = time.monotonic()
+    found = r"^d:1: the video .* takes longer than 0.3 s .*data\.images\.limit_video_seconds"
+    with pytest.raises(PictureError, match=found):
+        frames_of(film, 2, 64, "d:1", ImagesConfig(limit_video_seconds=0.3))
+    assert time.monotonic() - began < 2
+
+
+def test_a_play_list_is_not_followed(tmp_path: Path) -> None:
+    """It would be a way to any video of this machine."""
+    movie(tmp_path / "a.mp4")
+    lists = {
+        "a.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\na.mp4\n#EXT-X-ENDLIST\n",
+        "a.ffconcat": "ffconcat version 1.0\nfile a.mp4\n",
+    }
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(PictureError, match="cannot be read"):
+            frames_of(ImageRef("file", str(tmp_path / name)), 2, 64, "d:1", IMAGES)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])

@@ -20,7 +20,7 @@ from taut.data.media import PICTURES
 from taut.data.preferences import best_row
 from taut.errors import DataError, PictureError
 from taut.vision.album import Album
-from taut.vision.picture import ImageRef, ImagesConfig, decode, encoded, require_allowed
+from taut.vision.picture import ImageRef, ImagesConfig, decoded_size, encoded, require_allowed
 
 MOST = 200
 """Pictures that are opened."""
@@ -85,7 +85,7 @@ def _trouble(
             return ""
         require_allowed(ref, images)
         if ref.kind != "url":
-            decode(encoded(ref, images), ref.name, images)
+            decoded_size(encoded(ref, images), ref.name, images)
     except PictureError as error:
         return str(error) if album is not None else f"{place}: {error}"
     return ""

@@ -7,7 +7,6 @@ show: they are moved meanwhile, then put back.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from taut.reloaded import (
     samples_to_compare,
     score,
 )
+from taut.temporary import TemporaryFolder
 from taut.vision.processors import open_processor
 
 MOST = 2_000_000_000
@@ -43,9 +43,9 @@ def ask(session: Session) -> Finding:
     number = sum(parameter.numel() for parameter in session.scorer.parameters())
     if number > MOST:
         return skipped(f"{number:,} parameters would take long to write; the run asks at its end")
-    with tempfile.TemporaryDirectory() as place, _moved(session):
+    with TemporaryFolder("check") as place, _moved(session):
         try:
-            found, other = _save_and_compare(session, Path(place) / "model")
+            found, other = _save_and_compare(session, place / "model")
         except OutputError as error:
             return skipped(str(error).partition(";")[0])
         except TautError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from typing import Any
 
 from transformers import GenerationConfig
@@ -14,6 +13,7 @@ from taut.checks.stop.served import served
 from taut.data.stops import described
 from taut.models.load import quiet_library
 from taut.models.save import generation_to_save
+from taut.temporary import TemporaryFolder
 
 FILE = "the model's generation_config.json"
 
@@ -52,7 +52,7 @@ def ask(session: Session) -> Finding:
 
 def _refused(generation: GenerationConfig) -> str:
     """Why the library does not save it; empty: it does."""
-    with tempfile.TemporaryDirectory() as place, quiet_library():
+    with TemporaryFolder("check") as place, quiet_library():
         try:
             generation.save_pretrained(place)
         except ValueError as error:

@@ -7,7 +7,6 @@ than in training. The first rows' prompts are rendered with it and their ids com
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator
 
 from taut.checks.finding import Finding, failed, passed, skipped
@@ -18,6 +17,7 @@ from taut.data.render import Renderer
 from taut.data.template import Ids, Text, common_length
 from taut.errors import TautError
 from taut.models.load import load_tokenizer, quiet_library
+from taut.temporary import TemporaryFolder
 
 ROWS = 16
 CHARACTERS = 100_000
@@ -90,11 +90,14 @@ def _ids(row: Row, renderer: Renderer) -> Ids:
 
 def _reloaded(session: Session) -> Renderer:
     config = copy.deepcopy(session.language.config)
-    with tempfile.TemporaryDirectory() as place:
+    with TemporaryFolder("check") as place:
         with quiet_library():
             config.save_pretrained(place)
             served(session).save_pretrained(place)
-        read, album = load_tokenizer(place, session.run.trust_remote_code), session.renderer.album
+        read, album = (
+            load_tokenizer(str(place), session.run.trust_remote_code),
+            session.renderer.album,
+        )
         if album is None:
             return Renderer(read)
         return Renderer(

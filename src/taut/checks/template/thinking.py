@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.samples import GENERATED
@@ -121,20 +120,14 @@ def _notes(session: Session, turns: list[Turn]) -> list[str]:
 
 def _switched(session: Session) -> list[str]:
     """How prompts end where a server switches thinking off or on, and the template takes that."""
-    template, prompts = session.language.renderer.template.template, []
-    if not isinstance(template, str) or SWITCH not in template:
+    template = session.language.renderer.template
+    if not isinstance(template.template, str) or SWITCH not in template.template:
         return []
     switches: list[dict[str, bool]] = [{}, {SWITCH: False}, {SWITCH: True}]
-    apply: Any = session.tokenizer.apply_chat_template  # its types know no template's own switches
-    for switch in switches:
-        text = apply(
-            list(PROBE[:1]),
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **switch,
-        )
-        prompts.append(str(text))
+    prompts = [
+        template.write(PROBE[:1], (), is_prompt=True, place=f"a prompt with {switch}", **switch)
+        for switch in switches
+    ]
     return [
         f"served with {SWITCH}={str(switch[SWITCH]).lower()}, prompts are not those trained on: {cut(prompt[-40:])}"
         for switch, prompt in zip(switches[1:], prompts[1:], strict=True)

@@ -51,12 +51,13 @@ class TautWorker:
 
     def taut_load(self, folder: str, version: int) -> dict[str, Any]:
         """Put the weights of a folder's files, named as in the checkpoint, in the place of those the model has."""
-        files = _files(folder)
         try:
+            list(Path(folder).iterdir())  # raises where glob finds nothing
+            files = _files(folder)
             for file in files:
                 file.open("rb").close()
         except OSError as error:
-            return {"error": f"cannot read {file}: {error.strerror}"}
+            return {"error": f"cannot read {error.filename}: {error.strerror}"}
         if not files:
             return {"error": f"sees no file in {folder}"}
         self.taut_version, self.taut_folder = version, folder  # said even if it fails half-way

@@ -1,0 +1,46 @@
+"""Messages to text through a Jinja chat template, by the library's own code.
+
+Runs in the process of ``taut.bounded`` and nowhere else: a template comes with a model and may need any time and
+memory. Compiling is part of it, since Jinja evaluates constant expressions as it compiles. Imported by that process, on
+behalf of ``template.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from taut.bounded import LimitExceeded
+
+FREE = 200_000
+FACTOR = 16
+"""A text may have ``FREE`` characters, and ``FACTOR`` more for each character of its messages and tools as JSON."""
+
+
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    is_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """The text of one conversation. ``variables``: what else the template sees (special tokens, its own switches)."""
+    rendering: Any = render_jinja_template  # its types leave out that it returns a pair
+    texts, _ = rendering(
+        conversations=[messages],
+        tools=tools,
+        chat_template=template,
+        add_generation_prompt=is_prompt,
+        **variables,
+    )
+    text = str(texts[0])
+    if len(text) > FREE:
+        most = FREE + FACTOR * len(json.dumps([messages, tools, variables], default=str))
+        if len(text) > most:
+            raise LimitExceeded(
+                f"makes {len(text):,} characters of messages for which at most {most:,} are allowed"
+            )
+    return text

@@ -1,0 +1,117 @@
+"""A cgroup of version 2 for each jail: a bound on the memory and the processes of all of a program together.
+
+Where there is one, memory that no limit of a single process counts (the scratch folder, pipes, sockets, page tables)
+counts too. It needs a cgroup with the controllers memory and pids that this process may divide: as root on a machine
+with cgroups of version 2, or in a user's session of systemd. In most containers it may not.
+
+Imports the limits only. ``box`` and ``jail`` import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from pathlib import Path
+
+from taut.sandbox.limits import Limits
+
+_NEEDED = {"memory", "pids"}
+_OWN_MB = 64
+"""Memory of the processes that hold the program, beside the program's own."""
+_OWN_PROCESSES = 8
+_COUNT = itertools.count()
+
+
+class Cgroup:
+    """One jail's cgroup, below ``parent``. Raises OSError where it cannot be made."""
+
+    def __init__(self, parent: Path) -> None:
+        self.path = parent / f"taut-{os.getpid()}-{next(_COUNT)}"
+        self.path.mkdir()
+
+    def limit(self, limits: Limits) -> None:
+        """All processes of the jail together may have the memory of one, and the scratch folder."""
+        megabytes = limits.memory_mb + limits.scratch_mb + _OWN_MB
+        (self.path / "memory.max").write_text(str(megabytes * 2**20))
+        with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+            (self.path / "memory.swap.max").write_text("0")
+        (self.path / "pids.max").write_text(str(limits.processes + _OWN_PROCESSES))
+
+    def num_killed(self) -> int:
+        """How many of its processes the kernel killed for lack of memory."""
+        lines = (self.path / "memory.events").read_text().splitlines()
+        counts = dict(line.split() for line in lines)
+        return int(counts["oom_kill"])
+
+    def remove(self) -> None:
+        """Once its processes have ended, which the kernel notices a little later."""
+        _remove(self.path)
+
+
+def find_parent(root: Path | None = None) -> Path:
+    """Where jails' cgroups can be made. Raises OSError with the reason where they cannot.
+
+    What processes that were killed left there is removed. ``root``: where cgroups are mounted.
+    """
+    root = root or _mounted()
+    own = root / _own_name().lstrip("/")
+    reasons = []
+    for folder in (own, own.parent) if own != root else (own,):
+        try:
+            _enable(folder)
+            _remove_left(folder)
+            _remove(Cgroup(folder).path)
+            return folder
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+    raise OSError("; ".join(reasons))
+
+
+def _mounted() -> Path:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if kind.startswith("cgroup2 "):
+            return Path(mount.split()[4])
+    raise OSError("cgroups of version 2 are not mounted")
+
+
+def _own_name() -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::")
+    raise OSError("this process is in no cgroup of version 2")
+
+
+def _enable(folder: Path) -> None:
+    lacking = _NEEDED - set((folder / "cgroup.controllers").read_text().split())
+    if lacking:
+        raise OSError(f"it has no controller {' and '.join(sorted(lacking))}")
+    if not os.access(folder / "cgroup.procs", os.W_OK):
+        raise OSError("this user may not write it")
+    control = folder / "cgroup.subtree_control"
+    if _NEEDED - set(control.read_text().split()):
+        control.write_text(" ".join(f"+{name}" for name in sorted(_NEEDED)))
+
+
+def _remove_left(folder: Path) -> None:
+    """Of processes that are no more. A cgroup with processes in it cannot be removed."""
+    for left in folder.glob("taut-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            with contextlib.suppress(OSError):
+                left.rmdir()
+
+
+def _remove(path: Path) -> None:
+    end = time.monotonic() + 1.0
+    while True:
+        try:
+            path.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > end:
+                return  # the next start removes it
+        time.sleep(0.001)

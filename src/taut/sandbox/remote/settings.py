@@ -1,0 +1,134 @@
+"""The settings of a remote executor: which service, where it is, and which environment variable holds its key.
+
+Imports config and errors. Rewards and environments have it as a field.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from taut.config import configclass, fields_of
+from taut.errors import ConfigError
+
+ServiceName = Literal["piston", "e2b", "morph"]
+
+KEYS: dict[ServiceName, str | None] = {
+    "piston": None,
+    "e2b": "E2B_API_KEY",
+    "morph": "MORPH_API_KEY",
+}
+"""The environment variable in which each service's own SDK looks for its key. Piston needs none by default."""
+
+
+@configclass
+class Remote:
+    """A service that runs programs on its machines. Programs, standard inputs, call arguments and asserts are sent to
+    it; expected outputs and values are not."""
+
+    service: ServiceName | None = None
+    """Where programs run: piston (a server of your own), e2b or morph; none: on this machine. Programs and tests leave
+    this machine."""
+    addresses: tuple[str, ...] = ()
+    """URLs of the service's API. By default PISTON_ENDPOINTS (several, separated by commas), E2B_API_URL or
+    https://api.e2b.app, MORPH_BASE_URL or https://cloud.morph.so/api. Several Piston servers take turns."""
+    machines: str | None = None
+    """E2B: URL at which machines are reached. By default E2B_SANDBOX_URL, or the address that E2B gives each one."""
+    key: str | None = None
+    """Environment variable with the key. By default E2B_API_KEY or MORPH_API_KEY, and none for Piston."""
+    image: str | None = None
+    """Piston: version of its Python package, * by default. E2B: template, code-interpreter-v1 by default. Morph:
+    snapshot with python3, required."""
+    concurrency: Annotated[int, Field(gt=0)] = 16
+    """Programs that one process of taut has at the service at a time. A reward worker is such a process and has one;
+    of the tool python, fewer than rollout.environment.workers wait for one another within their step's timeout."""
+    wait_seconds: Annotated[float, Field(gt=0, le=1e6)] = 60.0
+    """Time that the service may take for a program beside limits.total_seconds: machines' starts, queues, retries."""
+
+    def __post_init__(self) -> None:
+        """ConfigError where two settings contradict each other."""
+        if self.service is None:
+            for name in fields_of(Remote):
+                if getattr(self, name) != getattr(Remote, name):
+                    raise ConfigError(
+                        f"remote.{name} is set and remote.service is not: nothing reads it; expected a service; set "
+                        f"remote.service, or take {name} out"
+                    )
+            return
+        if self.service != "piston" and len(self.addresses) > 1:
+            raise ConfigError(
+                f"remote.addresses has {len(self.addresses)} URLs and remote.service is {self.service}; expected one; "
+                "several are for piston"
+            )
+        if self.service != "e2b" and self.machines is not None:
+            raise ConfigError(
+                f"remote.machines is set and remote.service is {self.service}; expected it for e2b only; take it out"
+            )
+        if self.service == "morph" and self.image is None:
+            raise ConfigError(
+                "remote.service is morph and remote.image is not set; expected the id of a snapshot that has python3; "
+                "set it"
+            )
+
+    def urls(self) -> tuple[str, ...]:
+        """Where the API is. ConfigError where neither the settings nor the environment say it."""
+        if self.addresses:
+            return tuple(_url(it, "remote.addresses") for it in self.addresses)
+        if self.service == "e2b":
+            named = os.environ.get("E2B_API_URL")
+            return (_url(named or f"https://api.{e2b_domain()}", "E2B_API_URL"),)
+        if self.service == "morph":
+            named = os.environ.get("MORPH_BASE_URL")
+            return (_url(named or "https://cloud.morph.so/api", "MORPH_BASE_URL"),)
+        found = [it.strip() for it in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
+        if not any(found):
+            raise ConfigError(
+                "remote.service is piston, and neither remote.addresses nor the environment variable PISTON_ENDPOINTS "
+                "is set; expected URLs as in http://127.0.0.1:2000/api/v2; set one of them"
+            )
+        return tuple(_url(it, "PISTON_ENDPOINTS") for it in found if it)
+
+    def machines_url(self) -> str | None:
+        """E2B's machines behind one address; None: E2B says for each where it is."""
+        named = self.machines or os.environ.get("E2B_SANDBOX_URL")
+        return _url(named, "remote.machines") if named else None
+
+    def secret(self) -> tuple[str | None, str | None]:
+        """The environment variable that holds the key, and the key. ConfigError where it is not set."""
+        assert self.service is not None, "asked where there is a service"
+        name = self.key or KEYS[self.service]
+        value = os.environ.get(name) if name else None
+        if name and not value:
+            raise ConfigError(
+                f"remote.service is {self.service}, and the environment variable {name} is not set; expected it to "
+                f"hold the key for {self.service}; export it, or name another variable in remote.key"
+            )
+        return name, value
+
+
+HERE = Remote()
+"""No service: programs run on this machine."""
+
+
+def e2b_domain() -> str:
+    """Where E2B is, and its machines where it does not say otherwise."""
+    return os.environ.get("E2B_DOMAIN") or "e2b.app"
+
+
+def _url(url: str, label: str) -> str:
+    """A URL of host and path, without a slash at its end."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), None, None
+    is_plain = parts.username is None and not parts.query and not parts.fragment
+    if parts.scheme not in ("http", "https") or not host or port == 0 or not is_plain:
+        raise ConfigError(
+            f"{label}: found a URL{f' for {host}' if host else ''} that cannot be used; expected one as in "
+            "http://127.0.0.1:2000/api/v2, without a password in it; correct it"
+        )
+    return url.rstrip("/")

