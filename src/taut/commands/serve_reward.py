@@ -48,7 +48,16 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+UNREAD = (
+    "folder",
+    "allow_urls",
+    "bad",
+    "workers",
+    "fps",
+    "max_frames",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Settings of pictures that are for files of rows."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 """A string of JSON, also one that has no end: looked for from each quote, it would take quadratic time."""
