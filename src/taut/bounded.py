@@ -5,7 +5,8 @@ with a limit on processor time and on memory.
 
 A Jinja template or a regular expression of one line can run for years or ask for all memory, and a thread cannot be
 stopped in the middle of either. The kernel enforces both limits: a timer of processor time (ITIMER_PROF), whose signal
-ends the process, and RLIMIT_AS. Processor time depends neither on how busy the machine is nor on a suspended run.
+ends the process, and RLIMIT_AS, where /proc says what the process holds already (Linux): elsewhere memory is not
+limited. Processor time depends neither on how busy the machine is nor on a suspended run.
 
 One process serves all calls of this process, one at a time. It starts at the first call, or at ``start``, and a new one
 takes its place after a limit was exceeded. It gets no environment variables but those Python and the clock need, is in
@@ -184,21 +185,23 @@ def serve(alive: int) -> None:
     answers = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
     known: dict[str, Callable[..., Any]] = {}
-    held = 0
+    held: int | None = None
     while (request := _read(0)) is not None:
         name, seconds, memory_mb, arguments = pickle.loads(request)
         if name not in known:
             module, _, attribute = name.partition(":")
             known[name] = getattr(importlib.import_module(module), attribute)
             held = _address_space()
-        _limit_address_space(held + memory_mb * 2**20)
+        if held is not None:
+            _limit_address_space(held + memory_mb * 2**20)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             _write(answers, _answer(known[name], arguments))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _limit_address_space(resource.RLIM_INFINITY)
+        if held is not None:
+            _limit_address_space(resource.RLIM_INFINITY)
 
 
 def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
@@ -220,9 +223,12 @@ def _limit_address_space(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (min(numbers, default=unlimited), most))
 
 
-def _address_space() -> int:
-    """Bytes of address space that the process has."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+def _address_space() -> int | None:
+    """Bytes of address space that the process has; None where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    except OSError:
+        return None
     return int(pages) * resource.getpagesize()
 
 

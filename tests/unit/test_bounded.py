@@ -40,6 +40,21 @@ def test_memory_is_limited() -> None:
     assert bounded.call("operator:add", 2, 3) == 5
 
 
+def test_without_proc_time_is_still_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, where the process cannot know what it holds already."""
+    without = (
+        "import os, pathlib; pathlib.Path.read_text = lambda *_, **__: os.stat('/nonexistent'); "
+    )
+    monkeypatch.setattr(bounded, "COMMAND", without + bounded.COMMAND)
+    bounded._server.stop()
+    try:
+        assert bounded.call("operator:add", 2, 3) == 5
+        with pytest.raises(bounded.LimitExceeded, match=r"more than 0\.2 s of processor time"):
+            bounded.call("operator:pow", 7, 10**9, seconds=0.2)
+    finally:
+        bounded._server.stop()
+
+
 def test_limits_do_not_add_up_over_calls() -> None:
     for _ in range(5):
         assert bounded.call("operator:length_hint", "a" * 10**6, seconds=0.5) == 10**6
