@@ -41,11 +41,16 @@ PATIENCE = 10.0
 class Printer:
     """A text stream whose ``write`` and ``flush`` never raise."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        """``stream``: None, as Python has it, where the process began without one."""
+    def __init__(self, stream: TextIO | None, *, has_bars: bool = False) -> None:
+        """``stream``: None, as Python has it, where the process began without one. ``has_bars``: libraries draw
+        progress bars there, and a carriage return of one is written as it is.
+        """
         self._stream = io.StringIO() if stream is None else stream
         self.failure = OSError(errno.EBADF, "it is closed") if stream is None else None
         """Why nothing is written any more."""
+        self._has_bars = has_bars
+        self._may_return = True
+        """Whether a carriage return could overwrite nothing but a progress bar."""
 
     @classmethod
     def on(cls, stream: TextIO | None) -> Self:
@@ -53,7 +58,14 @@ class Printer:
         return stream if isinstance(stream, cls) else cls(stream)
 
     def write(self, text: str) -> int:
-        self._put(escaped(redacted(text)))
+        is_bar = self._has_bars and self._may_return and text.startswith("\r")
+        if is_bar:
+            end = "\r" if len(text) > 1 and text.endswith("\r") else ""  # a bar that is wiped away
+            self._put("\r" + escaped(redacted(text[1:].removesuffix(end))) + end)
+        else:
+            self._put(escaped(redacted(text)))
+        if text:
+            self._may_return = text.endswith("\n") or (is_bar and "\n" not in text)
         return len(text)
 
     @property
@@ -122,8 +134,11 @@ def guarded() -> Iterator[None]:
     with ExitStack() as stack:
         # A stream that was closed when the process began is None; the next file opened would get its descriptor.
         out, err = (
-            Printer(stream or stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")))
-            for stream in before
+            Printer(
+                stream or stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")),
+                has_bars=has_bars,
+            )
+            for stream, has_bars in zip(before, (False, True), strict=True)
         )
         sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
         try:

@@ -149,6 +149,20 @@ def test_a_library_that_prints_beside_a_progress_bar_writes_no_link() -> None:
     assert "evil" not in stream.getvalue()
 
 
+def test_bars_of_libraries_are_drawn_over_themselves_and_over_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tqdm, of downloads, begins each state of its bar with a carriage return, and wipes the last one away."""
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    bar = "\r 50%|#  |", "\r100%|###|", "\r          \r"
+    with guarded():
+        for text in (*bar, "\rname\x1b[2K", "\n", "reason: ", "\rfine", "\n", "a\nb", "\rfine\n"):
+            sys.stderr.write(text)
+    drawn = "".join(bar) + "\rname\\x1b[2K\n"
+    assert err.getvalue() == drawn + "reason: \\x0dfine\na\nb\\x0dfine\n"
+
+
 def test_a_secret_that_a_column_would_break_in_two_is_hidden() -> None:
     stream = io.StringIO()
     table = Table.grid()
