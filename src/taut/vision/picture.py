@@ -59,8 +59,9 @@ class ImagesConfig:
     """Pixels a picture may have; one that claims more is refused before it is decoded."""
     limit_seconds: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that decoding a picture may take; then its decoder is ended and the picture cannot be used."""
-    limit_video_pixels: Annotated[int, Field(ge=1)] = 10**10
-    """Pixels of all frames of a video together; one that has more is refused before it is decoded."""
+    limit_video_pixels: Annotated[int, Field(ge=1)] = 10**11
+    """Pixels of all frames of a video together; one that has more is refused before it is decoded. The default allows
+    26 minutes of 1920 x 1080 at 30 frames a second. GIF, WebP and APNG, which decode slowly, may have a tenth of it."""
     limit_video_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that decoding a video may take."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
