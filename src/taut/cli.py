@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taut import __version__, temporary
+from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError
 from taut.interrupts import SIGNALS, Interrupt, Interrupts
 from taut.printing import guarded, is_first_on_host, one_line
@@ -320,6 +320,7 @@ def config_class(command: Command) -> type[Any]:
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
     if command.call == TRAIN:
         _require_free_out(words)
+    from taut import temporary
     from taut.config import load
     from taut.explain import ELSEWHERE, INSTEAD
 

@@ -257,6 +257,16 @@ def test_a_word_too_many_and_a_model_twice_are_refused(capsys: pytest.CaptureFix
     )
 
 
+def test_help_needs_no_module_that_windows_lacks() -> None:
+    """Commands do; ``taut --help`` is what shows a user of Windows what there is."""
+    without = "import sys; sys.modules.update(fcntl=None, resource=None, pwd=None); "
+    program = f"{without}from taut.cli import main; main(['--help'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.startswith("usage: taut") and not ran.stderr, ran.stderr
+
+
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sft", "show"):
         assert main([command, "--help"]) == 0
