@@ -17,6 +17,8 @@ from typing import Any
 from taut import durable
 from taut.errors import ModelError
 
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Files by which the library finds the shards of weights. Others of such names are other programs'."""
 MOST_LAYERS = 2_000
 """More than twice as many as the deepest published model has."""
 MOST = 2**24
@@ -43,7 +45,7 @@ def require_readable(directory: Path, *, needs_weights: bool) -> None:
         _require_file(file)
     place = directory / "config.json"
     config = _read_table(place)
-    for index in directory.glob("*.index.json"):
+    for index in filter(Path.is_file, (directory / name for name in INDEXES)):
         files = _read_table(index).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
             raise _refusal(index, "weight_map is no table of file names")
@@ -68,6 +70,8 @@ def _require_file(path: Path) -> None:
         return
     try:
         durable.open_regular(path).close()
+    except PermissionError:
+        return  # it may be no file of the model's; the library says so of one that it reads
     except OSError as error:
         raise ModelError(
             f"{path} cannot be read: {error.strerror or error}; copy the model again"

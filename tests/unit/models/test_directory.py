@@ -4,6 +4,8 @@ allocated and without waiting.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import resource
@@ -18,6 +20,7 @@ import torch
 from tests.models import save_tiny
 from tests.tokenizers import tiny_tokenizer
 
+from taut import durable
 from taut.errors import ModelError
 from taut.models import load
 
@@ -186,6 +189,26 @@ def load_all(directory: Path) -> None:
     load.load_model(
         str(directory), dtype=torch.float32, device=torch.device("cpu"), attention="eager"
     )
+
+
+def test_files_of_other_programs_are_left_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the manner of a cache of the hub: every file is a link."""
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "search.index.json").write_text("[]")
+    (tmp_path / "training.log").write_text("")
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nothing")
+    opened = durable.open_regular
+
+    def forbidden(path: str | os.PathLike[str]) -> io.BufferedReader:
+        if str(path).endswith("training.log"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path)
+
+    monkeypatch.setattr(durable, "open_regular", forbidden)
+    load_all(tmp_path)
 
 
 def memory() -> float:
