@@ -234,10 +234,11 @@ def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> 
 def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -> Path:
     """A model as one GGUF file; prints what was written, and gives its place."""
     from taut.commands import export as command
+    from taut.config import home_path
 
     chosen = _configure(command.Export, config, keys)
     command.run(chosen)
-    return Path(chosen.out).expanduser()
+    return home_path(chosen.out)
 
 
 def _train(method: Any, run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Result:

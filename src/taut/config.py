@@ -114,12 +114,20 @@ def restore(cls: type[T], saved: Mapping[str, Any], place: str) -> T:
     return _build(cls, dict(saved), [], (place, place))
 
 
+def home_path(text: str | os.PathLike[str]) -> Path:
+    """The path of a text, ``~`` being the home of the user. ``~name`` is a file's name like any other: neither whether
+    there is such a user nor where his home is can be learned by it.
+    """
+    path = Path(text)
+    return path.expanduser() if path.parts[:1] == ("~",) else path
+
+
 def user_path(text: str, key: str) -> Path:
     """The path that a key names, ``~`` expanded, whether or not anything is there."""
     try:
-        path = Path(text).expanduser()
+        path = home_path(text)
         path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, or the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # too long, or no home
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"{key}={shown(text)} cannot be looked up: {reason}; expected a path; correct it"

@@ -29,27 +29,6 @@ CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 NOT_REGULAR = "it is not a regular file"
 
 
-def open_no_link(path: str | Path, flags: int, *, folder: int | None = None) -> int:
-    """``os.open`` for a regular file only: follows no symbolic link in the last component and waits for no FIFO.
-
-    ``folder``: the descriptor of the directory that ``path`` is relative to. Raises OSError for anything else that is
-    there, with what it is.
-    """
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        number = os.open(path, flags, 0o666, dir_fd=folder)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
-        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
-            raise OSError(errno.ENXIO, NOT_REGULAR, str(path)) from None
-        raise
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return number
-    os.close(number)
-    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
-
-
 FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -78,6 +57,27 @@ def _require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> No
     if not stat.S_ISREG(status.st_mode):
         kind = FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a file")
         raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fspath(path))
+
+
+def open_descriptor(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """``os.open`` for a regular file only: waits for no FIFO, and follows no symbolic link in the last component.
+
+    ``folder``: the descriptor of the directory that ``path`` is relative to. Raises OSError for anything else that is
+    there, with what it is.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        number = os.open(path, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise OSError(errno.ENXIO, NOT_REGULAR, str(path)) from None
+        raise
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return number
+    os.close(number)
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:

@@ -1,11 +1,13 @@
 """What makes a run the one it is, and what a resume may change.
 
 A checkpoint holds the identity of its run: the configuration, hashes of model, adapter, tokenizer, template and each
-source of data, and what it runs on. On resume each difference is of one of four kinds:
+source of data, and what it runs on. On resume each difference is of one of five kinds:
 
 - it changes what is learned (the data, the model, the loss, AdamW's betas): refused, by key, with both values;
 - it changes the learning rate of the steps to come (``SCHEDULE``), which is a pure function of the step and keeps no
   state: done, from the next step on, and the log says so, with both values;
+- it is the address of a server that a reward asks (``ADDRESS``): done, and the log says so, with both. Whether the same
+  model answers there is the user's word, as it is of ``rollout.url``;
 - it changes numbers by rounding only (threads, ranks, the token budget): the promise of equality bit for bit becomes
   ``TOLERANCE``, and the log says so;
 - it has no part in the steps (``FREE``), or says only how many there are (steps, epochs; a schedule follows them).
@@ -28,7 +30,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from taut import durable
-from taut.config import to_dict, user_path
+from taut.config import home_path, to_dict, user_path
 from taut.data.dataset import DataConfig
 from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
@@ -38,6 +40,7 @@ from taut.models.precision import resolve_dtype
 from taut.online.recipe import models_of
 from taut.online_runs import PpoRun
 from taut.parallel import Ranks
+from taut.rewards.registry import REWARDS
 from taut.rewards.reward_model import RewardModel
 from taut.run import Inputs, Method, Run
 from taut.training import METHODS
@@ -96,6 +99,8 @@ SCHEDULE = (
     "config.critic.learning_rate",
 )
 """What a resume may change for the steps to come."""
+ADDRESS = ("url", "key")
+"""Options of a reward that say where its server is, and its key: a resume may change them, and the log says so."""
 OF_A_KIND = (
     "model",
     "adapter",
@@ -175,7 +180,7 @@ def _judge(judge: RewardModel, run: Run, ranks: Ranks) -> dict[str, str]:
         raise ModelError(f"{key}: {error}") from error
     found = _hashes(judge.model, key, config, ranks, has_code=has_code, more=RENDERING)
     if judge.template is not None:
-        found["template"] = _digest([_code(Path(judge.template).expanduser())])
+        found["template"] = _digest([_code(home_path(judge.template))])
     return found
 
 
@@ -239,8 +244,8 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
     defaults = _settings(Run(model="", data=DataConfig())) | _sections(
         new["config"].get("method", "sft")
     )
-    config = _filled(old["config"], new["config"], defaults)
-    found = differences({**old, "config": config}, new)
+    was, now = _without_addresses(old["config"]), _without_addresses(new["config"])
+    found = differences({**old, "config": _filled(was, now, defaults)}, {**new, "config": now})
     if found.refused:
         more = len(found.refused) - SHOWN
         rest = f"; and {more} more" if more > 0 else ""
@@ -249,6 +254,44 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
             "what it was started with (docs/resume.md lists what may change), or start anew in another out"
         )
     return found
+
+
+def moved_servers(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The servers of rewards that have another address than they had, in words."""
+    was, now = _addresses(old["config"]), _addresses(new["config"])
+    return [
+        f"reward {label}: {was[label]} then, {url} now"
+        for label, url in now.items()
+        if was.get(label, url) != url
+    ]
+
+
+def _addresses(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where each reward that asks a server finds it, by label."""
+    return {
+        spec["label"] or spec["name"]: spec["options"]["url"]
+        for spec in config.get("rewards", ())
+        if _asks_a_server(spec)
+    }
+
+
+def _without_addresses(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the addresses and keys of the servers that rewards ask."""
+    if not isinstance(config.get("rewards"), Sequence) or isinstance(config["rewards"], str):
+        return dict(config)
+    rewards = [
+        {**spec, "options": {k: v for k, v in spec["options"].items() if k not in ADDRESS}}
+        if _asks_a_server(spec)
+        else spec
+        for spec in config["rewards"]
+    ]
+    return {**config, "rewards": rewards}
+
+
+def _asks_a_server(spec: Any) -> bool:
+    if not isinstance(spec, Mapping) or spec["name"] not in REWARDS:
+        return False
+    return REWARDS[spec["name"]].runs == "remote"
 
 
 def _sections(method: Method) -> dict[str, Any]:
@@ -337,8 +380,15 @@ def _hashes(
     kinds = ("*.safetensors", "*.bin", "*config.json", *(["*.py"] if has_code else []), *more)
     files = list(dict.fromkeys(file for kind in kinds for file in sorted(directory.glob(kind))))
     mine = files[ranks.rank :: ranks.size]
-    with ThreadPoolExecutor(4) as threads:
-        found = dict(zip([f.name for f in mine], threads.map(durable.digest, mine), strict=True))
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            digests = list(threads.map(durable.digest, mine))
+    except OSError as error:
+        raise ModelError(
+            f"{key}: {error.filename or path} cannot be read: {error.strerror or error}; expected the files of a "
+            "model or adapter"
+        ) from error
+    found = dict(zip([f.name for f in mine], digests, strict=True))
     return {name: digest for some in ranks.gather(found) for name, digest in some.items()}
 
 

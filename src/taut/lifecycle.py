@@ -180,6 +180,9 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
     if start.schedule:
         detail = f"{'; '.join(start.schedule)}: in force from step {from_step + 1} on"
         job.emit("warning", name="schedule", detail=detail)
+    if start.moved:
+        detail = f"{'; '.join(start.moved)}: asked there from step {from_step + 1} on"
+        job.emit("warning", name="address", detail=detail)
     if start.rounding:
         limit = TOLERANCE[str(start.identity["dtype"])]
         detail = (

@@ -33,7 +33,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from taut import durable
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.errors import OutputError
 from taut.explain import first_problem
 
@@ -88,7 +88,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
             "name another directory"
         )
     for path in inputs if overwrite else ():
-        if _would_go(Path(path).expanduser().resolve(), out.resolve()):
+        if _would_go(home_path(path).resolve(), out.resolve()):
             raise OutputError(
                 f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
                 "name another out"
@@ -182,7 +182,7 @@ class Lock:
             return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            number = durable.open_no_link(self.out / LOCK, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            number = durable.open_descriptor(self.out / LOCK, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             self._file = os.fdopen(number, "a+", encoding="utf-8")
         except OSError as error:
             raise OutputError(
@@ -220,7 +220,7 @@ class Lock:
 def owner(out: Path) -> str | None:
     """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
     try:
-        file = os.fdopen(durable.open_no_link(out / LOCK, os.O_RDONLY), encoding="utf-8")
+        file = os.fdopen(durable.open_descriptor(out / LOCK, os.O_RDONLY), encoding="utf-8")
     except OSError:
         return None
     with file:

@@ -18,6 +18,7 @@ import errno
 import io
 import os
 import re
+import select
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +34,8 @@ _CONTROL = re.compile(
 """Control characters but tab and newline, what changes the direction of text or ends a line, half surrogate pairs."""
 SLOW = 2.0
 """Seconds of silence after which a command says what it does."""
+PATIENCE = 10.0
+"""Seconds to wait for the reader of a stream that is set not to block."""
 
 
 class Printer:
@@ -61,8 +64,13 @@ class Printer:
     def _put(self, text: str) -> None:
         if self._can_write():
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            written = text.encode(encoding, "backslashreplace")
             try:
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                descriptor = _non_blocking(self._stream)
+                if descriptor is None:
+                    self._stream.write(written.decode(encoding))
+                else:
+                    _write_waiting(descriptor, written)
             except OSError as error:
                 self._fail(error)
 
@@ -141,6 +149,25 @@ def told_when_slow(what: str, after: float = SLOW) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _non_blocking(stream: TextIO) -> int | None:
+    """The descriptor of a stream that does not wait where its reader is slow; Python would drop what is left over."""
+    try:
+        descriptor = stream.fileno()
+        return None if os.get_blocking(descriptor) else descriptor
+    except (OSError, ValueError, AttributeError):  # no file, or closed
+        return None
+
+
+def _write_waiting(descriptor: int, text: bytes) -> None:
+    """Write all of it, waiting for a reader that takes something every ``PATIENCE`` seconds."""
+    rest = memoryview(text)
+    while rest:
+        if not select.select([], [descriptor], [], PATIENCE)[1]:
+            raise BlockingIOError(errno.EAGAIN, f"nothing was read for {PATIENCE:g} s")
+        with suppress(BlockingIOError):  # less room than select promises
+            rest = rest[os.write(descriptor, rest) :]
 
 
 def _drop_buffered(stream: TextIO) -> None:

@@ -24,7 +24,7 @@ from taut.checkpoint import Saved
 from taut.data.plan import Cursor
 from taut.errors import ConfigError, OutputError
 from taut.explain import first_problem
-from taut.identity import identity_of, require_same
+from taut.identity import identity_of, moved_servers, require_same
 from taut.outdir import ADAPTER, CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
 from taut.parallel import Ranks
 from taut.run import Inputs, Run
@@ -52,6 +52,8 @@ class Start:
     """What is not as it was, so that numbers are equal to rounding only."""
     schedule: list[str] = field(default_factory=list)
     """What gives the steps to come another learning rate than they had."""
+    moved: list[str] = field(default_factory=list)
+    """Servers of rewards that are asked at another address than before."""
     damaged: list[str] = field(default_factory=list)
     """Newer checkpoints that cannot be used."""
     finished: Finish | None = None
@@ -106,14 +108,22 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
             f"resume=true: {out} is finished, with {out / ADAPTER} but no {MODEL} and no checkpoint to write one from; "
             f"expected save.merged=false; to get the model: taut merge {run.model} adapter={out / ADAPTER} out=DIR"
         )
-    rounding: list[str] = []
-    schedule: list[str] = []
+    num_steps = before.get("num_steps")
     if saved is None:
         plan = build_method(run, inputs.train)
-    else:
-        _, rounding, schedule = require_same(saved.meta.identity.model_dump(), mine, saved.path)
-        plan = _plan(run, inputs, Cursor(*saved.meta.cursor), saved.path)
-    return Start(plan, mine, saved, rounding, schedule, damaged, None, before.get("num_steps"))
+        return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
+    identity = saved.meta.identity.model_dump()
+    _, rounding, schedule = require_same(identity, mine, saved.path)
+    return Start(
+        plan=_plan(run, inputs, Cursor(*saved.meta.cursor), saved.path),
+        identity=mine,
+        saved=saved,
+        rounding=rounding,
+        schedule=schedule,
+        moved=moved_servers(identity, mine),
+        damaged=damaged,
+        num_steps_before=num_steps,
+    )
 
 
 def _finish(out: Path, result: str) -> Finish | None:

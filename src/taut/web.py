@@ -8,6 +8,7 @@
   are asked for; gzip and deflate are accepted, alone. Of an error's body only the first ``ERROR_BYTES`` are read.
 - Redirects are followed only where the caller allows some, by GET, to http or https, never from https to http. The
   body of a redirect is not read. Another origin gets no headers of the caller and no password.
+- Cookies are neither kept nor sent.
 - Bodies are UTF-8, whatever a server declares: some of Python's codecs decompress, others take quadratic time.
 
 Does not retry and does not know what an answer means: the callers do. Imports nothing of taut. Imported by hub, vision,
@@ -23,6 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -88,8 +90,12 @@ def open_client(quiet: float | None = None) -> httpx2.AsyncClient:
 
     ``quiet``: seconds in which nothing comes; then the request fails. None: the deadline alone ends it.
     """
-    limits = httpx2.Limits(max_connections=None)
-    return httpx2.AsyncClient(verify=trusted(), timeout=quiet, limits=limits)
+    return httpx2.AsyncClient(
+        verify=trusted(),
+        timeout=quiet,
+        limits=httpx2.Limits(max_connections=None),
+        cookies=CookieJar(DefaultCookiePolicy(netscape=False, rfc2965=False)),
+    )
 
 
 @cache
@@ -132,6 +138,10 @@ async def ask(
                 if _origin(following) != _origin(target):
                     sent = {}
                 target = following
+    except (
+        ssl.SSLError
+    ) as error:  # of a record that was changed on the way: httpx2 leaves it as it is
+        raise httpx2.ReadError(_line(error)) from None
     except (httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: a name that no host can have
         raise Refused(f"an invalid address ({_line(error)})") from None
     raise Refused(f"more than {limits.redirects} redirects")

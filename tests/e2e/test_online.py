@@ -7,6 +7,9 @@ import io
 import json
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,3 +237,52 @@ def test_a_tool_is_called_and_its_answer_read(tmp_path: Path) -> None:
     (step,) = events(tmp_path / "grpo", "step")
     assert step["num_targets"] == rollout["tokens_mean"] * 2
     assert step["engine/difference"] < 1e-5
+
+
+@contextlib.contextmanager
+def reward_server() -> Iterator[str]:
+    """The address of a server that scores an answer by its length."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            data = json.dumps({"scores": [len(asked["completions"][0]) % 5]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        listening.daemon_threads = True
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def test_a_run_goes_on_with_a_reward_server_at_another_address(model: Path, tmp_path: Path) -> None:
+    def rewards(url: str) -> list[dict[str, Any]]:
+        return [{"name": "reward_server", "options": {"url": url}}]
+
+    keys = keys_of(
+        "grpo", model, tmp_path, steps=2, checkpoint__every=2, optim__schedule="constant"
+    )
+    with reward_server() as first:
+        whole = train(
+            {**keys, "out": str(tmp_path / "whole"), "steps": 4, "rewards": rewards(first)}
+        )
+        train({**keys, "rewards": rewards(first)})
+    with reward_server() as second:
+        resumed = train({**keys, "steps": 4, "resume": True, "rewards": rewards(second)})
+    (warning,) = [it for it in events(resumed.out, "warning") if it["name"] == "address"]
+    says = f"reward reward_server: {first} then, {second} now: asked there from step 3 on"
+    assert warning["detail"] == says
+    config = json.loads((resumed.out / "resolved.json").read_text())["config"]
+    assert config["rewards"][0]["options"]["url"] == second
+    assert column(resumed.out, "loss") == column(whole.out, "loss")
+    assert largest_difference(weights(resumed.model), weights(whole.model)) == 0.0

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from taut.config import configclass, describe, from_mapping, load, to_dict
+from taut.config import configclass, describe, from_mapping, home_path, load, to_dict, user_path
 from taut.errors import ConfigError
 
 
@@ -289,3 +289,21 @@ def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:
     assert "run.toml is not UTF-8 at line 2" in refused(path=tmp_path / "run.toml")
     assert "found 'kind' on the command line, which is not Unicode" in refused("kind=\udcff")
     assert "nested deeper" in refused(".".join("a" * 3000) + "=1")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("~", "HOME"),
+        ("~/runs/a", "HOME/runs/a"),
+        ("~root/.ssh", "~root/.ssh"),
+        ("~no-such-user/x", "~no-such-user/x"),
+        ("a/~/b", "a/~/b"),
+    ],
+)
+def test_only_the_home_of_the_user_is_expanded(
+    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/HOME")
+    assert str(home_path(given)) == expected.replace("HOME", "/HOME")
+    assert str(user_path(given, "out")) == expected.replace("HOME", "/HOME")

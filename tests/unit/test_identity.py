@@ -17,7 +17,15 @@ from taut import identity as module
 from taut.build import Built
 from taut.config import describe, from_mapping, to_dict
 from taut.errors import ConfigError
-from taut.identity import FREE, ROUNDING, SCHEDULE, differences, identity_of, require_same
+from taut.identity import (
+    FREE,
+    ROUNDING,
+    SCHEDULE,
+    differences,
+    identity_of,
+    moved_servers,
+    require_same,
+)
 from taut.training import METHODS
 
 
@@ -259,3 +267,38 @@ def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:
     now = keys | {"rollout.local.sequences": 1, "rollout.url": None}
     old, new = ({"config": module._settings(from_mapping(METHODS["grpo"], k))} for k in (keys, now))
     assert differences(old, new) == ([], ["rollout.local.sequences: 64 then, 1 now"], [])
+
+
+JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "large", "key": "OLD_KEY"}
+
+
+def asking(name: str, **options: Any) -> dict[str, Any]:
+    rewards = ["stop", {"name": name, "label": "quality", "options": options}]
+    return settings("grpo", rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("judge", JUDGE), ("reward_server", {"url": JUDGE["url"]})]
+)
+def test_a_server_of_a_reward_may_move_and_both_addresses_are_told(
+    name: str, options: dict[str, Any]
+) -> None:
+    began = json.loads(json.dumps(asking(name, **options)))
+    moved = asking(name, **{**options, "url": "http://other:5000", "key": "NEW_KEY"})
+    assert require_same(began, moved, Path("x")) == ([], [], [])
+    says = "reward quality: http://127.0.0.1:8000/v1 then, http://other:5000 now"
+    assert moved_servers(began, moved) == [says]
+    assert moved_servers(began, asking(name, **options)) == []
+
+
+def test_what_else_a_reward_asks_of_its_server_may_not_change() -> None:
+    with pytest.raises(ConfigError, match=r"belongs to another run: rewards: .*'large'.*'small'"):
+        require_same(
+            asking("judge", **JUDGE), asking("judge", **{**JUDGE, "model": "small"}), Path("x")
+        )
+
+
+def test_an_option_named_url_of_another_reward_may_not_change() -> None:
+    began = asking("own.py:score", url="http://one")
+    with pytest.raises(ConfigError, match="belongs to another run: rewards"):
+        require_same(began, asking("own.py:score", url="http://two"), Path("x"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -174,3 +176,46 @@ def test_escapes_keep_json_the_same() -> None:
     Printer(stream).write(json.dumps(name, ensure_ascii=False))
     assert stream.getvalue().isprintable()
     assert json.loads(stream.getvalue()) == name
+
+
+def test_a_slow_reader_of_a_stream_that_does_not_block_loses_nothing() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    text = "".join(
+        f"line {number}\n" for number in range(30_000)
+    )  # several times what a pipe holds
+    read: list[bytes] = []
+
+    def read_slowly() -> None:
+        while part := os.read(reader, 50_000):
+            read.append(part)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=read_slowly)
+    thread.start()
+    with os.fdopen(writer, "w") as stream:
+        printer = Printer(stream)
+        for line in text.splitlines(keepends=True):
+            printer.write(line)
+        printer.flush()
+    thread.join()
+    os.close(reader)
+    assert printer.failure is None
+    assert b"".join(read).decode() == text
+
+
+def test_a_stream_that_does_not_block_and_is_never_read_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("taut.printing.PATIENCE", 0.1)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with os.fdopen(writer, "w") as stream:
+        printer = Printer(stream)
+        started = time.monotonic()
+        for _ in range(20):
+            printer.write("x" * 10_000)
+        assert time.monotonic() - started < 2
+        assert printer.failure is not None
+        assert "nothing was read for 0.1 s" in str(printer.failure)
+    os.close(reader)

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import socket
+import ssl
 import threading
 import time
 import tracemalloc
@@ -130,7 +131,7 @@ def test_a_look_up_that_takes_for_ever_is_not_waited_for(
     never.set()
 
 
-ZEROS = bytes(300_000_000)
+ZEROS = bytes(50_000_000)
 GZIP = gzip.compress(ZEROS)
 BOMBS: dict[str, tuple[bytes, bytes]] = {
     "gzip": (b"gzip", GZIP),
@@ -288,6 +289,20 @@ def test_a_connection_that_is_reset(server: Server) -> None:
         got(f"{server.url}/")
 
 
+def test_a_record_that_was_changed_on_the_way() -> None:
+    """TLS notices it, and httpx2 does not call it an error of a request."""
+
+    def fails(_: httpx2.Request) -> httpx2.Response:
+        raise ssl.SSLError(1, "bad record mac")
+
+    async def request() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(fails)) as client:
+            with pytest.raises(httpx2.ReadError, match="bad record mac"):
+                await ask(client, "GET", "https://here.org/", LIMITS)
+
+    anyio.run(request)
+
+
 def test_answers_that_are_fine(server: Server) -> None:
     body = json.dumps({"text": "é" * 9000}).encode()
     server.paths = {
@@ -320,6 +335,21 @@ def test_answers_that_are_fine(server: Server) -> None:
         assert found[path].content == body and found[path].json() == {"text": "é" * 9000}
     assert (found["/hints"].content, found["/empty"].content) == (b"{}", b"")
     assert len(found["/full"].content) == LIMITS.max_bytes
+
+
+def test_cookies_are_not_kept(server: Server) -> None:
+    """Nor read: one with a date that is none has Python's reader print a traceback."""
+    cookies = [b"Set-Cookie: a=b", b"Set-Cookie: c=d; Expires=Wed, 21 Nct 2099 07:28:00 GMT"]
+    server.paths["/"] = answers(b"", *cookies)
+
+    async def requests() -> None:
+        async with open_client() as client:
+            for _ in range(2):
+                await ask(client, "GET", f"{server.url}/", LIMITS)
+            assert not client.cookies
+
+    anyio.run(requests)
+    assert len(server.requests) == 2 and b"cookie" not in server.requests[1].lower()
 
 
 def test_what_is_no_json(server: Server) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, fields_of, from_mapping, to_dict
+from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
 from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.sources import Source
@@ -152,7 +152,7 @@ def _directory(config: Evaluate) -> Iterator[Path]:
         with TemporaryFolder("evaluate") as folder:
             yield folder
         return
-    out = Path(config.out).expanduser()
+    out = home_path(config.out)
     if out.exists() and not out.is_dir():
         raise OutputError(f"out={out} is a file; expected a directory; name another")
     if out.is_dir() and any(out.iterdir()) and not config.resume:

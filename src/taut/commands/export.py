@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.errors import OutputError
 from taut.models.gguf import (
     Dtype,
@@ -79,7 +79,7 @@ def run(config: Export) -> int:
 
 
 def _place(config: Export) -> Path:
-    out = Path(config.out).expanduser()
+    out = home_path(config.out)
     if out.suffix != ".gguf" or out.is_dir():
         raise OutputError(f"out={out}; expected a file's name that ends in .gguf; correct it")
     if out.exists() and not config.overwrite:

@@ -14,8 +14,10 @@ Imports uvicorn and h11. Commands that serve import it, when they run.
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from taut.commands.http_guard import BUSY, LINGER, App, HttpLimits, Refused
+from taut.interrupts import SIGNALS
 
 NUM_SPARE = 32
 """Open connections beyond ``max_connections``."""
@@ -34,7 +37,11 @@ SHUTDOWN_SECONDS = 30
 
 
 def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; what is being served then is answered. A second signal ends it at once."""
+    """Serve until a signal asks for the end; what is being served then is answered. A second signal ends it at once.
+
+    Uvicorn takes SIGTERM and SIGINT. Another signal must not raise an exception here: where it came inside a request,
+    the request would end and the server would go on.
+    """
     config = Config(
         app,
         http=protocol_of(limits),
@@ -48,7 +55,15 @@ def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         h11_max_incomplete_event_size=limits.max_header_bytes,
     )
-    _Server(config).run(sockets=[listener])
+    server = _Server(config)
+    others = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, server.handle_exit) for number in others if is_main}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Server(uvicorn.Server):

@@ -19,7 +19,7 @@ import torch
 
 from taut import parallel
 from taut.attention.select import select
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.contract import FILE, Origin, seal
 from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
@@ -104,7 +104,7 @@ def run(config: Merge) -> int:
 
 def merge(config: Merge) -> Merged:
     """Write ``config.out``. Raises TautError, or CheckFailed where what was merged is not what the adapter was."""
-    out, adapter = Path(config.out).expanduser(), Path(config.adapter).expanduser()
+    out, adapter = home_path(config.out), home_path(config.adapter)
     if out.exists():
         raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
     settings = adapter_settings(adapter)

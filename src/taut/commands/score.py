@@ -29,7 +29,7 @@ from rich.console import Console
 
 from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.data.answers import faults_of_pictures
 from taut.data.columns import ANSWER_LISTS, GRADES, REQUIRED, Columns, Format
 from taut.data.judged import read_any
@@ -163,7 +163,7 @@ def run(config: Score) -> int:
 
 def score(config: Score, console: Console | None = None) -> Scored:
     """Score every row, and write ``config.out``. ``console``: where it is shown what was decided, and progress."""
-    out = None if config.out is None else Path(config.out).expanduser()
+    out = None if config.out is None else home_path(config.out)
     source = source_of(config.data)
     if out is not None:
         _require_free(out, source, config.overwrite)
@@ -370,7 +370,7 @@ def summary(result: Scored) -> str:
 def _require_free(out: Path, source: Source, overwrite: bool) -> None:
     if out.is_dir():
         raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
-    if out.exists() and out.resolve() == Path(source.path).expanduser().resolve():
+    if out.exists() and out.resolve() == home_path(source.path).resolve():
         raise OutputError(f"out={out} is the file of answers; expected another; rename out")
     if out.exists() and not overwrite:
         raise OutputError(

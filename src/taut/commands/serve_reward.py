@@ -27,13 +27,12 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from taut.commands.http_guard import App, Guard, HttpLimits, Refused, is_loopback
-from taut.config import configclass
+from taut.config import configclass, home_path
 from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
 from taut.data.media import PICTURES, images_of
 from taut.data.preferences import AnyRow
@@ -49,7 +48,16 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+UNREAD = (
+    "folder",
+    "allow_urls",
+    "bad",
+    "workers",
+    "fps",
+    "max_frames",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Settings of pictures that are for files of rows."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 """A string of JSON, also one that has no end: looked for from each quote, it would take quadratic time."""
@@ -329,7 +337,7 @@ def _read_key(config: ServeReward) -> bytes | None:
     elif config.key_file is not None:
         where = f"key_file={config.key_file}: the file"
         try:
-            found = Path(config.key_file).expanduser().read_text(encoding="utf-8").strip()
+            found = home_path(config.key_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise ConfigError(f"{where} cannot be read: {reason}; expected a token") from None

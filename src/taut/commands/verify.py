@@ -22,12 +22,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from taut.config import configclass, replace
+from taut.config import configclass, home_path, replace
 from taut.contract import Contract, facts_of, read_contract, template_digest
 from taut.data.render import Renderer
 from taut.golden import Golden, greedy, prompts_of, rendered
@@ -99,7 +98,7 @@ def run(config: Verify) -> int:
 
 def verify(config: Verify) -> list[Finding]:
     """Every question and its answer. Raises ModelError where there is no contract."""
-    contract = read_contract(Path(config.model).expanduser())
+    contract = read_contract(home_path(config.model))
     if config.engine == "local" and config.dtype is None:
         config = replace(config, {"dtype": "float32"})
     rendering = open_renderer(config)
@@ -123,7 +122,7 @@ def _tolerance(config: Verify) -> float:
 
 def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator[Finding]:
     """What the files say now against what they said."""
-    directory, tokenizer = Path(config.model).expanduser(), rendering.renderer.tokenizer
+    directory, tokenizer = home_path(config.model), rendering.renderer.tokenizer
     was, now = contract.facts, facts_of(directory, tokenizer, config.trust_remote_code)
     quoted = rendering.renderer.template.quoted
     template = template_digest(rendering.renderer.template.template)

@@ -27,6 +27,7 @@ from taut.compat.facts import Facts
 from taut.compat.outcomes import Outcome, is_off, judge_option, load_table
 from taut.compat.processes import Processes, count_processes, launcher_options
 from taut.compat.recipe import Recipe, Setting, parsed
+from taut.config import home_path
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Data files that taut reads."""
@@ -236,7 +237,7 @@ class _Offer:
     def carry_model(self) -> None:
         """The model, and an adapter to go on from."""
         model = str(self.recipe.model)
-        self.settings["model"] = str(Path(model).expanduser()) if model[0] == "~" else model
+        self.settings["model"] = str(home_path(model)) if model[0] == "~" else model
         names = ("model", "model_name_or_path", "model.model_name_or_path")
         key = next(name for name in names if name in self.recipe.settings)
         if isinstance(self.recipe.settings[key].value, list | dict):

@@ -12,7 +12,6 @@ import difflib
 import json
 import re
 import sys
-from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -22,6 +21,7 @@ from taut.compat.dialect import Dialect, read
 from taut.compat.facts import Facts
 from taut.compat.report import RecipeReport
 from taut.compat.traps import judge
+from taut.config import home_path
 from taut.errors import ConfigError
 from taut.terminal import Terminal
 
@@ -51,7 +51,7 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
         raise ConfigError(f"recipe={spec}: unknown framework {match['framework']}; {hint}")
     if match["version"] is not None:
         _require_version(match["version"], spec)
-    path = Path(match["file"]).expanduser()
+    path = home_path(match["file"])
     recipe = read(dialect, path, match["method"], match["version"])
     facts = Facts(recipe, path.parent)
     carried = carry(recipe, facts, num_processes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taut.compat.recipe import Recipe
+from taut.config import home_path
 from taut.errors import TautError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class Facts:
         if name is None:
             return None
         for base in (Path(), self.directory):
-            if (base / Path(name).expanduser()).is_dir():
-                return base / Path(name).expanduser()
+            if (base / home_path(name)).is_dir():
+                return base / home_path(name)
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
             return None
         from huggingface_hub import try_to_load_from_cache
@@ -119,7 +120,7 @@ class Facts:
         if name is None:
             return Answer(None, "the recipe names no data that are known")
         for base in (Path(), self.directory):
-            path = base / Path(name.partition("#")[0]).expanduser()
+            path = base / home_path(name.partition("#")[0])
             if path.is_file() and path.suffix in (".jsonl", ".json"):
                 return self._row(path)
         return Answer(None, f"could not look: the data {name} are no JSON lines here")

@@ -8,12 +8,20 @@ Owns ``datasets`` and ``pyarrow``, imported when needed. Imported by ``sources.p
 
 from __future__ import annotations
 
+import lzma
+import os
+import re
+import tarfile
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from taut import hub
+import yaml
+
+from taut import durable, hub
 from taut.data.formats import shown
 from taut.errors import DataError
 
@@ -25,8 +33,27 @@ BATCH = 256
 """Rows of an Arrow file read at a time: with pictures in them they are large."""
 ARROW_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
 """What values that Python cannot hold raise: text that is not UTF-8, a year beyond 9999."""
-LOAD_FAILURES = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)
-"""What ``datasets`` raises on a directory it cannot make sense of."""
+LOAD_FAILURES = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    EOFError,
+    yaml.YAMLError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+)
+"""What ``datasets``, and what it unpacks files with, raise on a directory they cannot make sense of."""
+CARDS = ("README.md", ".huggingface.yaml")
+"""Files of a data set that say which files are its data."""
+CARD_LIMIT = 2**22
+"""Largest card, in bytes."""
 
 
 def read_parquet(path: Path, name: str) -> Records:
@@ -49,6 +76,10 @@ def load_table(source: Source, path: Path) -> Any:
     """A split of a Hugging Face data set, by directory or name; its rows are in Arrow files."""
     import datasets
 
+    if path.is_dir():
+        _require_local(path)
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the error too
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(path))
@@ -67,6 +98,8 @@ def load_table(source: Source, path: Path) -> Any:
             f"data: {source.path} cannot be loaded as a Hugging Face data set: {_first_line(cause)}; "
             "check the path or name, and the configuration if it has several"
         ) from None
+    finally:
+        datasets.logging.set_verbosity(verbosity)
     table = _choose_split(loaded, source)
     if not table.cache_files:
         raise DataError(
@@ -74,6 +107,74 @@ def load_table(source: Source, path: Path) -> Any:
             "HF_DATASETS_IN_MEMORY_MAX_SIZE"
         )
     return table
+
+
+def _require_local(directory: Path) -> None:
+    """Raise DataError where a directory has what would be waited for, or a card that names data outside of it: the
+    library would fetch what lies at an address.
+    """
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            if (file := Path(folder, name)).exists():  # a link to nothing is as good as no file
+                _require_file(file)
+    for card in filter(Path.exists, (directory / name for name in CARDS)):
+        try:
+            text = durable.read_regular(card, CARD_LIMIT).decode("utf-8")
+            if card.suffix == ".md":
+                block = REGEX_YAML_BLOCK.search(text)
+                text = block[2] if block else ""
+            for pattern in _patterns(text):
+                is_inside = not re.search(r"://|::|^[/~]", pattern)
+                if not is_inside or ".." in Path(pattern).parts:
+                    raise DataError(
+                        f"data: {card} names the data {pattern[:100]!r}; expected files in {directory}; get the data "
+                        "first, and name the file or directory"
+                    )
+        except OSError as error:
+            raise DataError(
+                f"data: {card} cannot be read: {error.strerror}; correct it, or remove it"
+            ) from None
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"data: {card} cannot be read: {_first_line(error)}; expected YAML; correct it, or remove it"
+            ) from None
+
+
+def _require_file(path: Path) -> None:
+    try:
+        durable.open_regular(path).close()
+    except OSError as error:
+        raise DataError(
+            f"data: {path} cannot be read: {error.strerror}; expected a regular file; remove it from the data"
+        ) from None
+
+
+def _patterns(text: str) -> Iterator[str]:
+    """Everything that the configurations of a card, in YAML, call data: a file's name, a pattern or a folder."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)):
+        raise ValueError(
+            "it repeats parts by reference (*name), which may stand for any number of parts"
+        )
+    found = yaml.safe_load(text)
+    configs = found.get("configs") if isinstance(found, dict) else None
+    left: list[Any] = [
+        config.get(key)
+        for config in (configs if isinstance(configs, list) else [])
+        if isinstance(config, dict)
+        for key in ("data_files", "data_dir")
+    ]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
 
 
 def read_table(table: Any, name: str) -> Records:

@@ -112,7 +112,7 @@ class Columns:
     max_frames: int = HERE.max_frames
     """Frames a video may have; of a file so many are taken, evenly spread."""
     images: ImagesConfig = field(default=HERE.images, repr=False)
-    """Limits of videos."""
+    """Limits of videos, and of pictures in memory."""
     apply_chat_template: bool = field(default=False, repr=False)
     """Whether a prompt and its completion given as text become a user and an assistant message."""
 

@@ -28,6 +28,7 @@ from urllib.parse import unquote
 
 from PIL import Image
 
+from taut.config import home_path
 from taut.data.wording import listed, shown
 from taut.errors import DataError, PictureError
 from taut.vision.picture import ImageRef, ImagesConfig
@@ -61,7 +62,7 @@ class Finding(NamedTuple):
     prefix: str = "data."
     """What stands before settings in the configuration, for messages."""
     images: ImagesConfig = ImagesConfig()
-    """Limits of videos."""
+    """Limits of videos, and of pictures in memory."""
 
 
 HERE = Finding()
@@ -179,6 +180,12 @@ def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
     if isinstance(value, dict):
         return _read_object(value, where, finding)
     if isinstance(value, Image.Image):
+        limit = finding.images.limit_pixels
+        if value.width * value.height > limit:  # it may not be decoded yet
+            raise PictureError(
+                f"{where} is a picture of {value.width:,} x {value.height:,} pixels; expected at most {limit:,}; "
+                f"make it smaller or raise {finding.prefix}images.limit_pixels"
+            )
         try:
             return png_of(value)
         except (OSError, ValueError, SyntaxError) as error:
@@ -210,7 +217,7 @@ def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
             "first"
         )
     try:
-        path = Path(value).expanduser()
+        path = home_path(value)
         is_elsewhere = not (finding.folder / path).exists() and path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
         raise PictureError(

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from taut import hub
-from taut.config import configclass, user_path
+from taut.config import configclass, home_path, user_path
 from taut.data.arrow import Records, load_table, read_parquet, read_table
 from taut.data.columns import Format
 from taut.data.formats import listed, shown
@@ -144,7 +144,7 @@ def folder_of(source: Source, named: str | None, key: str) -> str:
     """Where relative paths of pictures begin: ``named`` by ``key``, else beside the data."""
     if named is not None:
         return str(user_path(named, key).absolute())
-    path = Path(source.path).expanduser().absolute()
+    path = home_path(source.path).absolute()
     return str(path if path.is_dir() else path.parent)
 
 

@@ -11,7 +11,6 @@ May import losses, models, attention, data, config and errors. run.py names this
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import select
-from taut.config import configclass, user_path
+from taut.config import configclass, home_path, user_path
 from taut.data.dataset import Dataset
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
 from taut.errors import ConfigError, ModelError
@@ -232,5 +231,5 @@ def require_context(named: str, context: int | None, longest: int) -> None:
 
 def _is_same(one: str, other: str) -> bool:
     """Whether two names are of one model."""
-    left, right = (Path(it).expanduser() for it in (one, other))
+    left, right = (home_path(it) for it in (one, other))
     return one == other or (left.is_dir() and right.is_dir() and left.samefile(right))

@@ -10,12 +10,12 @@ wrap adapters, move weights between ranks, or initialise a weight the checkpoint
 
 Models with a scalar head are loaded by ``models/reward.py``, with the parts that are public here.
 
-May import errors, vision.towers and models.{anatomy,heads,in_force,parts}. Run, checks and the command line import it.
+May import errors, vision.towers and models.{anatomy,directory,heads,in_force,parts}. Run, checks and the command line
+import it.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -42,6 +43,7 @@ from taut import hub
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.models import anatomy, parts
+from taut.models.directory import require_readable
 from taut.models.heads import prove_head
 from taut.models.in_force import Loading, asked_for, put_in_force
 from taut.vision import towers
@@ -54,8 +56,12 @@ _LIBRARY_ERRORS = (
     RuntimeError,
     AttributeError,
     TypeError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
     UnpicklingError,
     SafetensorError,
+    StrictDataclassError,
 )
 """What the library raises for a directory it cannot read."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -239,6 +245,11 @@ def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
     loaded in. What a vision-language model's says of its parts may be another: of those they were made from.
     """
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        raise ModelError(
+            f"config.json says that the weights are {str(dtype).removeprefix('torch.')}; expected a floating-point "
+            "dtype, such as bfloat16; copy config.json from the base model"
+        )
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -307,12 +318,7 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
         raise ModelError(
             f"model={path} has no config.json; expected a model directory in Hugging Face format{near}"
         )
-    try:
-        json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{path}/config.json is not JSON ({error}); copy it from the base model"
-        ) from error
+    require_readable(directory, needs_weights=needs_weights)
     if not needs_weights:
         return
     weights = next((name for name in _WEIGHTS if _has_weights(directory, name)), None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from taut.config import home_path
 from taut.errors import ConfigError
 from taut.methods.critic import CriticConfig
 from taut.online.credit import Credit
@@ -75,7 +76,7 @@ class Recipe(NamedTuple):
         """The user's own code: rewards, an environment, its tools."""
         environment = self.rollout.environment
         named = [environment.name or "", *environment.tools]
-        own = [Path(name.rpartition(":")[0]).expanduser() for name in named if ":" in name]
+        own = [home_path(name.rpartition(":")[0]) for name in named if ":" in name]
         return [*files_of(self.rewards), *own]
 
     is_reference_asked_first: bool = False

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from taut.config import configclass, restore
+from taut.config import configclass, home_path, restore
 from taut.errors import ConfigError
 from taut.rewards.answered import Answered
 from taut.rewards.code import Code
@@ -138,7 +138,7 @@ def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
     """The files of the user's among them."""
     named = [[spec.name, spec.options.get("judge")] for spec in listed(rewards)]
     own = [it for names in named for it in names if isinstance(it, str) and ":" in it]
-    return [Path(name.rpartition(":")[0]).expanduser() for name in own]
+    return [home_path(name.rpartition(":")[0]) for name in own]
 
 
 def read_parts(

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, get_args
 
+from taut.config import home_path
 from taut.errors import ConfigError
 from taut.rewards.answered import FIELDS, Answered
 from taut.rewards.verifier import Judged, Place, Verifier
@@ -117,7 +118,7 @@ def own(spec: str, options: Mapping[str, Any]) -> Own:
 
 
 def _path(spec: str) -> Path:
-    return Path(spec.rpartition(":")[0]).expanduser()
+    return home_path(spec.rpartition(":")[0])
 
 
 def _function(spec: str, code: str) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """Worker processes: verifiers that may hang, crash or draw on anything run here, never beside the training.
 
 Each answer has a time limit from the moment its worker begins; a worker that does not keep it is killed with whatever
-it started, that answer is an error, and the next one gets a new worker. So it is with a worker that dies. Workers are
-sessions of their own: Ctrl-C in a terminal does not reach them, and they print nothing of it. The time limit needs no
-signal and holds in any thread.
+it started, that answer is an error, and the next one gets a new worker. The same holds for a worker that dies, and for
+one that is stopped (SIGSTOP), whether before an answer or during it. Workers are sessions of their own: Ctrl-C in a
+terminal does not reach them, and they print nothing of it. The time limit needs no signal and holds in any thread.
 
 Imports errors, ``worker.py`` and the standard library. The panel imports it.
 """
@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import LifoQueue
+from typing import Any
 
 from taut.errors import ConfigError
 from taut.rewards.answered import Answered
@@ -105,6 +108,10 @@ def _let_go(workers: Sequence[_Worker]) -> None:
         worker.clear()
 
 
+class _Late(Exception):
+    """The process gave no reply in time and has been ended."""
+
+
 class _Worker:
     """One process at a time. One thread at a time uses it; ``kill`` and ``stop`` may be called from any."""
 
@@ -113,47 +120,82 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._is_stopped = False
+        self._loaded: set[int] = set()
+        """The verifiers that the process has loaded."""
 
     def load(
         self, number: int, part: Part, answered: Answered | None = None
     ) -> tuple[Connection, Judged]:
         """The pipe to a process that has loaded a verifier, and is at ``answered``; and what the verifier judges.
-        ConfigError: it cannot be.
+        ConfigError: it cannot be. _Late: it is loaded, and says nothing in an answer's time.
         """
         remedy = f"expected the reward {part.label} to be loaded; correct it"
         try:
-            pipe = self._open()
-            pipe.send((number, answered, part.timeout))
-            if not pipe.poll(START_SECONDS):
-                self.clear()
-                raise ConfigError(f"found nothing within {START_SECONDS:g} s; {remedy}")
-            loaded: Loaded = pipe.recv()
+            pipe, setup = self._open()
+            is_loaded = number in self._loaded
+            seconds = part.timeout if is_loaded else START_SECONDS
+            request = (number, answered, part.timeout)
+            loaded: Loaded = self._exchange(pipe, seconds, *setup, request)
+        except _Late:
+            if is_loaded and answered is not None:
+                raise
+            raise ConfigError(f"found nothing within {seconds:g} s; {remedy}") from None
         except (EOFError, OSError) as error:
             raise ConfigError(f"a worker {self._ended(error)} at its start; {remedy}") from None
         if loaded.trouble is not None:
             self.clear()  # what kept it may have passed when it is asked for again
             raise ConfigError(loaded.trouble)
+        self._loaded.add(number)
         return pipe, loaded.judges
 
     def ask(self, number: int, answered: Answered, part: Part) -> Score:
         """The verifier's word, or what kept it from giving one."""
         try:
             pipe, _ = self.load(number, part, answered)
+            score: Score = self._exchange(pipe, part.timeout)
+            return score
         except ConfigError as error:
             return Score(error=str(error))
-        try:
-            if pipe.poll(part.timeout):
-                score: Score = pipe.recv()
-                return score
+        except _Late:
+            return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
         except (EOFError, OSError) as error:
             return Score(error=f"{part.label} ended its process, which {self._ended(error)}")
-        self.clear()
-        return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
 
-    def _open(self) -> Connection:
-        """The pipe to the process, which is started where there is none."""
+    def _exchange(self, pipe: Connection, seconds: float, *messages: object) -> Any:
+        """Send messages and receive one, in so many seconds; then the process is ended, and _Late is raised.
+
+        A process that was stopped (SIGSTOP) reads nothing, so sending may block, too.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self.kill()
+            # what the process started may hold its end of the pipe, too
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            for message in messages:
+                pipe.send(message)
+            return pipe.recv()
+        except (EOFError, OSError):
+            if is_late.is_set():
+                raise _Late from None
+            raise
+        finally:
+            timer.cancel()
+            timer.join()
+            if is_late.is_set():
+                self.clear()
+
+    def _open(self) -> tuple[Connection, list[object]]:
+        """The pipe to the process, which is started where there is none; and what a new one is to be sent first."""
         if self._pipe is not None and self._process is not None and _is_alive(self._process):
-            return self._pipe
+            return self._pipe, []
         self.clear()
         if self._is_stopped:
             raise ConfigError("the rewards are closed; expected no answer after that")
@@ -166,8 +208,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._pipe.send((sys.path, self._verifiers))
-        return self._pipe
+        return self._pipe, [(sys.path, self._verifiers)]
 
     def kill(self) -> None:
         """End the process; whoever waits for it is told."""
@@ -188,6 +229,7 @@ class _Worker:
         if self._pipe is not None:
             self._pipe.close()
         self._process, self._pipe = None, None
+        self._loaded.clear()
 
     def _ended(self, error: Exception) -> str:
         """How a process ended that has closed its pipe, or why there is none."""

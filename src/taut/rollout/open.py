@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
@@ -24,7 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import parallel
 from taut.attention.select import select
-from taut.config import ComputeDtype, configclass
+from taut.config import ComputeDtype, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stops import StopSet, derive_stop_set, described
@@ -189,7 +188,7 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return home_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise ConfigError(
@@ -281,7 +280,7 @@ def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: 
         is_narrow=use.adapter is None,
     )
     if use.adapter is not None:  # put on in full precision, then narrowed
-        adapter = Path(use.adapter).expanduser()
+        adapter = home_path(use.adapter)
         wrapped: Any = put_on(model, adapter, adapter_settings(adapter)).model
         model = wrapped.merge_and_unload(safe_merge=True)
         for parameter in model.parameters():

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from taut.config import home_path
 from taut.errors import EngineError, OutputError
 from taut.models.lora import plain_model
 from taut.rollout.served import Report
@@ -41,7 +42,7 @@ class Folder:
 
     def __init__(self, place: str | None) -> None:
         """Raises OutputError where it cannot be made."""
-        parent = Path(place).expanduser() if place is not None else _memory()
+        parent = home_path(place) if place is not None else _memory()
         try:
             parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             found = parent.stat()

@@ -19,7 +19,6 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import (
@@ -28,6 +27,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
+from taut.config import home_path
 from taut.data.formats import Message
 from taut.data.formats import Tool as Schema
 from taut.data.tool_calls import ToolCall
@@ -240,7 +240,7 @@ def load_tool(name: str, remote: Remote = HERE) -> Tool:
 def load_own(spec: str, key: str, kind: str) -> Any:
     """What ``FILE.py:name`` names. ``key`` and ``kind`` are for messages."""
     file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
+    path = home_path(file)
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(
             f"{key} is {spec}, and there is no file {file or spec}; expected FILE.py:{kind}; check the path"

@@ -5,7 +5,8 @@
         log.emit("step", step=1, loss=2.3, ...)
 
 Every sink is given the same events. A report that can no longer be written (console, TensorBoard, W&B) does not end the
-run: it is dropped, with a warning event to the others. ``events.jsonl`` is the record; a run that cannot write it ends.
+run: it is dropped, with a warning event to the others. ``events.jsonl`` is the record; a run that cannot write it ends,
+and one that finds it deleted writes it again, with a warning.
 Fields the console knows: ``num_steps`` and ``decisions`` of a start; the contract's fields of a step and
 ``memory_bytes``; ``name``, ``outcome``, ``value`` and ``detail`` of checks and warnings; ``from_step`` of a resume;
 ``tokens``, ``tokens_before`` and ``reason`` of a budget; ``path`` of a checkpoint; the rest is shown as it comes.
@@ -60,6 +61,7 @@ class RunLog:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+        self._record = next((sink for sink in sinks if isinstance(sink, EventLog)), None)
 
     @classmethod
     def open(cls, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
@@ -87,6 +89,9 @@ class RunLog:
     def emit(self, kind: Kind, **fields: Any) -> None:
         """Tell every sink that something happened."""
         assert kind in KINDS, f"unknown kind of event: {kind}"
+        restored = None if self._record is None else self._record.restore()
+        if restored is not None:
+            self.emit("warning", name="log", detail=restored)
         event = redacted_in({"kind": kind, "time": time.time(), **fields})
         for sink in tuple(self._sinks):
             try:

@@ -9,9 +9,10 @@ such strings back into floats, except within lists and mappings.
 
 A killed writer may leave half a line at the end: readers skip it, and the next writer removes it. A ``resume`` line
 with ``from_step`` k takes back what earlier lines say of steps after k; with ``is_measured`` false also what was
-measured after step k, which is measured again.
+measured after step k, which is measured again. A file that is deleted or moved during the run is written again
+(``EventLog.restore``).
 
-Imports types of the standard library, numpy and errors. Anyone above may import it.
+Imports the standard library, numpy, durable and errors. Anyone above may import it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TextIO, TypeAlias, get_args
 
 import numpy as np
 
+from taut import durable
 from taut.errors import DataError, OutputError
 
 Event: TypeAlias = dict[str, Any]
@@ -55,15 +57,40 @@ class ReportLost(Exception):
 
 
 class EventLog:
-    """Appends events to a file."""
+    """Appends events to a file, which may not be a symbolic link: what it points to may be no run's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            _drop_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = _open_to_append(path)
+            _drop_torn_line(self._file.fileno())
         except OSError as error:
             raise _unwritable(path, error) from error
+
+    def restore(self) -> str | None:
+        """Write the file again if it was deleted during the run, and say so; None where it is in place.
+
+        Raises OutputError where another file is in its place: lines would go where nobody reads them.
+        """
+        try:
+            number = self._file.fileno()
+            is_linked = os.fstat(number).st_nlink > 0
+            if is_linked and os.path.lexists(self.path):
+                return None
+            if os.path.lexists(self.path):
+                raise OutputError(
+                    f"{self.path} was replaced by another file during the run; expected the file that the run writes; "
+                    "leave it alone while the run writes it"
+                )
+            content = _content(number)
+            durable.write_bytes(self.path, content)
+            restored = _open_to_append(self.path)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._file.close()
+        self._file = restored
+        num_lines = content.count(b"\n")
+        return f"{self.path} was deleted or moved during the run: written again, with the {num_lines:,} lines it had"
 
     def __call__(self, event: Event) -> None:
         line = json.dumps(plain(event), allow_nan=False, ensure_ascii=False)
@@ -95,7 +122,8 @@ def read_events(path: str | Path) -> list[Event]:
 def all_events(path: Path) -> Iterator[Event]:
     """Every event that was written, those taken back by a resume included."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        with durable.open_regular(path) as file:
+            lines = file.read().split(b"\n")
     except OSError as error:
         raise _unreadable(path, error) from error
     for number, line in enumerate(lines[:-1], start=1):
@@ -116,7 +144,7 @@ def newest_first(path: Path) -> Iterator[Event]:
 def _lines_back(path: Path) -> Iterator[bytes]:
     """The whole lines of a file, the last one first."""
     try:
-        with path.open("rb") as file:
+        with durable.open_regular(path) as file:
             position, size = file.seek(0, os.SEEK_END), BLOCK
             begun, is_last = b"", True
             while position:
@@ -180,12 +208,21 @@ def _parse(place: str, line: bytes) -> Event:
     }
 
 
-def _drop_torn_line(path: Path) -> None:
+def _open_to_append(path: Path) -> TextIO:
+    number = durable.open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(number, "a", encoding="utf-8")
+
+
+def _content(number: int) -> bytes:
+    """All that an open file contains."""
+    with os.fdopen(os.dup(number), "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _drop_torn_line(number: int) -> None:
     """Cut the file back to its last whole line."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+    os.ftruncate(number, _content(number).rfind(b"\n") + 1)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

@@ -172,7 +172,8 @@ def test_what_is_wrong_with_a_picture_does_not_end_a_chat(folder: Path) -> None:
     assert found.startswith("[/image: ")
     assert "[20x12 pixels, with the next message]" in found
     assert "/image PATH" in talk(folder, "/help")
-    assert "cannot be looked up" in talk(folder, "/image ~nobody-has-this-name/red.png")
+    unknown, known = (talk(folder, f"/image ~{name}/red.png") for name in ("no-such-user", "root"))
+    assert unknown == known.replace("~root", "~no-such-user")
     text = talk(folder, f"/image {folder / 'red.png'}", "/exit", model="text")
     assert "this model takes no pictures" in text
     with pytest.raises(ConfigError, match=r"images\.folder would be ignored by a chat"):

@@ -310,7 +310,7 @@ def test_more_than_may_wait_is_sent_away(judge: Judge) -> None:
         batcher.submit([Rendered("a", "a")])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_it_after_what_is_being_served(
     model: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -298,6 +298,14 @@ def test_a_video_over_a_limit_names_the_row_and_the_key(tmp_path: Path) -> None:
         read_content(content, "d:1[0]", "user", finding, ())
 
 
+def test_a_picture_in_memory_over_a_limit_names_the_row_and_the_key() -> None:
+    content = [{"type": "image", "image": Image.new("L", (4, 5))}]
+    finding = Finding(images=ImagesConfig(limit_pixels=19))
+    found = r"^d:1\.content\[0\] is a picture of 4 x 5 pixels; expected at most 19; .*data\.images\.limit_"
+    with pytest.raises(PictureError, match=found):
+        read_content(content, "d:1", "user", finding, ())
+
+
 def test_frames_of_a_file(tmp_path: Path) -> None:
     blue = Image.new("RGB", (2, 3), "blue")
     RED.save(tmp_path / "a.gif", save_all=True, append_images=[blue], duration=500)
@@ -334,7 +342,6 @@ BAD: list[tuple[Any, str]] = [
     ({"url": "data:image/svg,<a>"}, "expected one in base64"),
     ({"image": "s3://a/b"}, "is at s3://a/b; expected a path"),
     ({"image": "s3://user:secret@a/b?key=1"}, "is at s3://a/b; expected a path"),
-    ({"image": "~no-one/a"}, "can be no path"),
     ({"image": TEXT * 99}, "can be no path; .* own key"),
 ]
 
@@ -375,3 +382,10 @@ def test_arrow_has_nulls_where_another_part_has_a_value(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
     ((_, record),) = open_source(Source(path=str(tmp_path / "d.parquet"))).records()
     assert asked(record) == [{"type": "image", "image": ImageRef("bytes", PNG)}, said("x")]
+
+
+@pytest.mark.parametrize("name", ["root", "nobody", "no-such-user"])
+def test_a_row_does_not_learn_of_users(name: str) -> None:
+    """``~name`` is a file's name, whether or not there is such a user; nothing is expanded."""
+    (part,) = asked({"messages": [ask({"type": "image", "image": f"~{name}/.ssh/id"})]})
+    assert part["image"].value == f"~{name}/.ssh/id"

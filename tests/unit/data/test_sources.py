@@ -211,7 +211,8 @@ def test_text_in_arrow_that_is_not_utf8_is_named_by_its_row(tmp_path: Path) -> N
     ("path", "message"),
     [
         ("x" * 5000, r"data=.x*\.\.\. cannot be looked up: File name too long;"),
-        ("~no-such-user/a.jsonl", "data=.*cannot be looked up: .*home directory"),
+        ("~no-such-user/a.jsonl", "found no file or directory ~no-such-user"),
+        ("~root/a.jsonl", "found no file or directory ~root"),
         ("a\0b.jsonl", "found no file or directory"),
     ],
 )

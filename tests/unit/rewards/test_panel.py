@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -441,3 +442,63 @@ def test_one_name_need_not_be_a_list() -> None:
     assert files_of("exact_match") == []
     with open_panel("exact_match") as one, open_panel(["exact_match"]) as listed:
         assert one.names == listed.names == ["exact_match"]
+
+
+STOPPED = """
+import os, signal
+
+def judged(text):
+    if text == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return os.getpid()
+"""
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[Panel]:
+    """One worker, whose reward is its process id."""
+    (tmp_path / "own.py").write_text(STOPPED)
+    with open_panel([RewardSpec(name=f"{tmp_path / 'own.py'}:judged", timeout=0.7)], ONE) as panel:
+        yield panel
+
+
+LATE = Score(error="judged took longer than 0.7 s and was killed")
+
+
+def one(panel: Panel, text: str) -> tuple[Score, float]:
+    """The score of an answer, and how long it took."""
+    began = time.monotonic()
+    (verdict,) = panel.grade([Answered(text=text)])
+    return verdict.parts["judged"], time.monotonic() - began
+
+
+def require_gone(process: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_worker_that_is_stopped_in_an_answer_is_killed_in_time_and_replaced(
+    stopped: Panel,
+) -> None:
+    first, _ = one(stopped, "go")
+    assert first.value is not None
+    score, seconds = one(stopped, "stop")
+    assert score == LATE and seconds < 3
+    require_gone(int(first.value))
+    second, _ = one(stopped, "go")
+    assert second.value is not None and second.value != first.value
+
+
+@pytest.mark.parametrize("length", [2, 4_000_000])
+def test_a_worker_that_is_stopped_between_answers_is_killed_in_time_and_replaced(
+    stopped: Panel, length: int
+) -> None:
+    """An answer too long for the pipe's buffer cannot even be sent."""
+    first, _ = one(stopped, "go")
+    assert first.value is not None
+    os.kill(int(first.value), signal.SIGSTOP)
+    score, seconds = one(stopped, "x" * length)
+    assert score == LATE and seconds < 3
+    require_gone(int(first.value))
+    second, _ = one(stopped, "x" * length)
+    assert second.value is not None and second.value != first.value

@@ -228,3 +228,69 @@ def test_ranks_that_do_not_write_write_nothing(tmp_path: Path) -> None:
     with RunLog.open(tmp_path, LogConfig(tensorboard=True), is_writer=False) as log:
         log.emit("step", step=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("no line of a run")
+    (tmp_path / "events.jsonl").symlink_to(precious)
+    with pytest.raises(OutputError, match=r"cannot write .*events\.jsonl: it is a symbolic link"):
+        RunLog.open(tmp_path, LogConfig(console=False))
+    assert precious.read_text() == "no line of a run"
+
+
+def test_a_record_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(OutputError, match="it is not a regular file"):
+        EventLog(path)
+    for read in (read_events, lambda path: next(newest_first(path))):
+        with pytest.raises(DataError, match="it is a FIFO; expected a regular file"):
+            read(path)
+
+
+@pytest.mark.parametrize("lost", ["deleted", "moved"])
+def test_a_record_that_is_lost_during_the_run_is_written_again_and_told(
+    lost: str, tmp_path: Path
+) -> None:
+    path, shown = tmp_path / "events.jsonl", Kept()
+    with RunLog([shown, EventLog(path)]) as log:
+        log.emit("step", step=1)
+        log.emit("step", step=2)
+        if lost == "deleted":
+            path.unlink()
+        else:
+            path.rename(tmp_path / "moved.jsonl")
+        log.emit("step", step=3)
+        log.emit("step", step=4)
+    events = read_events(path)
+    assert [event.get("step") for event in events] == [1, 2, None, 3, 4]
+    assert events[2]["name"] == "log"
+    assert (
+        "was deleted or moved during the run: written again, with the 2 lines"
+        in events[2]["detail"]
+    )
+    assert shown.events == events
+
+
+def test_a_record_that_another_file_replaces_ends_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = RunLog([EventLog(path)])
+    log.emit("step", step=1)
+    (tmp_path / "edited").write_text(path.read_text())
+    (tmp_path / "edited").replace(path)
+    with pytest.raises(OutputError, match="was replaced by another file during the run"):
+        log.emit("step", step=2)
+    log.close()
+
+
+def test_a_record_whose_directory_is_gone_ends_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    log = RunLog([EventLog(out / "events.jsonl")])
+    log.emit("step", step=1)
+    (out / "events.jsonl").unlink()
+    out.rmdir()
+    with pytest.raises(OutputError, match=r"cannot write .*No such file or directory"):
+        log.emit("step", step=2)
+    log.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,7 +184,7 @@ def test_a_printed_report_is_not_believed(box: RemoteSandbox) -> None:
 def test_a_program_that_ends_the_script_above_it_fails_by_itself(
     box: RemoteSandbox, fake: Fake, name: str, kill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, 0.7)
+    shorten(monkeypatch, 1.5)
     limits = Limits(wall_seconds=0.7, total_seconds=20.0)
     kills = FORGED + f"\nos.kill(os.getppid(), signal.{kill})\nimport time; time.sleep(3)"
     ran = box.run(kills, [Trial(call="f"), Trial(call="f")], limits)
@@ -445,3 +447,17 @@ def test_what_is_closed_ends_its_programs_and_their_machines(
         with pytest.raises(SandboxError, match="was closed while a program was under way"):
             future.result()
     assert not fake.running
+
+
+def test_the_script_needs_an_old_python_and_nothing_of_ours() -> None:
+    tree = ast.parse(executor._SOURCE, feature_version=(3, 9))
+    imported = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [it.name for it in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+        )
+    }
+    assert "subprocess" in imported
+    assert imported <= sys.stdlib_module_names

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from taut.checks.data.seen import Hashes, seen_in
 from taut.checks.owned import owned_by
 from taut.checks.session import Session
+from taut.config import home_path
 from taut.data.columns import Columns
 from taut.data.dataset import Dataset, sources
 from taut.data.formats import Completion, Conversation, Row
@@ -70,7 +71,7 @@ def _of_split(session: Session, split: Any) -> Iterator[Record]:
     named = sources(session.run.data, split, session.run.objective.kind)
     for source, columns in named:
         found = open_source(source)
-        folder = Path(source.path).expanduser().parent
+        folder = home_path(source.path).parent
         for number, value in islice(found.attempts(), RECORDS // len(named) + 1):
             if not isinstance(value, DataError):
                 place = f"{found.path}:{number}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
+from taut.config import home_path
 from taut.models import parts
 from taut.models.noise import KeyedDropout
 
@@ -73,7 +73,7 @@ def _asked(session: Session) -> dict[str, Any]:
             "targets": config.targets,
             "modules_to_save": config.modules_to_save,
         }
-    path = Path(config.adapter).expanduser() / "adapter_config.json"
+    path = home_path(config.adapter) / "adapter_config.json"
     saved = json.loads(path.read_text(encoding="utf-8"))
     return {
         "rank": saved["r"],

@@ -42,9 +42,9 @@ class Remote:
     image: str | None = None
     """Piston: version of its Python package, * by default. E2B: template, code-interpreter-v1 by default. Morph:
     snapshot with python3, required."""
-    concurrency: Annotated[int, Field(gt=0)] = 8
-    """Programs that one process of taut has at the service at a time; each reward worker is such a process and has
-    one."""
+    concurrency: Annotated[int, Field(gt=0)] = 16
+    """Programs that one process of taut has at the service at a time. A reward worker is such a process and has one;
+    of the tool python, fewer than rollout.environment.workers wait for one another within their step's timeout."""
     wait_seconds: Annotated[float, Field(gt=0, le=1e6)] = 60.0
     """Time that the service may take for a program beside limits.total_seconds: machines' starts, queues, retries."""
 
