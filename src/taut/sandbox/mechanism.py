@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from taut.config import home_path
 from taut.errors import SandboxError, install_extra
 from taut.sandbox import gvisor, kernel, walls
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
@@ -147,7 +148,7 @@ def choose(wanted: MechanismName | None = None) -> Mechanism:
 def open_sandbox(wanted: MechanismName | None = None, packages: Sequence[str] = ()) -> Sandbox:
     """A sandbox, proven to hold. ``packages``: folders that programs may also import from; they can read them."""
     for folder in packages:
-        if not Path(folder).expanduser().is_dir():
+        if not home_path(folder).is_dir():
             raise SandboxError(
                 f"found no folder {folder} among the sandbox's packages; expected a folder to import from; correct it"
             )

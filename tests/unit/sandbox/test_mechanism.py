@@ -109,7 +109,7 @@ def test_a_full_tmpdir_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mechanism, "TemporaryFolder", full)
-    with pytest.raises(SandboxError, match="it cannot be tried in TMPDIR:.*No space left"):
+    with pytest.raises(SandboxError, match=r"it cannot be tried in TMPDIR:.*No space left"):
         choose()
 
 
