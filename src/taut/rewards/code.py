@@ -229,4 +229,7 @@ def _same_token(expected: str, found: str) -> bool:
 
 
 def _is_close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    try:
+        return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer that no float can hold
+        return False
