@@ -11,7 +11,7 @@ it is a real directory of this user, has such a name and the mode that ``Tempora
 file ``lock`` that no process holds. Each is opened relative to its directory's descriptor, without following a symbolic
 link or waiting for a FIFO; nothing is truncated or created. Where the file system has no locks, nothing is removed.
 
-Imports durable. Anyone may import it.
+Imports durable and errors. Anyone may import it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from pathlib import Path
 from types import TracebackType
 
 from taut import durable
+from taut.errors import OutputError
 
 MEMORY = Path("/dev/shm")
 """Where files are in memory, on Linux."""
+ROOM = 16 * 2**20
+"""Bytes that have to be free where temporary files go by default."""
 LOCK = "lock"
 PRIVATE = 0o700
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -48,9 +51,9 @@ class TemporaryFolder:
     def __init__(self, purpose: str, place: Path | None = None, mode: int = PRIVATE) -> None:
         """``place``: where it is made; by default TMPDIR. ``mode``: wider only in a place that the user prepared.
 
-        Raises OSError where it cannot be made.
+        Raises OSError where it cannot be made in ``place``; OutputError where TMPDIR has no room.
         """
-        place = Path(tempfile.gettempdir()) if place is None else place
+        place = _roomy_default() if place is None else place
         clear([place], mode)
         while True:
             path = Path(tempfile.mkdtemp(prefix=f"taut-{purpose}-", dir=place))
@@ -80,9 +83,38 @@ class TemporaryFolder:
         self.close()
 
 
+def _default() -> Path | None:
+    """TMPDIR, or where else temporary files go; None where none of these places can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return None
+
+
+def _roomy_default() -> Path:
+    """``_default``. Raises OutputError unless there is room: some libraries hide that a disk is full in errors of no
+    kind."""
+    place = _default()
+    if place is None:
+        raise OutputError(
+            "no folder for temporary files can be written; expected TMPDIR, /tmp or the current directory with room; "
+            "free some, or set TMPDIR"
+        )
+    free = shutil.disk_usage(place).free
+    if free < ROOM:
+        raise OutputError(
+            f"{place}, for temporary files, has {free:,} bytes free; expected at least {ROOM:,}; free some, or set "
+            "TMPDIR to a folder on another disk"
+        )
+    return place
+
+
 def clear(places: Sequence[Path] | None = None, mode: int = PRIVATE) -> None:
     """``remove_abandoned`` in each place, once in a process; by default where taut makes folders by default."""
-    for place in [Path(tempfile.gettempdir()), MEMORY] if places is None else places:
+    if places is None:
+        default = _default()
+        places = [MEMORY] if default is None else [default, MEMORY]
+    for place in places:
         if (place, mode) not in _cleared:
             _cleared.add((place, mode))
             remove_abandoned(place, mode)

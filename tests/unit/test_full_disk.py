@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from tests.chats import QUIET, chats, save_model, words_of, write_rows
 from tests.jobs import make
 
-from taut import sharded
+from taut import sharded, temporary
 from taut.checkpoint import CheckpointConfig, Checkpoints
+from taut.commands.generate import Generate, generate
+from taut.config import from_mapping
 from taut.deliver import save_best
 from taut.errors import OutputError
 from taut.outdir import MARK, Lock, complete
@@ -92,3 +101,79 @@ def test_the_lock(tmp_path: Path) -> None:
 
     refused(take, 0)
     take()
+
+
+@pytest.mark.parametrize("size", [300, 3_000])
+def test_completions(size: int, tmp_path: Path) -> None:
+    """What is written is kept, and the same command with resume=true finishes the rest."""
+    model = save_model(tmp_path / "model")
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the cat"} for _ in range(12)])
+    keys = {"model": str(model), "prompts": str(prompts), "out": str(tmp_path / "out.jsonl")}
+    config = from_mapping(Generate, {**keys, "sampling.max_new_tokens": 8, "resume": True})
+    message = r"out=.* cannot be written: File too large.* resume=true finishes the rest|room and permission"
+    with pytest.raises(OutputError, match=message), no_file_longer_than(size):
+        generate(config)
+    result = generate(config)
+    assert (result.num_completions, result.errors) == (12, ())
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["id"] for line in lines}) == 12
+    assert (result.num_kept > 0) == (size == 3_000)
+
+
+def test_no_room_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+        with pytest.raises(
+            OutputError, match=r"for temporary files, has 1,000 bytes free; .*TMPDIR"
+        ):
+            temporary.TemporaryFolder("test")
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.gettempdir", lambda: Path("/nowhere/at").read_text())
+        temporary.clear()
+        with pytest.raises(OutputError, match="no folder for temporary files can be written"):
+            temporary.TemporaryFolder("test")
+    with temporary.TemporaryFolder("test") as folder:
+        assert folder.parent == tmp_path
+
+
+COMMANDS = """
+import json, os, sys
+from taut.cli import main
+codes = [main(words) for words in json.loads(sys.argv[1])]
+print("codes", codes)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, to mount")
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """A tmpfs of 16 kB, in a mount namespace of its own: for completions, and as TMPDIR."""
+    model = save_model(tmp_path / "model")
+    rows = [{"prompt": "the cat", "answer": "dog"} for _ in range(40)]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    train = write_rows(tmp_path / "train.jsonl", chats(8))
+    small = tmp_path / "small"
+    small.mkdir()
+    sampling = "sampling.max_new_tokens=16"
+    check = {**QUIET, "model": str(model), "data.train": str(train), "out": str(tmp_path / "run")}
+    commands = [
+        ["generate", str(model), f"prompts={prompts}", f"out={small}/out.jsonl", sampling],
+        ["eval", str(model), f"data={prompts}", "rewards=exact_match", sampling],
+        ["check", *words_of({**check, "steps": 1})],
+    ]
+    shell = 'mount -t tmpfs -o size=16k none "$0" && exec "$@"'
+    environment = {**os.environ, "TMPDIR": str(small)}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", shell, small, sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()[:200]}")
+    assert "codes [2, 2, 1]" in done.stdout, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert re.search(
+        r"out\.jsonl cannot be written: No space left .*\d+ completions are written", lines[0]
+    )
+    assert "small, for temporary files, has " in lines[1]
+    assert "small, for temporary files, has " in done.stdout

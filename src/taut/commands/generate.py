@@ -21,12 +21,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
+import pydantic
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing_extensions import TypedDict
 
 from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
@@ -83,6 +86,17 @@ class Generate(ModelUse):
     sampling: Sampling = Sampling()
 
 
+class _Line(TypedDict):
+    """A line of ``out``, as far as it is read back."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
+    id: str
+    index: int
+    ids: list[int]
+    finish_reason: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Generated:
     """What came of it; the counts are of this run, what an earlier one did left out."""
@@ -132,7 +146,7 @@ def generate(
         if console is not None:
             _show_decisions(opened, console)
         _begin(out, identity, kept)
-        with out.open("a", encoding="utf-8") as file, _progress(console) as progress:
+        with _appending(out) as file, _progress(console) as progress:
             tally = _Tally(
                 file, {row.id: row for row in rows}, done, config.prompt_ids, progress, console
             )
@@ -200,7 +214,7 @@ class _Tally:
 
     def __init__(
         self,
-        file: TextIO,
+        file: FileIO,
         rows: Mapping[str, PromptRow],
         done: set[Key],
         has_prompt_ids: bool,
@@ -221,12 +235,23 @@ class _Tally:
         if (completion.prompt_id, completion.index) in self.done:
             return
         line = self._line(completion)
-        self.file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.file.flush()
+        self._write((json.dumps(line, ensure_ascii=False) + "\n").encode())
         self.finished[completion.finish_reason] += 1
         self.num_tokens += int(completion.ids_N.size)
         if completion.finish_reason == "error":
             self.errors.append(f"{completion.prompt_id}: {completion.error}")
+
+    def _write(self, line: bytes) -> None:
+        """Write a whole line, past any buffer: what fails is not tried again when the file is closed."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            raise OutputError(
+                f"out={self.file.name} cannot be written: {error.strerror or error}; expected room; free some; "
+                f"{self.counted} {FINISH}"
+            ) from error
 
     def _show_progress(self) -> None:
         """The bar; without a terminal, a line for each tenth."""
@@ -277,7 +302,7 @@ def _rounded(values: FloatArray | None) -> list[float] | None:
 def _result(
     out: Path,
     rows: Sequence[PromptRow],
-    kept: Sequence[dict[str, Any]],
+    kept: Sequence[Mapping[str, Any]],
     tally: _Tally,
     opened: Opened,
 ) -> Generated:
@@ -328,35 +353,39 @@ def _identity(
     }
 
 
-def _kept(out: Path, identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
     """The good lines of an earlier run; its errors, and a last line that was cut, are to be done again."""
     if not out.exists():
         return []
     try:
-        earlier = json.loads(_meta(out).read_text(encoding="utf-8"))["drawn_with"]
+        earlier = durable.read_json(_meta(out))["drawn_with"]
+        with durable.open_regular(out) as file:
+            texts = file.read().split(b"\n")
     except (OSError, ValueError, LookupError, TypeError):
+        earlier = None
+    if not isinstance(earlier, dict):
         raise OutputError(
             f"{_meta(out).name} beside out={out} cannot be read; expected what its completions were drawn with; name "
             "another out"
-        ) from None
+        )
     changed = [name for name, value in identity.items() if earlier.get(name) != value]
     if changed:
         raise OutputError(
             f"out={out} was drawn with other settings ({', '.join(changed)}); expected the same to add to it; restore "
             "them, or name another out"
         )
-    lines: dict[Key, dict[str, Any]] = {}
-    texts = out.read_bytes().split(b"\n")
+    lines: dict[Key, _Line] = {}
+    reader = pydantic.TypeAdapter(_Line)
     for number, text in enumerate(
         texts[:-1], start=1
     ):  # after the last newline: nothing, or a cut line
         try:
-            line = json.loads(text)
-            key = _key(line)
-        except (ValueError, LookupError, TypeError):
+            line = reader.validate_json(text, strict=True)
+        except ValueError:
             raise OutputError(
                 f"{out}:{number} is no line of taut's; expected a completion; restore the file or name another out"
             ) from None
+        key = _key(line)
         if line["finish_reason"] != "error":
             lines.setdefault(key, line)
     return list(lines.values())
@@ -374,6 +403,15 @@ def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, A
         out.parent.mkdir(parents=True, exist_ok=True)
         durable.write_text(_meta(out), json.dumps(meta, indent=1) + "\n")
         durable.write_text(out, lines)
+    except OSError as error:
+        raise OutputError(
+            f"out={out} cannot be written: {error.strerror}; expected room and permission"
+        ) from error
+
+
+def _appending(out: Path) -> FileIO:
+    try:
+        return FileIO(out, "ab")
     except OSError as error:
         raise OutputError(
             f"out={out} cannot be written: {error.strerror}; expected room and permission"

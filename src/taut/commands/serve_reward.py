@@ -9,8 +9,9 @@
     GET  /health       {"status": "ok", "model", "waiting"}, or 503 with the reason
 
 A number is the scalar head's at the last token. Requests that wait are scored together (rollout/batcher.py). One that
-cannot be served is answered with {"error": {"message", "field"}}: 400 what is wrong with it, 401 the token, 413 its
-size, 503 that nothing can be scored now and why. What a client names is never opened: neither files nor addresses.
+cannot be served is answered with {"error": {"message", "field"}}: 400 what is wrong with it, 413 its size, 503 that
+nothing can be scored now and why; what is refused before its body is read: http_guard.py. What a client names is never
+opened: neither files nor addresses. JSON is parsed and rows are read in a thread, so GET /health is answered meanwhile.
 
 It listens on the loopback. With ``key`` or ``key_file`` every POST has to bring that token (Authorization: Bearer);
 a host that others can reach needs one, unless ``without_key`` says otherwise. SIGTERM and SIGINT end it after the
@@ -20,18 +21,17 @@ requests that are being served. Imports no web server until it runs. The command
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from taut.commands.http_guard import App, Guard, HttpLimits, Refused, is_loopback
 from taut.config import configclass, home_path
 from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
 from taut.data.media import PICTURES, images_of
@@ -42,20 +42,29 @@ from taut.rollout.judge import JudgeUse, Rendered, open_judge
 from taut.temporary import TemporaryFolder
 from taut.terminal import Terminal
 from taut.vision.opening import require_unset
+from taut.vision.picture import claimed_pixels
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
-UNREAD = ("folder", "allow_urls", "bad", "workers", "fps", "max_frames")
+UNREAD = (
+    "folder",
+    "allow_urls",
+    "bad",
+    "workers",
+    "fps",
+    "max_frames",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Settings of pictures that are for files of rows."""
-SHUTDOWN_SECONDS = 30
-"""How long requests may take that are being served when the server is told to end."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+"""A string of JSON, also one that has no end: looked for from each quote, it would take quadratic time."""
 
 
 @configclass
-class ServeReward(JudgeUse):
+class ServeReward(JudgeUse, HttpLimits):
     """A reward model over HTTP."""
 
     host: str = "127.0.0.1"
@@ -68,23 +77,29 @@ class ServeReward(JudgeUse):
     """The file that holds it."""
     without_key: bool = False
     """Let others in without a token."""
-    max_request_bytes: Annotated[int, Field(ge=1)] = 2**24
-    """A larger request is refused."""
     max_answers: Annotated[int, Field(ge=1)] = 1024
     """Answers in one request."""
+    max_characters: Annotated[int, Field(ge=1)] = 1_000_000
+    """Characters of text in one request, prompts and completions together."""
+    max_json_values: Annotated[int, Field(ge=1)] = 50_000
+    """Values in the JSON of one request: texts, numbers, lists and objects."""
     max_pictures: Annotated[int, Field(ge=0)] = 64
     """Pictures in one request."""
+    max_request_pixels: Annotated[int, Field(ge=1)] = 2**26
+    """Pixels of all pictures in one request, as their headers claim them; checked before any is decoded. By default 64
+    pictures of 1024 x 1024. images.limit_pixels is the limit of one picture."""
     max_waiting: Annotated[int, Field(ge=1)] = 256
     """Requests that may wait; another is told to come back."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_unset(self.images, UNREAD, "a server, which is sent its pictures")
         if self.key is not None and self.key_file is not None:
             raise ConfigError("key and key_file are both set; expected one of them; remove one")
         has_key = self.key is not None or self.key_file is not None
         if has_key and self.without_key:
             raise ConfigError("without_key=true and a key is set; expected one of them; remove one")
-        if not has_key and not self.without_key and not _is_loopback(self.host):
+        if not has_key and not self.without_key and not is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host} can be reached from elsewhere, and there is no key; expected one; set key=NAME of "
                 "an environment variable that holds it, or without_key=true"
@@ -114,7 +129,7 @@ class RemoteRequest(BaseModel):
     """The form of OpenRLHF's remote reward; what else it sends is for rewards made of rules."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
-    query: Annotated[list[str], Field(min_length=1)]
+    query: Annotated[list[str], Field(min_length=1), FailFast()]
 
     def rows(self) -> list[AnyRow | Rendered]:
         return [Rendered(f"query[{number}]", text) for number, text in enumerate(self.query)]
@@ -124,22 +139,9 @@ FORMS: dict[str, type[BaseModel]] = {"/score": PlainRequest, "/get_reward": Remo
 Asked = TypeVar("Asked", PlainRequest, RemoteRequest)
 
 
-class Refused(Exception):
-    """An answer with a status that is not 200."""
-
-    def __init__(self, status: int, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.field = status, message, field
-
-
 def run(config: ServeReward) -> int:
     """Serve until a signal ends it."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            self.force_exit = self.should_exit  # told twice
-            self.should_exit = True
+    from taut.commands.http_protocol import serve
 
     console = Terminal(soft_wrap=True)
     key = _read_key(config)
@@ -149,15 +151,6 @@ def run(config: ServeReward) -> int:
         for name, value, reason in judge.decisions:
             console.print(f"{name}: {value} ({reason})", markup=False)
         batcher = Batcher(judge, config.max_waiting, None if album is None else album.forget)
-        server = Server(
-            uvicorn.Config(
-                build_app(batcher, config, key),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
-        )
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         console.print(
@@ -165,24 +158,25 @@ def run(config: ServeReward) -> int:
             markup=False,
         )
         try:
-            server.run(sockets=[listener])
+            serve(build_app(batcher, config, key), config, listener)
         finally:
             batcher.close()
     console.print("ended", markup=False)
     return 0
 
 
-def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -> Starlette:
-    """The application itself. ``key``: the token that requests have to bring."""
+def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -> App:
+    """The application itself, behind its limits. ``key``: the token that requests have to bring."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.responses import JSONResponse
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
+    reader = ThreadPoolExecutor(1, thread_name_prefix="requests")
+
     async def scores_of(request: Request, form: type[Asked]) -> list[float]:
-        _require_key(request, key)
-        asked = _parsed(form, await _body(request, config.max_request_bytes))
-        rows = _rows(asked, config)
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(reader, _read, form, await request.body(), config)
         return await asyncio.wrap_future(batcher.submit(rows))
 
     async def score(request: Request) -> Response:
@@ -203,12 +197,7 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
-        return JSONResponse(
-            {"error": {"message": error.message, "field": error.field}},
-            error.status,
-            headers.get(error.status),
-        )
+        return Response(error.body, error.status, error.headers)
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -216,7 +205,7 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
         message = f"{asked}: expected POST /score, POST /get_reward, GET /schema or GET /health"
         return await refused(request, Refused(error.status_code, message))
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/score", _answering(score), methods=["POST"]),
             Route("/get_reward", _answering(get_reward), methods=["POST"]),
@@ -225,6 +214,7 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
         ],
         exception_handlers={Refused: refused, HTTPException: unknown},
     )
+    return Guard(app, config, config.host, key)
 
 
 def _answering(
@@ -246,17 +236,54 @@ def _answering(
     return answer
 
 
-async def _body(request: Request, most: int) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise Refused(
-                413,
-                f"the request is larger than {most:,} bytes; expected less; send fewer answers at a time",
-            )
-        parts.append(part)
-    return b"".join(parts)
+def _read(form: type[Asked], body: bytes, config: ServeReward) -> Sequence[AnyRow | Rendered]:
+    """The rows of a request that keeps to the limits. What costs more is done after what costs less is checked."""
+    skeleton = _STRING.sub(b"", body)
+    num_values = 1 + sum(skeleton.count(mark) for mark in (b",", b"[", b"{"))
+    _require_at_most(num_values, config.max_json_values, "JSON values", "max_json_values")
+    asked = _parsed(form, body)
+    answers = asked.query if isinstance(asked, RemoteRequest) else asked.completions
+    name = "query" if isinstance(asked, RemoteRequest) else "completions"
+    _require_at_most(len(answers), config.max_answers, "answers", "max_answers", name)
+    texts = answers if isinstance(asked, RemoteRequest) else [asked.prompts, answers]
+    num_characters = _num_characters(texts)
+    _require_at_most(num_characters, config.max_characters, "characters", "max_characters", name)
+    rows = asked.rows()
+    pictures = [
+        picture
+        for row in rows
+        if isinstance(row, Conversation)
+        for picture in images_of(row.messages)
+    ]
+    _require_at_most(len(pictures), config.max_pictures, "pictures", "max_pictures")
+    num_pixels = sum(
+        claimed_pixels(it.value, config.images) for it in pictures if isinstance(it.value, bytes)
+    )
+    _require_at_most(num_pixels, config.max_request_pixels, "pixels", "max_request_pixels")
+    return rows
+
+
+def _require_at_most(
+    found: int, most: int, what: str, limit: str, field: str | None = None
+) -> None:
+    if found > most:
+        raise Refused(
+            413,
+            f"{field or 'the request'}: found {found:,} {what}; expected at most {most:,}; send fewer at a time, or "
+            f"start the server with a larger {limit}",
+            field,
+        )
+
+
+def _num_characters(value: Any) -> int:
+    """Of all texts in a JSON value but pictures."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return sum(map(_num_characters, value))
+    if isinstance(value, dict) and value.get("type") not in PICTURES:
+        return sum(len(name) + _num_characters(it) for name, it in value.items())
+    return 0
 
 
 def _parsed(form: type[Asked], body: bytes) -> Asked:
@@ -268,17 +295,6 @@ def _parsed(form: type[Asked], body: bytes) -> Asked:
         fields = ", ".join(form.model_fields)
         message = f"{place or 'the body'}: {first['msg']}; expected a JSON object with {fields}"
         raise Refused(400, message, place) from error
-
-
-def _rows(asked: PlainRequest | RemoteRequest, config: ServeReward) -> Sequence[AnyRow | Rendered]:
-    rows, most = asked.rows(), config.max_answers
-    if len(rows) > most:
-        name = "query" if isinstance(asked, RemoteRequest) else "completions"
-        raise Refused(413, f"{name}: found {len(rows)} answers; expected at most {most}", name)
-    count = sum(len(images_of(row.messages)) for row in rows if isinstance(row, Conversation))
-    if count > config.max_pictures:
-        raise Refused(413, f"found {count} pictures; expected at most {config.max_pictures}")
-    return rows
 
 
 def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
@@ -313,15 +329,6 @@ def _require_inline(message: Any, where: str) -> None:
             raise DataError(f"{where}: found a part of type {shown(kind)}; {INLINE}")
 
 
-def _require_key(request: Request, key: bytes | None) -> None:
-    if key is None:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    is_same = hmac.compare_digest(given.strip().encode(), key)
-    if scheme.lower() != "bearer" or not is_same:
-        raise Refused(401, "Authorization: expected Bearer and the server's token", "Authorization")
-
-
 def _read_key(config: ServeReward) -> bytes | None:
     """The token, from where the configuration says."""
     if config.key is not None:
@@ -353,12 +360,3 @@ def _listen(config: ServeReward) -> socket.socket:
             f"host={config.host} port={config.port} cannot be listened on: {error.strerror or error}; expected a free "
             "port of this machine; set port=0 for any"
         ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

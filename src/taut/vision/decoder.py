@@ -4,6 +4,7 @@ A job is a JSON object and the encoded bytes; the answer is a sequence of JSON o
 last has ``end`` (``decoding.py`` has the other side):
 
     {"kind": "size" | "pixels", ...}     ->  {"size": [width, height]} with RGB bytes, or without
+    {"kind": "claim", ...}               ->  {"size": [width, height]} as the header has them; nothing is decoded
     {"kind": "film", ...}                ->  {"seconds": when the frame begins to be shown} with PNG bytes, for each
     whatever cannot be decoded           ->  {"error": reason, "why": "refused", "broken" or "import"}
 
@@ -117,7 +118,7 @@ def _replies(job: dict[str, Any], content: bytes) -> Iterator[Reply]:
 
 
 def _picture(job: dict[str, Any], content: bytes) -> Image.Image:
-    """All pixels of the first frame, upright, in RGB, at most ``max_pixels`` of them."""
+    """All pixels of the first frame, upright, in RGB, at most ``max_pixels`` of them; of a claim none."""
     name, limit = job["name"], job["limit_pixels"]
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
@@ -136,6 +137,8 @@ def _picture(job: dict[str, Any], content: bytes) -> Image.Image:
                     f"the picture {name} is a JPEG of {scans:,} scans; expected at most {MOST_SCANS}; encode it anew, "
                     "or remove the row"
                 )
+            if job["kind"] == "claim":
+                return image
             image.load()
             return _scaled(_rgb(image, name), job["max_pixels"])
     except UnidentifiedImageError:

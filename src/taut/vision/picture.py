@@ -174,6 +174,15 @@ def decoded_size(content: bytes, name: str, images: ImagesConfig) -> tuple[int, 
     return _decoded("size", content, name, images)[0]
 
 
+def claimed_pixels(content: bytes, images: ImagesConfig) -> int:
+    """Width times height as the header has them; nothing is decoded. 0 for what ``decode`` refuses."""
+    try:
+        width, height = _decoded("claim", content, "", images)[0]
+    except PictureError:
+        return 0
+    return width * height
+
+
 def _decoded(
     kind: str, content: bytes, name: str, images: ImagesConfig
 ) -> tuple[tuple[int, int], bytes]:

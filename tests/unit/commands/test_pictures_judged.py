@@ -35,17 +35,23 @@ KIND = "qwen2_vl"
 TEXT = {"type": "text", "text": "what?"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model that was never trained, and a few pictures."""
-    made = tmp_path_factory.mktemp("judged")
-    base = tiny_vlm(KIND, made / "base")
+def save_vision_reward(directory: Path) -> Path:
+    """A tiny reward model that takes pictures and was never trained."""
+    base = tiny_vlm(KIND, directory / "base")
     options: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
     attention = PREFIX + "reference"
     model = load_reward_model(str(base), NewHead(seed=3), attention=attention, **options)
-    model.save_pretrained(made / "model")
-    save_tokenizer(vision_tokenizer(KIND), made / "model")
-    save_processor(KIND, made / "model")
+    model.save_pretrained(directory / "model")
+    save_tokenizer(vision_tokenizer(KIND), directory / "model")
+    save_processor(KIND, directory / "model")
+    return directory / "model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model, and a few pictures."""
+    made = tmp_path_factory.mktemp("judged")
+    save_vision_reward(made)
     for name, size in (("red", (20, 12)), ("blue", (20, 12)), ("green", (9, 30))):
         Image.new("RGB", size, name).save(made / f"{name}.png")
     return made

@@ -9,7 +9,7 @@ import pytest
 
 from taut.cli import main
 from taut.commands import sandbox
-from taut.sandbox import ATTEMPTS, Finding
+from taut.sandbox import ATTEMPTS, NAMES, Finding
 
 
 def _found(monkeypatch: pytest.MonkeyPatch, *found: Finding) -> None:
@@ -41,6 +41,21 @@ def test_what_holds_and_what_does_not_is_said(
     assert "a cgroup for each program: below /sys/fs/cgroup" in landlock
     assert "not held: a program can see by name which files" in landlock
     assert in_force == "in force: landlock\n"
+
+
+def test_what_does_not_hold_is_said_of_each_mechanism(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _found(monkeypatch, *(Finding(name, None, (), "") for name in NAMES))
+    assert main(["sandbox", "json=true"]) == 0
+    said = {
+        it["name"]: " ".join(it["not_held"])
+        for it in json.loads(capsys.readouterr().out)["mechanisms"]
+    }
+    assert "tested with a stand-in for runsc only" in said["gvisor"]
+    assert "which files and processes exist" in said["landlock"]
+    for name in ("bubblewrap", "landlock"):
+        assert "a fault in the kernel is a hole" in said[name]
 
 
 def test_where_nothing_holds_the_exit_code_says_so(

@@ -170,7 +170,13 @@ def test_sixteen_at_a_time_get_what_each_gets_alone(model: Path, batcher: Batche
             "completions",
             "at most 20",
         ),
-        ("/score", {"prompts": ["a"], "completions": ["b" * 100_000]}, 413, None, "100,000 bytes"),
+        (
+            "/score",
+            {"prompts": ["a"], "completions": ["b" * 100_000]},
+            413,
+            None,
+            "at most 100,000",
+        ),
         ("/score", {"prompts": ["a"], "completions": [" cat" * 300]}, 400, "completions[0]", "256"),
         ("/get_reward", {"query": "a"}, 400, "query", "valid array"),
         ("/get_reward", {"query": ["a", 7]}, 400, "query[1]", "valid string"),
@@ -304,7 +310,7 @@ def test_more_than_may_wait_is_sent_away(judge: Judge) -> None:
         batcher.submit([Rendered("a", "a")])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_it_after_what_is_being_served(
     model: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from taut.models.lora import LoraConfig, apply_lora
 from taut.rollout import parcel
 from taut.rollout.parcel import Folder, checkpoint_tensors, require_arrived, write
 from taut.rollout.served import Report
-from taut.rollout.worker.taut_worker import checksum
+from taut.rollout.worker.taut_worker import TautWorker, checksum
 
 FLOAT = torch.float32
 
@@ -143,6 +144,25 @@ def test_weights_in_a_prepared_folder_are_for_those_who_may_read_the_folder(tmp_
     assert [stat.S_IMODE(path.stat().st_mode) for path in shared] == [0o750, 0o750, 0o640]
     folder.close()
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
+def test_a_server_of_another_user_says_that_it_may_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a place that every user may enter, as /dev/shm is."""
+    with TemporaryDirectory() as place:
+        Path(place).chmod(0o1777)
+        monkeypatch.setattr(parcel, "MEMORY", Path(place))
+        folder = Folder(None)
+        version = pushed(folder)
+        os.seteuid(65534)
+        try:
+            answer = TautWorker().taut_load(str(version), 1)
+        finally:
+            os.seteuid(0)
+        assert answer == {"error": f"cannot read {version}: Permission denied"}
+        folder.close()
 
 
 def test_a_folder_that_is_made_for_the_weights_is_private(tmp_path: Path) -> None:
