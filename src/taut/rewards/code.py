@@ -236,5 +236,5 @@ def _same_token(expected: str, found: str) -> bool:
 def _is_close(left: float, right: float) -> bool:
     try:
         return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # a whole number that no float can hold
+    except OverflowError:  # an integer that no float can hold
         return False
