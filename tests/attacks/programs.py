@@ -1054,7 +1054,7 @@ stays_small(
     "huge pages spliced into pipes",
     """
     import mmap
-    for _ in range(60):
+    for _ in range(32):
         try:
             reader, writer = os.pipe()
         except OSError:
