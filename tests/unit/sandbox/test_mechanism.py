@@ -104,6 +104,24 @@ def test_a_guest_that_ends_is_our_error_and_not_the_program_s(
     sandbox.close()
 
 
+def test_a_full_tmpdir_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mechanism, "TemporaryFolder", full)
+    with pytest.raises(SandboxError, match=r"it cannot be tried in TMPDIR:.*No space left"):
+        choose()
+
+
+def test_a_long_tmpdir_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The address of a socket has room for 107 bytes."""
+    tmp_path.chmod(0o755)
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    assert choose().name in mechanism.NAMES
+
+
 def test_packages_are_folders(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="found no folder"):
         open_sandbox(packages=[str(tmp_path / "none")])
