@@ -109,11 +109,14 @@ def _prepare(label: str, verifier: Verifier) -> Loaded:
 
 @contextlib.contextmanager
 def _memory(most: int | None) -> Iterator[None]:
-    """Let this process take so many bytes more than it has; what asks for more meets a MemoryError."""
-    if most is None:
+    """Let this process take so many bytes more than it has; what asks for more meets a MemoryError. There is no limit
+    where the system does not say how much it has, as macOS.
+    """
+    statm = Path("/proc/self/statm")
+    if most is None or not statm.exists():
         yield
         return
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    pages = int(statm.read_text().split()[5])
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = pages * resource.getpagesize() + most
     if hard == resource.RLIM_INFINITY or limit < hard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from taut.rewards import (
     tally,
 )
 from taut.rewards.exact_match import ExactMatch
-from taut.rewards.worker import SPARE
+from taut.rewards.worker import SPARE, _memory
 
 OWN = """
 import os, random, signal, subprocess, sys, threading, time
@@ -502,3 +503,15 @@ def test_a_worker_that_is_stopped_between_answers_is_killed_in_time_and_replaced
     require_gone(int(first.value))
     second, _ = one(stopped, "x" * length)
     assert second.value is not None and second.value != first.value
+
+
+def test_a_system_that_does_not_tell_memory_has_no_limit_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """macOS has no /proc; rewards such as math run there as well."""
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(Path, "read_text", lambda path: os.stat("/nonexistent"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with _memory(2**30):
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
