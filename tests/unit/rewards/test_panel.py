@@ -510,7 +510,7 @@ def test_a_system_that_does_not_tell_memory_has_no_limit_of_it(
 ) -> None:
     """macOS has no /proc; rewards such as math run there as well."""
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    monkeypatch.setattr(Path, "read_text", lambda path: os.stat("/nonexistent"))
+    monkeypatch.setattr(Path, "read_text", lambda path: Path("/nonexistent").stat())
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with _memory(2**30):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
