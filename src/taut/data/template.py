@@ -4,8 +4,9 @@ assistant turn.
 A template is given content as it takes it: text as a string, or as a list of parts where it writes
 no strings; pictures as parts with nothing in them (``pictures.py`` does the rest). Special tokens
 are never added to a rendering: the template writes them. Templates run in a process of their own (``taut.bounded``,
-``chat_text.py``). Whatever a template raises on messages it does not take becomes a RenderError that names the row; one
-that exceeds its limits is a ModelError. Knows nothing of rows and targets. Imported by ``render.py`` and ``stops.py``.
+``chat_text.py``); a tokenizer whose class comes with the model, and renders in its own way, does so here. Whatever a
+template raises on messages it does not take becomes a RenderError that names the row; one that exceeds its limits is a
+ModelError. Knows nothing of rows and targets. Imported by ``render.py`` and ``stops.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,8 @@ from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+import jinja2
 
 from taut import bounded
 from taut.data.formats import Message, Tool
@@ -34,6 +37,16 @@ if TYPE_CHECKING:
     from taut.vision.album import Album
 
 Ids: TypeAlias = list[int]
+CODE_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+"""What a tokenizer's own code raises on messages that it does not expect."""
 SET_DAY = (
     "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}"
     "{%- for code, value in CODES -%}{%- set now.text = now.text.replace(code, value) -%}{%- endfor -%}"
@@ -188,6 +201,8 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
+        if self._has_own_rendering:
+            return self._write_by_its_code(given, tools, named, is_prompt, switches)
         variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
             text: str = bounded.call(
@@ -204,6 +219,37 @@ class Template:
                 f"give another template with {self.key}=FILE"
             ) from None
         return text
+
+    @cached_property
+    def _has_own_rendering(self) -> bool:
+        """Whether the tokenizer's class, which may come with the model, renders in a way of its own."""
+        from transformers import PreTrainedTokenizerBase as Library
+
+        return type(self.tokenizer).apply_chat_template is not Library.apply_chat_template
+
+    def _write_by_its_code(
+        self,
+        messages: list[Message],
+        tools: Sequence[Tool],
+        template: str | None,
+        is_prompt: bool,
+        switches: Mapping[str, bool],
+    ) -> str:
+        """``write`` where the tokenizer renders in its own way. trust_remote_code let its code run here."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=is_prompt,
+                **switches,
+            )
+        except CODE_FAILURES as error:
+            raise bounded.FunctionFailed(
+                (str(error).splitlines() or [""])[0] or type(error).__name__
+            ) from None
+        return str(text)
 
     @property
     def _source(self) -> str:

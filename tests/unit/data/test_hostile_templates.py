@@ -11,6 +11,7 @@ from tests.tokenizers import CHATML, tiny_tokenizer
 from taut import bounded
 from taut.data.formats import Conversation
 from taut.data.render import Renderer
+from taut.data.template import Template
 from taut.errors import ModelError, RenderError
 from tokenizers import Regex, pre_tokenizers
 
@@ -104,6 +105,22 @@ def test_a_long_row_is_no_attack() -> None:
     messages = ({"role": "user", "content": content}, ROW.messages[1])
     text = Renderer(tiny_tokenizer(), CHATML).template.apply(messages, (), "rows.jsonl:9")
     assert content in text.text
+
+
+def test_a_tokenizer_that_renders_in_its_own_way_is_asked() -> None:
+    """As tokenizers whose code comes with the model may, whatever template they have beside it."""
+    tokenizer = tiny_tokenizer()
+
+    class Own(type(tokenizer)):  # type: ignore[misc]  # of the backend at hand
+        def apply_chat_template(self, conversation: list[dict[str, str]], **options: object) -> str:
+            assert options["tokenize"] is False
+            return "".join(f"<{it['role'][0]}>{it['content'].upper()}" for it in conversation)
+
+    tokenizer.__class__ = Own
+    template = Template(tokenizer, None)
+    assert template.write(ROW.messages, (), is_prompt=False, place="d:1") == "<u>HI<a>HELLO"
+    with pytest.raises(bounded.FunctionFailed, match=r"^'content'$"):
+        template.write([{"role": "user"}], (), is_prompt=False, place="d:1")
 
 
 def test_a_regular_expression_of_the_tokenizer_that_backtracks_is_an_error(
