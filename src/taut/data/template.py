@@ -21,7 +21,7 @@ from functools import cached_property
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
 
@@ -233,7 +233,7 @@ class Template:
         tools: Sequence[Tool],
         template: str | None,
         is_prompt: bool,
-        switches: Mapping[str, bool],
+        switches: Mapping[str, Any],
     ) -> str:
         """``write`` where the tokenizer renders in its own way. trust_remote_code let its code run here."""
         try:
