@@ -19,10 +19,12 @@ HIDDEN = "***"
 _USERINFO = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#\s\"'<>`]*@")
 """One slash is enough: that is what a path makes of a URL."""
 _PARAMETER = re.compile(
-    r"([?&;#][\w.~%-]*?(?:token|key|signature|sig|password|passwd|pwd|secret|credential|auth)[\w.~%-]*=)"
+    r"([?&;#](?:[\w.~%-]*[_.~%-])?(?:access|api|app|auth|client|id|private|refresh|secret|security|session|user)?"
+    r"(?:token|key|keyid|signature|sig|password|passwd|pass|pwd|secret|credentials?|auth)(?:[_.~%-][\w.~%-]*)?=)"
     r"[^&;#\s\"'<>`]+",
     re.IGNORECASE,
 )
+"""Whole words of a name, so that ``max_tokens`` and ``author`` stay."""
 
 
 def redacted(text: str) -> str:

@@ -39,6 +39,7 @@ URLS = [
     f"https://bucket/x?X-Amz-Algorithm=A&X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}",
     f"https://host/x?sig={SECRET}&api_key={SECRET}&apikey={SECRET}&password={SECRET};pwd={SECRET}",
     f"https://host/callback#access_token={SECRET}",
+    f"https://host/x?accessToken={SECRET}&ApiKey={SECRET}&client_secret={SECRET}&AUTH={SECRET}&private-key={SECRET}",
     f"https://storage/x?X-Goog-Signature={SECRET}&X-Amz-Security-Token={SECRET}",
 ]
 
@@ -62,6 +63,7 @@ def test_the_secret_is_hidden_wherever_the_url_stands(url: str) -> None:
     [
         "http://127.0.0.1:8000/v1",
         "https://host/x?page=2&keyboard",
+        "https://host/x?max_tokens=5&author=a&monkey=b&design=c&passage=d&keyboard=e&authority=f",
         "write to bob@host.org: today",
         "a:/b c@d",
         "decorators: @property",
