@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import functools
-import tempfile
+import os
 from types import ModuleType
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ def compiled(has_namespaces: bool) -> bytes:
         for name, variants in some.items():
             for arguments in variants if name in known else ():
                 calls.add_rule(library.ALLOW, known[name], *arguments)
-        with tempfile.TemporaryFile() as file:
+        with open(os.memfd_create("filter"), "w+b") as file:  # noqa: PTH123 (a descriptor)
             calls.export_bpf(file)
             file.seek(0)
             return file.read()

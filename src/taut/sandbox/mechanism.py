@@ -116,7 +116,7 @@ def find(name: MechanismName) -> Finding:
         with _planted() as given:
             (ran,) = sandbox.run(_PROBE, [Trial(stdin=json.dumps(given))], _LIMITS)
             has_written = Path(given["file"]).exists()
-    except SandboxError as error:
+    except (SandboxError, OSError) as error:  # OSError: nothing can be planted
         return Finding(name, str(error), (), sandbox.cgroups)
     finally:
         sandbox.close()

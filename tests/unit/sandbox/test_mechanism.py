@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from taut.errors import SandboxError
 from taut.sandbox import (
     ATTEMPTS,
     Mechanism,
+    MechanismName,
     Sandbox,
     Trial,
     allowed,
@@ -114,3 +116,15 @@ def test_a_closed_sandbox_runs_nothing() -> None:
     sandbox.close()
     with pytest.raises(SandboxError, match="the sandbox is closed"):
         sandbox.run("print(1)", [Trial()])
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+def test_where_nothing_can_be_planted_it_is_told_in_one_line(
+    name: MechanismName, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    allowed.compiled.cache_clear()
+    with pytest.raises(SandboxError, match=f"{name}: .*No such file or directory") as error:
+        choose(name)
+    assert "\n" not in str(error.value)
+    assert allowed.compiled(True)  # which needs no folder
