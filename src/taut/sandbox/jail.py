@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import marshal
 import os
 import select
@@ -67,6 +68,8 @@ class Jail:
                 )
             except OSError as error:
                 self._control.close()
+                if cgroup is not None:
+                    cgroup.remove()
                 raise SandboxError(
                     f"the sandbox's process cannot be started: {error}; expected {line[0]} to run; correct that"
                 ) from error
@@ -174,8 +177,16 @@ class Streams:
     """A trial's pipes: what goes in, and what comes out under a limit of output."""
 
     def __init__(self, given: bytes, limits: Limits) -> None:
-        child_in, self._feed = os.pipe()
-        self._readers, writers = zip(*(os.pipe() for _ in guest.STREAMS[1:]), strict=True)
+        pipes: list[tuple[int, int]] = []
+        try:
+            for _ in guest.STREAMS:
+                pipes.append(os.pipe())
+        except OSError:
+            for end in itertools.chain(*pipes):
+                os.close(end)
+            raise
+        child_in, self._feed = pipes[0]
+        self._readers, writers = zip(*pipes[1:], strict=True)
         self.childs_ends = [child_in, *writers]
         self.printed = [bytearray() for _ in self._readers]
         self._room = limits.output_kb * 1024
@@ -226,8 +237,11 @@ class Streams:
             chunk = os.read(reader, _CHUNK)
         except BlockingIOError:  # a program can read its own pipe back, where it has /proc
             return True
-        self.printed[self._readers.index(reader)] += chunk[: max(self._room, 0)]
-        if reader != self.begun:
+        printed = self.printed[self._readers.index(reader)]
+        if reader == self.begun:  # a few bytes of the guest's own, whatever room the program left
+            printed += chunk
+        else:
+            printed += chunk[: max(self._room, 0)]
             self._room -= len(chunk)
         return bool(chunk)
 
