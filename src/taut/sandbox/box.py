@@ -110,9 +110,9 @@ class Sandbox:
                 results.append(ran)
             return results
         finally:
-            jail.close()
-            with self._lock:
+            with self._lock:  # first: an interrupt may end the other
                 self._num_running -= 1
+            jail.close()
 
     def close(self) -> None:
         """End the jails that wait for a program."""

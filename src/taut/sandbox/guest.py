@@ -27,9 +27,9 @@ A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in
 lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
 the end was reached) can; a stdin or a call test has nothing there to cheat.
 
-Runs under ``python -s -S -P`` without the rest of taut: imports ``kernel`` and the standard library only, and of that as
-little as it can, for a process is started for each program: what comes from the host is marshalled, not JSON. ``walls``
-has the command line that starts it.
+Runs under ``python -s -S -P`` without the rest of taut: imports ``kernel`` and the standard library only, and of that
+as little as it can, for a process is started for each program: what comes from the host is marshalled, not JSON.
+``walls`` has the command line that starts it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,6 +41,11 @@ ENVIRONMENT = {
     "TMPDIR": guest.SCRATCH,
 }
 """The program's whole environment: sets have one order everywhere, libraries start no threads by themselves."""
+_LIVE: set[Streams] = set()
+"""The pipes of the trials that run."""
+_STARTING = threading.RLock()
+"""Held while pipes or a process are made, and while this process forks: a copy that does not know of a program's input
+keeps it open, and one of Popen's own pipe keeps Popen waiting."""
 
 
 class JailDied(Exception):
@@ -54,8 +60,8 @@ class Jail:
 
     def __init__(self, line: Sequence[str], cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with _STARTING:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 self._process = subprocess.Popen(
                     line,
@@ -73,6 +79,8 @@ class Jail:
                 raise SandboxError(
                     f"the sandbox's process cannot be started: {error}; expected {line[0]} to run; correct that"
                 ) from error
+            finally:
+                theirs.close()
 
     def begin(self, limits: Limits, settings: Mapping[str, Any]) -> None:
         """Wait until it is ready for this program. Raises SandboxError where it cannot hold one."""
@@ -177,17 +185,19 @@ class Streams:
     """A trial's pipes: what goes in, and what comes out under a limit of output."""
 
     def __init__(self, given: bytes, limits: Limits) -> None:
-        pipes: list[tuple[int, int]] = []
-        try:
-            for _ in guest.STREAMS:
-                pipes.append(os.pipe())
-        except OSError:
-            for end in itertools.chain(*pipes):
-                os.close(end)
-            raise
-        child_in, self._feed = pipes[0]
-        self._readers, writers = zip(*pipes[1:], strict=True)
-        self.childs_ends = [child_in, *writers]
+        with _STARTING:
+            pipes: list[tuple[int, int]] = []
+            try:
+                for _ in guest.STREAMS:
+                    pipes.append(os.pipe())
+            except OSError:
+                for end in itertools.chain(*pipes):
+                    os.close(end)
+                raise
+            child_in, self._feed = pipes[0]
+            self._readers, writers = zip(*pipes[1:], strict=True)
+            self.childs_ends = [child_in, *writers]
+            _LIVE.add(self)
         self.printed = [bytearray() for _ in self._readers]
         self._room = limits.output_kb * 1024
         self._unfed = memoryview(given)
@@ -200,6 +210,7 @@ class Streams:
             os.close(self.childs_ends.pop())
 
     def close(self) -> None:
+        _LIVE.discard(self)
         self.close_childs_ends()
         self._close_feed()
         for reader in self._readers:
@@ -255,8 +266,21 @@ class Streams:
 
     def _close_feed(self) -> None:
         if self._feed >= 0:
-            os.close(self._feed)
-            self._feed = -1
+            feed, self._feed = self._feed, -1
+            os.close(feed)
+
+
+def _begin_forked() -> None:
+    """In a fork's copy: while it held the end that feeds a program, the program's input would have no end."""
+    for streams in list(_LIVE):
+        with contextlib.suppress(OSError):  # a thread of the parent was about to close it
+            streams.close()
+    _STARTING.release()
+
+
+os.register_at_fork(
+    before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_begin_forked
+)
 
 
 def as_request(

@@ -111,6 +111,55 @@ def test_a_fork_does_not_wait_for_a_lock_that_its_parent_s_thread_holds() -> Non
     sandbox.close()
 
 
+def test_a_fork_does_not_hold_the_input_of_a_program_open() -> None:
+    streams = Streams(b"", Limits())
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        streams._close_feed()
+        os.set_blocking(streams.childs_ends[0], False)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            with suppress(BlockingIOError):  # the fork has not begun yet
+                assert os.read(streams.childs_ends[0], 1) == b""
+                break
+            time.sleep(0.05)
+        else:
+            raise AssertionError("the input has no end")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        streams.close()
+
+
+def test_a_fork_waits_until_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had a copy of Popen's pipe would hold Popen up until it ends."""
+    begins, done = threading.Event(), []
+    popen = subprocess.Popen
+
+    def slow(*arguments: object, **more: object) -> object:
+        begins.set()
+        time.sleep(0.5)
+        process = popen(*arguments, **more)  # type: ignore[call-overload]
+        done.append(process)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    jails: list[Jail] = []
+    thread = threading.Thread(target=lambda: jails.append(Jail(["/bin/cat"], None)))
+    thread.start()
+    begins.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(len(done))
+    status = os.waitpid(child, 0)[1]
+    thread.join()
+    jails[0].close()
+    assert os.waitstatus_to_exitcode(status) == 1
+
+
 def test_nothing_is_left_where_no_jail_can_be_started_ahead(
     started: list[Jail], monkeypatch: pytest.MonkeyPatch
 ) -> None:
