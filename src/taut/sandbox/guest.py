@@ -8,7 +8,7 @@ The host (``jail.py``) sends messages on standard input, a socket that keeps the
 
     begin    what there is to set up, and with it a pidfd of the host. Answer: "ready", or "error" and why
     run      with it the child's standard streams and two for its reports. Answer, when nothing that the child
-             started is left: its wait status and its seconds of processor time, as text
+             started is left: its wait status and its seconds of processor time, as text; or "error" and why
     kill     end the trial now
 
 The end of the messages, or of the host, ends this process and everything behind the wall.
@@ -151,7 +151,11 @@ def _run(
 ) -> None:
     """One trial: answers when the child and all that it started are dead."""
     parent = os.getpid()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:  # the machine has no more processes: not the program's fault
+        control.send(f"error {error}".encode())
+        return
     if child == 0:
         control.detach()
         _child(begin, streams, parent)

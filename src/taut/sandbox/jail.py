@@ -118,7 +118,13 @@ class Jail:
             )
             if reason is not None:
                 self._send(b"kill", [])
-            status, cpu_seconds = self._answer(time.monotonic() + GRACE).split()
+            status, cpu_seconds = self._answer(time.monotonic() + GRACE).split(maxsplit=1)
+            if status == b"error":
+                said = cpu_seconds.decode(errors="replace")
+                raise SandboxError(
+                    f"the sandbox failed before the program: {said}; expected a process for it; raise the limit of "
+                    "processes or run fewer programs at a time"
+                )
             reason = streams.rest() or reason
         finally:
             streams.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from taut.errors import SandboxError
-from taut.sandbox import Limits, Mechanism, Sandbox, Trial, box, cgroup, choose, walls
+from taut.sandbox import Limits, Mechanism, Sandbox, Trial, box, cgroup, choose, guest, walls
 from taut.sandbox.jail import Jail, JailDied, Streams
 
 LIMITS = Limits(memory_mb=64, processes=3, scratch_mb=16)
@@ -283,6 +285,30 @@ def test_a_program_that_a_jail_dies_of_twice_is_at_fault_and_the_others_are_not(
     ran = sandbox.run("print(input())", trials)
     assert [(it.outcome, it.stdout) for it in ran] == [("ok", "a\n"), ("crash", ""), ("ok", "b\n")]
     sandbox.close()
+
+
+def test_a_machine_without_processes_is_no_fault_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fork", _no_process)
+            guest._run(theirs, 0, {}, ())  # type: ignore[arg-type]
+        answer = ours.recv(999)
+    assert answer == b"error [Errno 11] Resource temporarily unavailable"
+    sandbox = Sandbox(choose())
+    jail = sandbox._take(Limits(), [])
+    assert isinstance(jail, Jail)
+    monkeypatch.setattr(jail, "_answer", lambda end: answer)
+    with pytest.raises(SandboxError, match="Resource temporarily unavailable; expected a process"):
+        jail.run("print(1)", Trial(), Limits(), 5.0)
+    jail.close()
+    sandbox.close()
+
+
+def _no_process() -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def test_a_jail_that_is_killed_during_a_trial_costs_a_second_try() -> None:
