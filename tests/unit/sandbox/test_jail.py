@@ -136,6 +136,7 @@ def test_a_fork_does_not_hold_the_input_of_a_program_open() -> None:
         streams.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12's
 def test_a_fork_waits_until_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that had a copy of Popen's pipe would hold Popen up until it ends."""
     begins, done = threading.Event(), []
