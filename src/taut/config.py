@@ -31,11 +31,14 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
+from taut import durable
 from taut.errors import ConfigError
 from taut.explain import KeyPath, explain, key_text, shown
 
 T = TypeVar("T")
 
+LARGEST = 2**24
+"""Largest TOML file, in bytes."""
 DEEPEST = 32
 """Keys and lists may be nested so deep."""
 WIDEST = 2**63
@@ -203,7 +206,7 @@ def read_toml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        raw = path.read_bytes()
+        raw = durable.read_regular(path, LARGEST)
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; expected a TOML file; give its path"

@@ -218,7 +218,7 @@ def read_contract(directory: Path) -> Contract:
     """The contract of a model directory."""
     file = directory / FILE
     try:
-        text = file.read_text(encoding="utf-8")
+        text = durable.read_text(file)
     except FileNotFoundError:
         raise ModelError(f"{directory} has no {FILE}; {_remedy(directory)}") from None
     except OSError as error:

@@ -92,6 +92,17 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     return content
 
 
+def open_text(path: str | os.PathLike[str]) -> io.TextIOWrapper:
+    """``open_regular`` for a text in UTF-8; ends of lines are read as \\n."""
+    return io.TextIOWrapper(open_regular(path), encoding="utf-8")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a regular file. Raises OSError, or UnicodeDecodeError where it is not UTF-8."""
+    with open_text(path) as file:
+        return file.read()
+
+
 def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> Any:
     """The value in a JSON file. Raises OSError where the file cannot be read, ValueError where it is not JSON."""
     try:

@@ -187,7 +187,7 @@ def _judge(judge: RewardModel, run: Run, ranks: Ranks) -> dict[str, str]:
 def _code(path: Path) -> str:
     """What is in a file of the user's own."""
     try:
-        return path.read_text("utf-8")
+        return durable.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"found {path} named as code of a reward, an environment or a tool, or as a template, which cannot be "

@@ -150,7 +150,11 @@ def read(state: State, directory: Path, ranks: Ranks) -> None:
 
 
 def _require_same(state: State, directory: Path, index: Metadata) -> None:
-    """Raise OutputError unless the index has every tensor of ``state``, of the same shape and dtype."""
+    """Raise OutputError unless the index has the tensors of ``state`` and no other, of the same shape and dtype."""
+    if others := sorted(index.state_dict_metadata.keys() - state.keys()):
+        raise OutputError(
+            f"{directory / INDEX} has {len(others)} tensor(s) that this run does not train, {others[0]} the first"
+        )
     for name, tensor in state.items():
         stored = index.state_dict_metadata.get(name)
         if stored is None:

@@ -210,6 +210,20 @@ def test_a_sharded_tensor_is_put_together(tmp_path: Path) -> None:
         sharded.read(state, tmp_path / "a", ONE)
 
 
+def test_tensors_that_are_missing_or_too_many_are_refused(tmp_path: Path) -> None:
+    ranks = parallel.start("cpu")
+    names = [f"model.lora_{number}" for number in range(4)]
+    sharded.write({name: torch.ones(3) for name in names}, tmp_path / "saved", ranks)
+    for wanted, says in (
+        ([*names, "model.lora_9"], r"lacks the tensor model\.lora_9"),
+        (names[:2], r"has 2 tensor\(s\) that this run does not train, model\.lora_2 the first"),
+    ):
+        state = {name: torch.zeros(3) for name in wanted}
+        with pytest.raises(OutputError, match=says):
+            sharded.read(state, tmp_path / "saved", ranks)
+        assert not any(tensor.any() for tensor in state.values())
+
+
 def test_a_place_that_cannot_be_written_is_an_oserror(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="Not a directory"):

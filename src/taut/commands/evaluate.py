@@ -217,6 +217,7 @@ def _write(
 
 def _score_line(answer: Answer) -> dict[str, Any]:
     errors = {name: score.error for name, score in answer.scores.items() if score.error is not None}
+    unjudged = {name: it.unjudged for name, it in answer.scores.items() if it.unjudged is not None}
     return {
         "id": answer.row.id,
         "index": answer.completion.index,
@@ -225,6 +226,7 @@ def _score_line(answer: Answer) -> dict[str, Any]:
         "references": list(answer.row.references),
         "scores": {name: score.value for name, score in answer.scores.items()},
         **({"errors": errors} if errors else {}),
+        **({"unjudged": unjudged} if unjudged else {}),
     }
 
 

@@ -380,11 +380,12 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
         texts[:-1], start=1
     ):  # after the last newline: nothing, or a cut line
         try:
-            line = reader.validate_json(text, strict=True)
+            reader.validate_json(text, strict=True)
         except ValueError:
             raise OutputError(
                 f"{out}:{number} is no line of taut's; expected a completion; restore the file or name another out"
             ) from None
+        line: _Line = json.loads(text)  # as it is, the order of its keys included
         key = _key(line)
         if line["finish_reason"] != "error":
             lines.setdefault(key, line)

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from taut import durable
 from taut.commands.http_guard import App, Guard, HttpLimits, Refused, is_loopback
 from taut.config import configclass, home_path
 from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
@@ -337,7 +338,7 @@ def _read_key(config: ServeReward) -> bytes | None:
     elif config.key_file is not None:
         where = f"key_file={config.key_file}: the file"
         try:
-            found = home_path(config.key_file).read_text(encoding="utf-8").strip()
+            found = durable.read_text(home_path(config.key_file)).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise ConfigError(f"{where} cannot be read: {reason}; expected a token") from None

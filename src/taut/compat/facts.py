@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from taut import durable
 from taut.compat.recipe import Recipe
 from taut.config import home_path
 from taut.errors import TautError
@@ -78,7 +79,7 @@ class Facts:
         path = None if self.model is None else self.model / name
         if path is None or not path.is_file():
             return None
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = durable.read_json(path)
         return content if isinstance(content, dict) else None
 
     @cached_property
@@ -110,7 +111,7 @@ class Facts:
             return None
         file = self.directory / path
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return durable.read_text(file)
         raise TautError(f"the chat template {path} is not here")
 
     @cached_property
@@ -126,7 +127,7 @@ class Facts:
         return Answer(None, f"could not look: the data {name} are no JSON lines here")
 
     def _row(self, path: Path) -> Mapping[str, Any] | Answer:
-        with path.open(encoding="utf-8") as lines:
+        with durable.open_text(path) as lines:
             line = next((one for one in lines if one.strip()), "")
         try:
             row = json.loads(line)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import yaml
 
+from taut import durable
 from taut.compat.recipe import Setting, flattened, plain
 from taut.errors import ConfigError
 
@@ -26,7 +27,7 @@ class FileSettings(NamedTuple):
 def read_text(path: Path) -> str:
     """The file's text. Raises ConfigError where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return durable.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, overload
 import numpy as np
 from pydantic import Field
 
+from taut import durable
 from taut.config import configclass, user_path
 from taut.data import cache
 from taut.data.columns import Columns, Format
@@ -252,7 +253,7 @@ def build_renderer(
         return Renderer(tokenizer, None, config.targets, album=album)
     path = user_path(config.template, "data.template")
     try:
-        template = path.read_text(encoding="utf-8")
+        template = durable.read_text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "

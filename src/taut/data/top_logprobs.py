@@ -128,7 +128,7 @@ def read_top_logprobs(path: Path, data: Dataset, num_rows: int) -> TopLogprobs:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with durable.open_text(path) as file:
             yield from file
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(

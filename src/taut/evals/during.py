@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from pydantic import Field
 
+from taut import durable
 from taut.config import configclass, to_dict
 from taut.data.dataset import DataConfig, sources
 from taut.data.groups import Rows
@@ -182,7 +183,7 @@ class Answering:
         """A fingerprint of the questions, how they are asked and what judges."""
         asked = [_told(row) for row in self.rows]
         config = to_dict(self.config)
-        code = [path.read_text(encoding="utf-8") for path in files_of(self.config.rewards)]
+        code = [durable.read_text(path) for path in files_of(self.config.rewards)]
         text = json.dumps([asked, config["rewards"], code, config["sampling"]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

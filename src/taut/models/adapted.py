@@ -8,7 +8,6 @@ May import errors, anatomy, ``lora.py`` and ``tokens.py``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from taut import durable
 from taut.errors import ModelError
 from taut.models import anatomy
 from taut.models.lora import WEIGHTS, LoraConfig, apply_lora
@@ -46,7 +46,7 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA adapter."""
     file = adapter / "adapter_config.json"
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = durable.read_json(file)
         kind = settings["peft_type"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelError(

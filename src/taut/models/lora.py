@@ -14,7 +14,6 @@ models.{adapter_patterns,anatomy,parts,targets}.
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import field
@@ -26,6 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from taut import durable
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import anatomy, parts
@@ -399,7 +399,7 @@ def _require_adapter(path: str, task: str) -> dict[str, Any]:
             f"lora.adapter={path} has no {WEIGHTS}; expected an adapter saved as safetensors"
         )
     require_file_itself(directory / WEIGHTS)
-    settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = durable.read_json(directory / "adapter_config.json")
     if settings.get("task_type") not in (task, None):
         raise ModelError(
             f"lora.adapter={path} is an adapter for {settings['task_type']}; expected one for {task}, the model's "

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 from transformers.utils.hub import cached_file
 
+from taut import durable
 from taut.errors import OutputError
 from taut.models import anatomy
 
@@ -49,7 +50,7 @@ def copy_processor(model: nn.Module, directory: Path, *, has_template: bool) -> 
     the directory has a chat template of its own.
     """
     for name, file in find_processor(model).items():
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = durable.read_json(file)
         if has_template and said.pop("chat_template", None) is not None:
             text = json.dumps(said, indent=2, ensure_ascii=False) + "\n"
             (directory / name).write_text(text, encoding="utf-8")

@@ -5,6 +5,7 @@ May import data, rollout, online.credit and online.rollouts. online.method calls
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean, pstdev
@@ -101,14 +102,18 @@ def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
 
 
 def _parts(rolled: Rolled) -> dict[str, float]:
-    """The mean of each part of the reward where it applies."""
+    """The mean of each part of the reward where it applies; and how many answers it could not judge, if any."""
     values: dict[str, list[float]] = {}
+    num_unjudged: Counter[str] = Counter()
     for group in chain(rolled.groups, rolled.left_out):
         for said in group.verdicts:
             for name, score in said.parts.items():
                 if score.value is not None:
                     values.setdefault(name, []).append(score.value)
-    return {f"reward/{name}": fmean(some) for name, some in values.items()}
+                if score.unjudged is not None:
+                    num_unjudged[name] += 1
+    unjudged = {f"reward/{name}_unjudged": float(count) for name, count in num_unjudged.items()}
+    return {f"reward/{name}": fmean(some) for name, some in values.items()} | unjudged
 
 
 def shown(paths: Sequence[Rewarded]) -> list[Rewarded]:

@@ -51,6 +51,7 @@ class Code(Verifier):
 
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
+    trivial: ClassVar[str] = "```python\npass\n```"
 
     program: Literal["last_block", "text"] = "last_block"
     """What of the answer is the program: its last fenced block of Python, or all of it."""
@@ -106,6 +107,10 @@ class Code(Verifier):
         """SandboxError where programs cannot be held here."""
         with _by_name():
             shared(self.mechanism, self.packages, self.remote)
+
+    def when_unjudged(self, answered: Answered) -> float:
+        """0, as any wrong answer."""
+        return 0.0
 
     def dress(self, reference: str) -> str:
         """A program alone, in the block it is looked for in."""
@@ -229,4 +234,7 @@ def _same_token(expected: str, found: str) -> bool:
 
 
 def _is_close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    try:
+        return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer that no float can hold
+        return False

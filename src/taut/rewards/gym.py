@@ -34,6 +34,8 @@ class Gym(Verifier):
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
     seconds: ClassVar[float] = 30.0
+    max_memory: ClassVar[int | None] = 2**30
+    trivial: ClassVar[str] = "0"
 
     task: str | None = None
     """Name of the task; by default what each row's metadata name as source_dataset."""
@@ -45,6 +47,10 @@ class Gym(Verifier):
         if self.task is not None:
             self._judges(self.task)
         assert self._library
+
+    def when_unjudged(self, answered: Answered) -> float:
+        """0, as any wrong answer."""
+        return 0.0
 
     def __call__(self, answered: Answered) -> float | None:
         """None where the row is no entry of a task."""

@@ -9,6 +9,7 @@ Imports web and errors. The verifiers that run remotely import it, and the lane 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -42,6 +43,8 @@ class Client:
 
         ``key``: the environment variable that holds the token.
         """
+        # Half a surrogate pair, as an answer may have it, is no UTF-8; servers are sent a question mark.
+        body = json.loads(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
         secret = secret_of(key)
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         pause = FIRST_PAUSE

@@ -27,6 +27,7 @@ class JsonSchema(Verifier):
 
     runs: ClassVar[Place] = "process"
     judges: ClassVar[Judged] = "form"
+    max_memory: ClassVar[int | None] = 2**30
 
     schema: dict[str, Any] | None = None
     """What is allowed; draft 2020-12 unless its $schema says otherwise."""
@@ -46,6 +47,10 @@ class JsonSchema(Verifier):
         assert self._library
         if self.schema is not None:
             assert self._of_all
+
+    def when_unjudged(self, answered: Answered) -> float:
+        """0, as any wrong answer."""
+        return 0.0
 
     def __call__(self, answered: Answered) -> float | None:
         """None where the row has no schema."""

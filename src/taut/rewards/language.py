@@ -33,6 +33,7 @@ class Language(Verifier):
 
     runs: ClassVar[Place] = "process"
     judges: ClassVar[Judged] = "form"
+    max_memory: ClassVar[int | None] = 2**30
 
     language: str
     """Its code of ISO 639-1: en, de, zh, ..."""
@@ -42,6 +43,10 @@ class Language(Verifier):
     def prepare(self) -> None:
         """Load the model."""
         assert self._identifier
+
+    def when_unjudged(self, answered: Answered) -> float:
+        """0, as any wrong answer."""
+        return 0.0
 
     def __call__(self, answered: Answered) -> float | None:
         """None where there is too little text."""

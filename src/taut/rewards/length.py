@@ -129,7 +129,13 @@ class LengthCosine(Verifier):
 
     def __call__(self, answered: Answered) -> float | None:
         """None where the judging reward does not apply."""
-        value = self._judge(answered)
+        return self._scaled(answered, self._judge(answered))
+
+    def when_unjudged(self, answered: Answered) -> float | None:
+        """As a wrong answer of this length."""
+        return self._scaled(answered, self._judge.when_unjudged(answered))
+
+    def _scaled(self, answered: Answered, value: float | None) -> float | None:
         if answered.num_tokens is None or value is None:
             return None
         if answered.num_tokens >= self.max_tokens:
@@ -142,6 +148,16 @@ class LengthCosine(Verifier):
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
         """As long as the reward that judges."""
         return self._judge.seconds
+
+    @property
+    def max_memory(self) -> int | None:  # type: ignore[override]  # the same
+        """As much as the reward that judges."""
+        return self._judge.max_memory
+
+    @property
+    def trivial(self) -> str:  # type: ignore[override]  # the same
+        """That of the reward that judges."""
+        return self._judge.trivial
 
     @property
     def needs_reference(self) -> bool:  # type: ignore[override]  # the same

@@ -7,7 +7,7 @@ and words is one formula: without that the library reads ``2\sqrt{3}`` as 2. Mix
 know: write a fraction or a decimal, or use ``numeric``.
 
 The library's own time limits are signals, which only a main thread hears; they are off, and a comparison that takes
-too long is ended with its process.
+too long is ended with its process: that answer is wrong.
 
 math-verify is imported here only. May import config, errors and the verifiers' base.
 """
@@ -34,6 +34,8 @@ class Math(Verifier):
 
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
+    max_memory: ClassVar[int | None] = 2**30
+    trivial: ClassVar[str] = "\\boxed{0}"
     needs_reference: ClassVar[bool] = True
 
     boxed: bool = False
@@ -44,6 +46,10 @@ class Math(Verifier):
     def prepare(self) -> None:
         """Import the library."""
         assert self._library
+
+    def when_unjudged(self, answered: Answered) -> float:
+        """0, as any wrong answer."""
+        return 0.0
 
     def dress(self, reference: str) -> str:
         """In a box, where only that is looked at."""

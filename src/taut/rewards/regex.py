@@ -1,5 +1,5 @@
 """1 where a regular expression is found in the answer; else 0. Expressions are Python's; some take for ever on some
-texts, so they run in a process with a time limit.
+texts, so they run in a process with a time limit; an answer that reaches it is 0.
 
 May import config, errors and the verifiers' base.
 """
@@ -21,6 +21,7 @@ class Regex(Verifier):
 
     runs: ClassVar[Place] = "process"
     judges: ClassVar[Judged] = "form"
+    max_memory: ClassVar[int | None] = 2**30
 
     pattern: str
     """Flags stand inside it: (?s) a dot is any character, (?i) case does not matter, (?m) ^ and $ are of each line."""
@@ -34,6 +35,10 @@ class Regex(Verifier):
             raise ConfigError(
                 f"pattern={self.pattern!r:.80} is no regular expression: {error}; expected one of Python's; correct it"
             ) from error
+
+    def when_unjudged(self, answered: Answered) -> float:
+        """0, as any wrong answer."""
+        return 0.0
 
     def __call__(self, answered: Answered) -> float:
         match = re.fullmatch if self.is_whole else re.search

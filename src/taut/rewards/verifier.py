@@ -3,9 +3,10 @@
     verifier(answered) -> float | None
 
 A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is a number
-that is not finite. Errors never become 0, and neither does what does not apply. A value of the wrong type (a text, a
-tensor) is no error of one answer but a bug: it stops the run (``read_number``, the one rule for rewards and
-environments).
+that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be judged, since
+it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A value of the
+wrong type (a text, a tensor) is no error of one answer but a bug: it stops the run (``read_number``, the one rule for
+rewards and environments).
 
 May import ``rewards.answered`` and errors. Every verifier imports it.
 """
@@ -43,6 +44,10 @@ class Score(NamedTuple):
     error: str | None = None
     is_wrong_type: bool = False
     """Whether the error is a value of the wrong type, which stops the run."""
+    is_ours: bool = False
+    """Whether the error is a TautError: of the row, the configuration or this machine, never of the answer."""
+    unjudged: str | None = None
+    """Why the answer could not be judged. It counts as wrong, and ``value`` is what a wrong answer gets."""
 
 
 class Verifier:
@@ -56,6 +61,16 @@ class Verifier:
     """Whether it does not apply to rows without a right answer."""
     seconds: ClassVar[float] = 10.0
     """How long it may take for an answer where nobody says otherwise; not asked of what runs here."""
+
+    max_memory: ClassVar[int | None] = None
+    """Bytes that judging one answer may take in a worker process; None: no limit is set."""
+    trivial: ClassVar[str] = ""
+    """An answer that is judged at once. An answer counts as one that cannot be judged only where this one, to the same
+    row, can be."""
+
+    def when_unjudged(self, answered: Answered) -> float | None:
+        """What an answer gets that cannot be judged in its time; None: that is an error."""
+        return None
 
     def settled(self) -> tuple[Verifier, Decision | None]:
         """Itself with what is chosen for the user, once for all processes it will run in; and what that was."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
@@ -70,7 +72,8 @@ def main(descriptor: int) -> None:
         if answered is None or loaded[number].trouble is not None:
             continue
         signal.setitimer(signal.ITIMER_PROF, SPARE * (seconds + 1) * (os.cpu_count() or 1))
-        score = judged(label, verifier, answered, ANYTHING)
+        with _memory(verifier.max_memory):
+            score = judged(label, verifier, answered, ANYTHING)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.flush()
         pipe.send(score)
@@ -85,6 +88,8 @@ def judged(
     """A verifier's word on one answer; what it raises is kept as the error it is."""
     try:
         return scored(label, verifier(answered))
+    except TautError as error:
+        return Score(error=reason(error), is_ours=True)
     except caught as error:
         place = verifier.line_of(error) if isinstance(verifier, Own) else ""
         return Score(error=reason(error) + place)
@@ -100,6 +105,23 @@ def _prepare(label: str, verifier: Verifier) -> Loaded:
         return Loaded(
             f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
         )
+
+
+@contextlib.contextmanager
+def _memory(most: int | None) -> Iterator[None]:
+    """Let this process take so many bytes more than it has; what asks for more meets a MemoryError."""
+    if most is None:
+        yield
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = pages * resource.getpagesize() + most
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _be_killed_first() -> None:

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import LifoQueue
@@ -43,6 +44,7 @@ class Workers:
 
     def __init__(self, parts: Sequence[Part], count: int) -> None:
         self._parts = parts
+        self._num_drops = 0
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="taut-rewards")
         self._idle: LifoQueue[_Worker] = LifoQueue()
         workers = [_Worker(parts) for _ in range(count)]
@@ -67,6 +69,7 @@ class Workers:
 
     def drop(self) -> None:
         """End what is under way: nobody waits for it any more. The next answer gets a new process."""
+        self._num_drops += 1
         for worker in self._workers:
             worker.kill()
 
@@ -78,9 +81,23 @@ class Workers:
         self._at_exit()
 
     def _ask(self, number: int, answered: Answered) -> Score:
+        """The word on an answer. One that cannot be judged counts as wrong, if another answer to the same row can be.
+
+        An error is ours where it says so (``is_ours``), and where the system killed the process: answers are limited in
+        memory, so it was not this one that took too much.
+        """
+        part, num_drops = self._parts[number], self._num_drops
         worker = self._idle.get()
         try:
-            return worker.ask(number, answered, self._parts[number])
+            score = worker.ask(number, answered, part)
+            if score.error is None or score.is_ours or score.is_wrong_type:
+                return score
+            wrong = part.verifier.when_unjudged(answered)
+            if wrong is None or score.error.endswith(signal.SIGKILL.name):
+                return score
+            control = worker.ask(number, replace(answered, text=part.verifier.trivial), part)
+            is_judged = control.error is None and num_drops == self._num_drops
+            return Score(wrong, unjudged=score.error) if is_judged else score
         finally:
             self._idle.put(worker)
 

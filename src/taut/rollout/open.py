@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut import parallel
+from taut import durable, parallel
 from taut.attention.select import select
 from taut.config import ComputeDtype, configclass, home_path
 from taut.data.cache import default_directory
@@ -188,7 +188,7 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return home_path(path).read_text(encoding="utf-8")
+        return durable.read_text(home_path(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise ConfigError(

@@ -24,7 +24,7 @@ from taut.errors import SandboxError, install_extra
 _FILES = """
 read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile fsync fdatasync
 open openat close close_range dup dup2 dup3 pipe pipe2 access faccessat faccessat2 stat lstat fstat newfstatat statx
-statfs fstatfs getdents getdents64 getcwd chdir fchdir umask ftruncate truncate fadvise64
+statfs fstatfs getdents getdents64 getcwd umask ftruncate truncate fadvise64
 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
 """
 _MEMORY = "brk munmap mprotect mremap"
@@ -38,7 +38,7 @@ _PAIRS = "recvfrom shutdown"
 """Of a pair of sockets, which is connected as it is made and reaches nothing else; asyncio has one."""
 _OWN_NAMESPACES = """
 creat rename renameat renameat2 mkdir mkdirat rmdir unlink unlinkat link linkat symlink symlinkat readlink readlinkat
-chmod fchmod fchmodat fchmodat2 utime utimes futimesat utimensat
+chdir fchdir chmod fchmod fchmodat fchmodat2 utime utimes futimesat utimensat
 fork vfork execve execveat kill tkill tgkill setpgid getpgid setsid getsid getpriority
 """
 """What is harmless only where the program's files and processes are all that it can name."""
@@ -98,7 +98,7 @@ def compiled(has_namespaces: bool) -> bytes:
         for name, variants in some.items():
             for arguments in variants if name in known else ():
                 calls.add_rule(library.ALLOW, known[name], *arguments)
-        with open(os.memfd_create("filter"), "w+b") as file:  # noqa: PTH123 (a descriptor)
+        with os.fdopen(os.memfd_create("calls"), "w+b") as file:
             calls.export_bpf(file)
             file.seek(0)
             return file.read()

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from taut.config import home_path
 from taut.errors import SandboxError
 from taut.sandbox import allowed, cgroup, walls
 from taut.sandbox.gvisor import Gvisor
@@ -47,7 +48,7 @@ class Sandbox:
     """Runs programs, any number of threads at a time. Made by ``open_sandbox``."""
 
     def __init__(self, mechanism: Mechanism, packages: Sequence[str] = ()) -> None:
-        self._packages = tuple(str(Path(it).expanduser().resolve()) for it in packages)
+        self._packages = tuple(str(home_path(it).resolve()) for it in packages)
         self._readable = walls.readable(self._packages)
         self._has_namespaces = mechanism.name != "landlock"
         is_root = os.getuid() == 0

@@ -3,7 +3,7 @@
 For machines that have runsc installed. The guest reads its program from standard input and reports through a descriptor
 of its own, as elsewhere; there is no process around it inside, so trials of one program share no scratch folder.
 
-Imports errors and its neighbours. ``box`` and ``mechanism`` import it.
+Imports errors, temporary and its neighbours. ``box`` and ``mechanism`` import it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import select
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from taut.sandbox.jail import (
     wait_for,
 )
 from taut.sandbox.limits import Limits, Ran, Trial
+from taut.temporary import TemporaryFolder
 
 _NOBODY = 65534
 _OWN_FAILURE = 128
@@ -51,13 +51,13 @@ class Gvisor:
     def __init__(self, readable: Sequence[str], packages: Sequence[str]) -> None:
         self._readable = readable
         self._line = walls.guest(packages, walls.INSIDE, "once()")
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
         self._count = 0
 
     def begin(self, limits: Limits, settings: Mapping[str, Any]) -> None:
         """Write the container's description."""
-        self._folder = tempfile.TemporaryDirectory(prefix="taut-", ignore_cleanup_errors=True)
-        self._bundle = Path(self._folder.name, "bundle")
+        self._folder = TemporaryFolder("sandbox")
+        self._bundle = self._folder.path / "bundle"
         bound = {**{path: path for path in self._readable}, str(walls.FOLDER): str(walls.INSIDE)}
         root = self._bundle / "root"
         for path, place in bound.items():
@@ -105,7 +105,8 @@ class Gvisor:
     def close(self) -> None:
         """Remove what describes the containers; each ended with its trial."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
+            self._folder = None
 
     def forget(self) -> None:
         """In a fork of the process that it belongs to: before ``begin`` there is nothing to let go of."""

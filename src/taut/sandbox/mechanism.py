@@ -7,7 +7,7 @@
 All add a seccomp allow-list. The first that lets nothing through is taken; a mechanism that lets anything through is
 not. Where none is left, programs are refused: SandboxError says what each one lacked. Only Linux has any.
 
-Imports errors and its neighbours.
+Imports errors, temporary and its neighbours.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import json
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from taut.config import home_path
 from taut.errors import SandboxError, install_extra
 from taut.sandbox import gvisor, kernel, walls
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Trial
+from taut.temporary import TemporaryFolder
 
 NAMES: tuple[MechanismName, ...] = get_args(MechanismName)
 _REASONS = {
@@ -116,8 +117,10 @@ def find(name: MechanismName) -> Finding:
         with _planted() as given:
             (ran,) = sandbox.run(_PROBE, [Trial(stdin=json.dumps(given))], _LIMITS)
             has_written = Path(given["file"]).exists()
-    except (SandboxError, OSError) as error:  # OSError: nothing can be planted
+    except SandboxError as error:
         return Finding(name, str(error), (), sandbox.cgroups)
+    except OSError as error:  # of what is planted
+        return Finding(name, f"it cannot be tried in TMPDIR: {error}", (), sandbox.cgroups)
     finally:
         sandbox.close()
     if ran.outcome != "ok":
@@ -145,7 +148,7 @@ def choose(wanted: MechanismName | None = None) -> Mechanism:
 def open_sandbox(wanted: MechanismName | None = None, packages: Sequence[str] = ()) -> Sandbox:
     """A sandbox, proven to hold. ``packages``: folders that programs may also import from; they can read them."""
     for folder in packages:
-        if not Path(folder).expanduser().is_dir():
+        if not home_path(folder).is_dir():
             raise SandboxError(
                 f"found no folder {folder} among the sandbox's packages; expected a folder to import from; correct it"
             )
@@ -171,13 +174,17 @@ def _lack_of(name: MechanismName) -> str | None:
 def _planted() -> Iterator[dict[str, Any]]:
     """What the trial program is to try itself on: all of it open to any process of this machine."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="taut-")))
+        folder = stack.enter_context(TemporaryFolder("sandbox", mode=0o711)) / "open"
+        folder.mkdir()
         folder.chmod(0o777)
         secret = folder / "secret"
         secret.write_text("secret")
         secret.chmod(0o644)
-        abstract = f"\0taut-{os.getpid()}-{folder.name}"
-        for address in (str(folder / "socket"), abstract):
+        abstract = f"\0{folder.parent.name}"
+        number = os.open(folder, os.O_PATH)
+        stack.callback(os.close, number)
+        short = f"/proc/self/fd/{number}/socket"  # an address has room for 107 bytes
+        for address in (short, abstract):
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,9 +199,13 @@ class _Disk(NamedTuple):
 @fault("run.output", says="are needed at")
 def a_disk_that_holds_no_checkpoint(place: Place, is_faulty: bool) -> Session:
     """The disk has less room than one checkpoint and the model take."""
-    full = _Disk(10**9, 10**9 - 10**6, 10**6)
+    full, usage = _Disk(10**9, 10**9 - 10**6, 10**6), shutil.disk_usage
+
+    def of_out(path: Path) -> object:
+        return full if Path(path).is_relative_to(place.directory) else usage(path)
+
     if is_faulty:
-        place.patch.setattr(shutil, "disk_usage", lambda path: full)
+        place.patch.setattr(shutil, "disk_usage", of_out)
     return place.session(out=str(place.directory / "out"), checkpoint__every=5)
 
 

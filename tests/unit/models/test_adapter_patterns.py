@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.models import tiny_model
+from torch import nn
 
 from taut import bounded
+from taut.checks.run.adapters import _targets
 from taut.errors import ModelError
 from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.lora import LoraConfig, apply_lora, save_adapter
@@ -68,3 +71,16 @@ def test_an_adapter_with_one_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ModelError, match=message):
         apply_lora(tiny_model("llama"), LoraConfig(adapter=str(tmp_path)))
+
+
+def test_the_check_of_adapters_takes_the_names_of_a_list_as_they_are() -> None:
+    """``/.../`` is a pattern where the user writes it, and a name like any other in an adapter's own settings."""
+    modules = {name: nn.Linear(1, 1) for name in (*NAMES, "model.q_proj", "model./(a+)+b/")}
+    session: Any = SimpleNamespace(
+        model=SimpleNamespace(get_output_embeddings=lambda: None),
+        run=SimpleNamespace(lora=LoraConfig(adapter="x")),
+    )
+    started = time.monotonic()
+    found = _targets(session, modules, {}, ["q_proj", "/(a+)+b/", "/(.+)+#/", "*"])
+    assert found == {"model.q_proj", "model./(a+)+b/"}
+    assert time.monotonic() - started < 5

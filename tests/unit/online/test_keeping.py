@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import tracemalloc
+import zlib
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
+import pydantic
+import pytest
 
-from taut.online.keeping import decoded, encoded
+from taut.explain import first_problem
+from taut.online.keeping import KeptTree, decoded, encoded
 from taut.types import Sample, Tree
+
+BOMB = base64.b64encode(zlib.compress(bytes(2**28), 1)).decode()
+"""A quarter of a gigabyte of zeros."""
 
 
 def test_a_tree_comes_back_to_the_last_bit() -> None:
@@ -36,3 +46,48 @@ def test_a_tree_comes_back_to_the_last_bit() -> None:
         for field in fields(Sample):
             np.testing.assert_equal(getattr(after, field.name), getattr(before, field.name))
         assert after.ids_T.dtype == before.ids_T.dtype
+
+
+def kept(**changes: Any) -> dict[str, Any]:
+    """A tree of one sample as a checkpoint keeps it, with other values of the sample."""
+    tree: dict[str, Any] = json.loads(
+        json.dumps(encoded(Tree((Sample("b", np.arange(4), np.array([1]), np.ones(1)),))))
+    )
+    tree["samples"][0] |= changes
+    return tree
+
+
+def packed(raw: bytes) -> str:
+    return base64.b64encode(zlib.compress(raw)).decode()
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "ids that are a number": {"ids_T": 5},
+    "ids without data": {"ids_T": ["<i8", [4]]},
+    "objects": {"ids_T": ["|O", [4], packed(bytes(32))]},
+    "a dtype of any name": {"ids_T": ["M8[s]", [4], packed(bytes(32))]},
+    "a shape below 0": {"ids_T": ["<i8", [-1], packed(bytes(32))]},
+    "a huge shape": {"ids_T": ["<i8", [2**60], packed(bytes(32))]},
+    "fewer bytes": {"ids_T": ["<i8", [4], packed(bytes(31))]},
+    "many zeros": {"ids_T": ["<i8", [4], BOMB]},
+    "no base64": {"ids_T": ["<i8", [4], "%"]},
+    "nothing compressed": {"ids_T": ["<i8", [4], "AAAA"]},
+    "a target outside": {"target_at_N": ["<i8", [1], packed((9).to_bytes(8, "little"))]},
+    "a target too many": {"weight_N": ["<f8", [2], packed(bytes(16))]},
+    "values of numbers": {"values": {"a": 0.5}},
+    "values of no number": {"values": {"a": "x"}},
+    "pictures of text": {"media": ["x"]},
+    "a group of text": {"group": "x"},
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_damaged_tree_is_refused(kind: str) -> None:
+    reader = pydantic.TypeAdapter(KeptTree)
+    reader.validate_python(kept(), strict=True)
+    tracemalloc.start()
+    with pytest.raises(pydantic.ValidationError) as caught:
+        reader.validate_python(kept(**TREES[kind]), strict=True)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+    assert len(first_problem(caught.value).splitlines()) == 1

@@ -134,6 +134,11 @@ def test_the_mechanism_is_chosen_once_and_told_to_those_who_judge() -> None:
     assert verdict.total == 1 + 2
 
 
+def test_an_integer_that_no_float_can_hold_is_wrong() -> None:
+    row = {"tests": {"inputs": [[1, 2]], "outputs": [1.5], "fn_name": "add"}}
+    assert value_of("def add(a, b):\n    return 10**400", row) == 0
+
+
 def test_a_share_or_all() -> None:
     row = {"test_list": ["assert add(1, 2) == 3", "assert add(1, 1) == 0", "assert add(0, 0) == 0"]}
     assert value_of(FUNCTION, row) == 0

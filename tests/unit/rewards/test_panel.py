@@ -327,7 +327,7 @@ def test_workers_load_no_torch_and_hear_no_ctrl_c(panel: Panel) -> None:
 
 
 def test_an_expression_that_never_ends_is_ended(panel: Panel) -> None:
-    slow = Score(error="regex took longer than 0.3 s and was killed")
+    slow = Score(0.0, unjudged="regex took longer than 0.3 s and was killed")
     texts = ["aaaa", "b", "a" * 40 + "b", "a"]
     assert said(panel, "regex", *texts) == [Score(1.0), Score(0.0), slow, Score(1.0)]
     assert [it.value for it in said(panel, "whole", "abc", "xabc", "abcx")] == [1.0, 0.0, 0.0]

@@ -217,6 +217,13 @@ def test_a_judge_is_asked_about_the_answer_and_its_last_number_counts(server: Se
     assert "<answer>\nIt is {reference}.\n</answer>" in message["content"]
 
 
+def test_an_answer_that_is_no_unicode_is_sent_as_what_is(server: Server) -> None:
+    server.reply = lambda body: (200, {"choices": [{"message": {"content": "Score: 1"}}]})
+    (score,) = said("judge", Answered(text="\ud800 five"), url=f"{server.url}/v1", model="m")
+    assert score == Score(0.1)
+    assert "? five" in server.asked[0][2]["messages"][0]["content"]
+
+
 def test_a_judge_without_a_number_is_asked_again_and_then_an_error(server: Server) -> None:
     replies = ["Good!", "Score: 11", "Score: 10"]
     server.reply = lambda body: chat(replies[len(server.asked) - 1])

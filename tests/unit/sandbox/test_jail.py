@@ -375,14 +375,19 @@ def test_a_landlocked_guest_is_killed_first_where_memory_runs_out() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts are root's")
 def test_landlock_holds_programs_where_there_is_no_proc() -> None:
-    code = "from taut.sandbox import find; print(find('landlock').fault)"
+    code = """
+from taut.sandbox import Mechanism, Sandbox, Trial
+sandbox = Sandbox(Mechanism("landlock", ""))
+print(sandbox.run("print(1)", [Trial()])[0].stdout, end="")
+sandbox.close()
+"""
     line = ["unshare", "--mount", "sh", "-c", 'umount -l /proc || exit 3; exec "$@"', "sh"]
     done = subprocess.run(
         [*line, sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     if "unshare failed" in done.stderr or done.returncode == 3:
         pytest.skip(f"no mounts here: {done.stderr}")
-    assert done.stdout == "None\n", done.stderr
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_the_wheel_s_bubblewrap_is_used_where_the_machine_has_none(

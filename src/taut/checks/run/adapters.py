@@ -5,7 +5,6 @@ Of an adapter that is gone on with, its own settings hold: what is asked is what
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from taut import durable
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
 from taut.config import home_path
@@ -74,7 +74,7 @@ def _asked(session: Session) -> dict[str, Any]:
             "modules_to_save": config.modules_to_save,
         }
     path = home_path(config.adapter) / "adapter_config.json"
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = durable.read_json(path)
     return {
         "rank": saved["r"],
         "alpha": float(saved["lora_alpha"]),

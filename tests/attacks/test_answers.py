@@ -1,0 +1,81 @@
+"""No answer makes a reward an error: it gets a number, in the answer's time."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from tests.attacks.answers import ANSWERS, SETUPS
+
+from taut.rewards import REWARDS, Answered, PanelConfig, RewardSpec, Score, open_panel
+from taut.rewards.worker import _memory
+
+pytestmark = pytest.mark.attack
+
+SECONDS = 1.0
+"""An answer's time."""
+AGAIN = 20.0
+"""Seconds in which a new process starts, loads the reward's library and judges the trivial answer."""
+REFERENCE = "12345.678"
+
+
+def test_every_reward_is_attacked() -> None:
+    assert set(SETUPS) == {
+        name for name, reward in REWARDS.items() if reward.runs in ("here", "process")
+    }
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_an_answer_gets_a_number_in_its_time(name: str) -> None:
+    setup = SETUPS[name]
+    seconds = 20.0 if name == "code" else SECONDS  # of the program's start
+    spec = RewardSpec(name=name, options=setup.options, timeout=seconds)
+    known = {"references": (REFERENCE,), "row": setup.row, "num_tokens": 50}
+    with open_panel([spec], PanelConfig(workers=1)) as panel:
+        for what, text in ANSWERS.items():
+            begun = time.monotonic()
+            (verdict,) = panel.grade([Answered(text=text, **known)])
+            took = time.monotonic() - begun
+            (score,) = verdict.parts.values()
+            assert score.error is None, what
+            does_not_apply = name == "language" and score.value is None  # too few letters
+            assert does_not_apply or math.isfinite(score.value or 0.0), what
+            assert not setup.is_wrong or score.value == 0, what
+            assert took < seconds + AGAIN, what
+
+
+def test_the_reason_is_kept_and_what_a_wrong_answer_gets_is_the_reward_s_own() -> None:
+    options = {"max_tokens": 100, "judge": "math", "wrong": [-1, -1]}
+    rewards = [
+        RewardSpec(name="regex", timeout=SECONDS, options={"pattern": "^(a+)+$"}),
+        RewardSpec(name="length_cosine", timeout=SECONDS, options=options),
+    ]
+    with open_panel(rewards, PanelConfig(workers=1)) as panel:
+        (late,) = panel.grade([Answered(text="a" * 40 + "!")], ["regex"])
+        tower = Answered(text=ANSWERS["a power tower"], references=("5",), num_tokens=50)
+        (wrong,) = panel.grade([tower], ["length_cosine"])
+    assert late.parts["regex"] == Score(0.0, unjudged="regex took longer than 1 s and was killed")
+    assert wrong.parts["length_cosine"].value == -1
+
+
+def test_what_the_row_or_the_configuration_causes_stays_an_error() -> None:
+    """The trivial answer meets it as well."""
+    rewards = [
+        RewardSpec(name="math", timeout=SECONDS),
+        RewardSpec(name="json_schema", options={"column": "schema"}),
+    ]
+    asked = Answered(
+        text=r"\boxed{5}", references=("$9^{9^{9^9}}$",), row={"schema": {"type": "nothing"}}
+    )
+    with open_panel(rewards, PanelConfig(workers=1)) as panel:
+        (verdict,) = panel.grade([asked])
+    assert verdict.parts["math"] == Score(error="math took longer than 1 s and was killed")
+    assert verdict.parts["json_schema"].is_ours
+    assert verdict.total is None
+
+
+def test_an_answer_is_limited_in_memory() -> None:
+    with _memory(2**26), pytest.raises(MemoryError):
+        bytearray(2**28)
+    assert len(bytearray(2**28)) == 2**28, "afterwards as before"
