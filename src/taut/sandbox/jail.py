@@ -272,8 +272,9 @@ class Streams:
 
     def _close_feed(self) -> None:
         if self._feed >= 0:
-            feed, self._feed = self._feed, -1
-            os.close(feed)
+            with _STARTING:
+                os.close(self._feed)
+                self._feed = -1
 
 
 def _begin_forked() -> None:
