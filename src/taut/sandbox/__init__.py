@@ -28,6 +28,7 @@ Imports errors and config. Rewards and tools import it.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from typing import overload
 
@@ -90,6 +91,15 @@ def shared(
                 else open_remote(remote, None)
             )
         return _SHARED[key]
+
+
+def _begin_forked() -> None:
+    """In a fork's copy: a thread that held the lock is not here."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_forked)
 
 
 @atexit.register

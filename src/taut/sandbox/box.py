@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,8 @@ _Jail = Jail | Gvisor
 _OUTPUTS = 16
 """All trials of a program together may print so many times what one may."""
 _USERS = itertools.count()
+_OPEN: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+"""The sandboxes of this process: those that a fork copies."""
 
 
 class Mechanism(NamedTuple):
@@ -57,8 +60,8 @@ class Sandbox:
         self._ahead: collections.deque[_Jail] = collections.deque()
         self._num_running = 0
         self._lock = threading.Lock()
-        self._owner = os.getpid()
         self._is_closed = False
+        _OPEN.add(self)
         self.cgroups = "not for gVisor's" if mechanism.name == "gvisor" else _cgroups()
         """Where jails get their cgroups, or why they get none."""
 
@@ -74,7 +77,17 @@ class Sandbox:
         ``stop_early``: the trials after the first that does not end in order are not run. Raises SandboxError where
         the sandbox failed; whatever the program does is in the results.
         """
-        limits = limits or Limits()
+        try:
+            return self._run(program, trials, limits or Limits(), stop_early)
+        except OSError as error:
+            raise SandboxError(
+                f"the sandbox failed on this side of its wall: {error}; expected descriptors and processes to be had; "
+                "raise the limit or run fewer programs at a time"
+            ) from error
+
+    def _run(
+        self, program: str, trials: Sequence[Trial], limits: Limits, stop_early: bool
+    ) -> list[Ran]:
         results: list[Ran] = []
         modules = ["json"] if any(trial.call for trial in trials) else []  # once, not in each trial
         jail = self._take(limits, modules)
@@ -98,9 +111,9 @@ class Sandbox:
                 results.append(ran)
             return results
         finally:
-            jail.close()
-            with self._lock:
+            with self._lock:  # first: an interrupt may end the other
                 self._num_running -= 1
+            jail.close()
 
     def close(self) -> None:
         """End the jails that wait for a program."""
@@ -108,21 +121,28 @@ class Sandbox:
             self._is_closed = True
             waiting, self._ahead = self._ahead, collections.deque()
         for jail in waiting:
-            jail.close() if self._owner == os.getpid() else jail.forget()
+            jail.close()
+
+    def begin_forked(self) -> None:
+        """In a fork's copy: the jails are the parent's, and a thread that held the lock is not here."""
+        self._lock = threading.Lock()
+        self._num_running = 0
+        while self._ahead:
+            self._ahead.pop().forget()
 
     def _take(self, limits: Limits, modules: Sequence[str]) -> _Jail:
         """A jail that is ready; others are started for the programs that come next."""
         with self._lock:
             if self._is_closed:
                 raise SandboxError("the sandbox is closed; expected it open; open another")
-            if self._owner != os.getpid():  # a fork's copy: the jails are its parent's
-                while self._ahead:
-                    self._ahead.pop().forget()
-                self._owner, self._num_running = os.getpid(), 0
             jail = self._ahead.popleft() if self._ahead else self._start()
+            try:
+                while len(self._ahead) < min(self._num_running + 1, os.cpu_count() or 1):
+                    self._ahead.append(self._start())
+            except BaseException:
+                jail.close()
+                raise
             self._num_running += 1
-            while len(self._ahead) < min(self._num_running, os.cpu_count() or 1):
-                self._ahead.append(self._start())
         try:
             with contextlib.suppress(
                 SandboxError
@@ -158,6 +178,14 @@ class Sandbox:
             "calls": allowed.compiled(self._has_namespaces).hex(),
             "user": _spare_user() if is_another else 0,
         }
+
+
+def _begin_forked() -> None:
+    for sandbox in _OPEN:
+        sandbox.begin_forked()
+
+
+os.register_at_fork(after_in_child=_begin_forked)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ The host (``jail.py``) sends messages on standard input, a socket that keeps the
 
     begin    what there is to set up, and with it a pidfd of the host. Answer: "ready", or "error" and why
     run      with it the child's standard streams and two for its reports. Answer, when nothing that the child
-             started is left: its wait status and its seconds of processor time, as text
+             started is left: its wait status and its seconds of processor time, as text; or "error" and why
     kill     end the trial now
 
 The end of the messages, or of the host, ends this process and everything behind the wall.
@@ -27,9 +27,9 @@ A call or a check counts as done only if its end was reached: ``sys.exit(0)`` in
 lives in the program's own process, so a program made to cheat (an object equal to everything, a report of its own that
 the end was reached) can; a stdin or a call test has nothing there to cheat.
 
-Runs under ``python -I -S`` without the rest of taut: imports ``kernel`` and the standard library only, and of that as
-little as it can, for a process is started for each program: what comes from the host is marshalled, not JSON. ``walls``
-has the command line that starts it.
+Runs under ``python -s -S -P`` without the rest of taut: imports ``kernel`` and the standard library only, and of that
+as little as it can, for a process is started for each program: what comes from the host is marshalled, not JSON.
+``walls`` has the command line that starts it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ _SHOWN = 30
 
 def serve() -> None:
     """Hold one program until the host lets go of it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # which process 1 ignores, whatever a program sends it
+    _reset_signals()
     os.umask(0o022)
     control = _socket.socket(fileno=os.dup(0))
     null = os.open("/dev/null", os.O_RDWR)
@@ -99,6 +96,18 @@ def serve() -> None:
             _run(control, host, begin, streams)
 
 
+def _reset_signals() -> None:
+    """Programs have the same whatever the process that started taut ignored or blocked.
+
+    Process 1 ignores what has its default, whatever a program sends it.
+    """
+    # Python itself ignores SIGPIPE and SIGXFSZ, so that writes raise.
+    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}
+    for number in signal.valid_signals() - kept:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def once() -> None:
     """Run one trial in this process, behind a wall that ends with it: its streams are here already."""
     os.write(_BEGUN, READY)
@@ -121,9 +130,6 @@ def _set_up(begin: Mapping[str, Any]) -> None:
         kernel.limit_scratch(SCRATCH, begin["scratch_mb"], begin["scratch_files"])
         for device in kernel.DEVICES:
             kernel.keep_attributes(device)
-    else:
-        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-            file.write("1000")  # killed first, where the machine runs out of memory
     for name in begin["modules"]:
         __import__(name)
     user = begin["user"]
@@ -145,7 +151,11 @@ def _run(
 ) -> None:
     """One trial: answers when the child and all that it started are dead."""
     parent = os.getpid()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:  # the machine has no more processes: not the program's fault
+        control.send(f"error {error}".encode())
+        return
     if child == 0:
         control.detach()
         _child(begin, streams, parent)
@@ -207,19 +217,19 @@ def _child(begin: Mapping[str, Any], streams: tuple[int, ...], parent: int) -> N
             os.dup2(stream, target)
         os.closerange(len(STREAMS), 65536)
         code = _confined_and_executed(begin, parent)
-    except OSError as error:  # before the program: what it raises itself does not come here
-        os.write(2, str(error).encode())
+    except Exception as error:  # noqa: BLE001 (before the program: the host raises it)
+        os.write(2, f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(code)
 
 
 def _confined_and_executed(begin: Mapping[str, Any], parent: int) -> int:
-    request = _request()
     if not begin["has_namespaces"]:
         kernel.die_with_parent()
         if os.getppid() != parent:
             os._exit(70)
-        kernel.landlock(begin["readable"], kernel.DEVICES)
+        kernel.landlock(begin["readable"], kernel.DEVICES)  # opens files: before their limit
+    request = _request()
     kernel.allow_only(bytes.fromhex(begin["calls"]))
     _begin()
     return _execute(request["program"], request)

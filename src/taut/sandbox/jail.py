@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import marshal
 import os
 import select
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +41,11 @@ ENVIRONMENT = {
     "TMPDIR": guest.SCRATCH,
 }
 """The program's whole environment: sets have one order everywhere, libraries start no threads by themselves."""
+_LIVE: set[Streams] = set()
+"""The pipes of the trials that run."""
+_STARTING = threading.RLock()
+"""Held while pipes or a process are made, and while this process forks: a copy that does not know of a program's input
+keeps it open, and one of Popen's own pipe keeps Popen waiting."""
 
 
 class JailDied(Exception):
@@ -53,8 +60,8 @@ class Jail:
 
     def __init__(self, line: Sequence[str], cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with _STARTING:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 self._process = subprocess.Popen(
                     line,
@@ -67,9 +74,13 @@ class Jail:
                 )
             except OSError as error:
                 self._control.close()
+                if cgroup is not None:
+                    cgroup.remove()
                 raise SandboxError(
                     f"the sandbox's process cannot be started: {error}; expected {line[0]} to run; correct that"
                 ) from error
+            finally:
+                theirs.close()
 
     def begin(self, limits: Limits, settings: Mapping[str, Any]) -> None:
         """Wait until it is ready for this program. Raises SandboxError where it cannot hold one."""
@@ -107,7 +118,13 @@ class Jail:
             )
             if reason is not None:
                 self._send(b"kill", [])
-            status, cpu_seconds = self._answer(time.monotonic() + GRACE).split()
+            status, cpu_seconds = self._answer(time.monotonic() + GRACE).split(maxsplit=1)
+            if status == b"error":
+                said = cpu_seconds.decode(errors="replace")
+                raise SandboxError(
+                    f"the sandbox failed before the program: {said}; expected a process for it; raise the limit of "
+                    "processes or run fewer programs at a time"
+                )
             reason = streams.rest() or reason
         finally:
             streams.close()
@@ -174,9 +191,19 @@ class Streams:
     """A trial's pipes: what goes in, and what comes out under a limit of output."""
 
     def __init__(self, given: bytes, limits: Limits) -> None:
-        child_in, self._feed = os.pipe()
-        self._readers, writers = zip(*(os.pipe() for _ in guest.STREAMS[1:]), strict=True)
-        self.childs_ends = [child_in, *writers]
+        with _STARTING:
+            pipes: list[tuple[int, int]] = []
+            try:
+                for _ in guest.STREAMS:
+                    pipes.append(os.pipe())
+            except OSError:
+                for end in itertools.chain(*pipes):
+                    os.close(end)
+                raise
+            child_in, self._feed = pipes[0]
+            self._readers, writers = zip(*pipes[1:], strict=True)
+            self.childs_ends = [child_in, *writers]
+            _LIVE.add(self)
         self.printed = [bytearray() for _ in self._readers]
         self._room = limits.output_kb * 1024
         self._unfed = memoryview(given)
@@ -189,6 +216,7 @@ class Streams:
             os.close(self.childs_ends.pop())
 
     def close(self) -> None:
+        _LIVE.discard(self)
         self.close_childs_ends()
         self._close_feed()
         for reader in self._readers:
@@ -226,8 +254,11 @@ class Streams:
             chunk = os.read(reader, _CHUNK)
         except BlockingIOError:  # a program can read its own pipe back, where it has /proc
             return True
-        self.printed[self._readers.index(reader)] += chunk[: max(self._room, 0)]
-        if reader != self.begun:
+        printed = self.printed[self._readers.index(reader)]
+        if reader == self.begun:  # a few bytes of the guest's own, whatever room the program left
+            printed += chunk
+        else:
+            printed += chunk[: max(self._room, 0)]
             self._room -= len(chunk)
         return bool(chunk)
 
@@ -241,8 +272,22 @@ class Streams:
 
     def _close_feed(self) -> None:
         if self._feed >= 0:
-            os.close(self._feed)
-            self._feed = -1
+            with _STARTING:
+                os.close(self._feed)
+                self._feed = -1
+
+
+def _begin_forked() -> None:
+    """In a fork's copy: while it held the end that feeds a program, the program's input would have no end."""
+    for streams in list(_LIVE):
+        with contextlib.suppress(OSError):  # a thread of the parent was about to close it
+            streams.close()
+    _STARTING.release()
+
+
+os.register_at_fork(
+    before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_begin_forked
+)
 
 
 def as_request(

@@ -2,7 +2,7 @@
 
 Each function is one system call through ctypes, or a short fixed sequence, and raises OSError where the kernel refuses.
 
-Runs under ``python -I -S`` without the rest of taut: imports the standard library only. ``guest`` and ``mechanism``
+Runs under ``python -s -S -P`` without the rest of taut: imports the standard library only. ``guest`` and ``mechanism``
 import it.
 """
 

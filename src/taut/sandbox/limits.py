@@ -12,7 +12,7 @@ from pydantic import Field
 
 from taut.config import configclass, fields_of
 
-_Positive = Annotated[int, Field(gt=0)]
+_Positive = Annotated[int, Field(gt=0, le=10**9)]
 _Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
 Outcome = Literal["ok", "error", "time", "cpu", "memory", "output", "crash", "not_run"]
