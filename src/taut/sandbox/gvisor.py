@@ -8,6 +8,7 @@ Imports errors, temporary and its neighbours. ``box`` and ``mechanism`` import i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -155,7 +156,10 @@ class Gvisor:
 
     def _delete(self, name: str) -> None:
         line = [*self._options(), "delete", "--force", name]
-        subprocess.run(line, capture_output=True, check=False, timeout=GRACE, cwd="/")
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # the folder of its state is removed with ours
+            subprocess.run(line, capture_output=True, check=False, timeout=GRACE, cwd="/")
 
     def _config(self, limits: Limits, bound: Mapping[str, str]) -> dict[str, Any]:
         """As the OCI runtime specification has it."""

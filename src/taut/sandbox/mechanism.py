@@ -36,6 +36,9 @@ _REASONS = {
 }
 _LIMITS = Limits(memory_mb=256, processes=8, wall_seconds=20.0)
 
+_ADDRESS = 107
+"""Characters that the address of a unix socket has room for."""
+
 _ATTEMPTS = {
     "read a file": 'open(given["secret"]).read()',
     "read the environment of taut": "open(f\"/proc/{given['pid']}/environ\").read()",
@@ -181,10 +184,12 @@ def _planted() -> Iterator[dict[str, Any]]:
         secret.write_text("secret")
         secret.chmod(0o644)
         abstract = f"\0{folder.parent.name}"
-        number = os.open(folder, os.O_PATH)
-        stack.callback(os.close, number)
-        short = f"/proc/self/fd/{number}/socket"  # an address has room for 107 bytes
-        for address in (short, abstract):
+        place = str(folder / "socket")
+        if len(place) > _ADDRESS:
+            number = os.open(folder, os.O_PATH)
+            stack.callback(os.close, number)
+            place = f"/proc/self/fd/{number}/socket"
+        for address in (place, abstract):
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
