@@ -176,4 +176,5 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         r"out\.jsonl cannot be written: No space left .*\d+ completions are written", lines[0]
     )
     assert "small, for temporary files, has " in lines[1]
-    assert "for temporary files, has " in " ".join(done.stdout.split())  # wrapped as the path is long
+    said = " ".join(done.stdout.split())  # a long path makes the line wrap
+    assert "for temporary files, has " in said

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -62,7 +63,11 @@ def find_parent(root: Path | None = None) -> Path:
         try:
             _enable(folder)
             _remove_left(folder)
-            _remove(Cgroup(folder).path)
+            tried = Cgroup(folder)
+            try:
+                _enter(tried)
+            finally:
+                _remove(tried.path)
             return folder
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
@@ -93,6 +98,14 @@ def _enable(folder: Path) -> None:
     control = folder / "cgroup.subtree_control"
     if _NEEDED - set(control.read_text().split()):
         control.write_text(" ".join(f"+{name}" for name in sorted(_NEEDED)))
+
+
+def _enter(cgroup: Cgroup) -> None:
+    """Let a process move there, as a jail does. Raises OSError where it may not."""
+    line = ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs"', str(cgroup.path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"no process can move below it: {done.stderr.strip()[-200:]}")
 
 
 def _remove_left(folder: Path) -> None:

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -456,12 +457,20 @@ def test_a_cgroup_bounds_all_of_a_program_together(hierarchy: Path) -> None:
 
 def test_where_cgroups_can_be_made(hierarchy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "_own_name", lambda: "/")
+    entered: list[Path] = []
+    enter = cgroup._enter
+    monkeypatch.setattr(cgroup, "_enter", lambda made: entered.append(made.path))
     left = hierarchy / "taut-4194304999-0"
     left.mkdir()
     assert cgroup.find_parent(hierarchy) == hierarchy
     assert (hierarchy / "cgroup.subtree_control").read_text() == "+memory +pids"
     assert not left.exists()
     assert [it.name for it in hierarchy.iterdir() if it.is_dir()] == []
+    (gone,) = entered
+    assert gone.parent == hierarchy
+    monkeypatch.setattr(cgroup, "_enter", lambda made: enter(SimpleNamespace(path=gone)))
+    with pytest.raises(OSError, match=r"no process can move below it: .*cgroup\.procs"):
+        cgroup.find_parent(hierarchy)
     (hierarchy / "cgroup.controllers").write_text("cpu pids\n")
     with pytest.raises(OSError, match="it has no controller memory"):
         cgroup.find_parent(hierarchy)
