@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def serving(name: str) -> Iterator[Fake]:
             number = self.path.split("/")[2]
             assert number in fake.running
             folder = folders.setdefault(number, Path(tempfile.mkdtemp()))
-            command = body["command"][0].replace("python3", sys.executable)
+            command = body["command"][0].replace("python3", shlex.quote(sys.executable))
             ran = executed(["env", f"TMPDIR={folder}", "bash", "-c", command])
             return {"exit_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}
 

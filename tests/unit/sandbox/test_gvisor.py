@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from taut.errors import SandboxError
 from taut.sandbox import Limits, Mechanism, Sandbox, Trial, choose, find, gvisor, walls
 
-STAND_IN = """#!{python}
+STAND_IN = """
 import json, os, sys
 words = sys.argv[1:]
 with open({log!r}, "a") as log:
@@ -57,9 +58,11 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> 
     if bwrap is None or find("bubblewrap").fault is not None:
         pytest.skip("the stand-in needs bubblewrap")
     log = tmp_path / "log"
+    code = tmp_path / "stand_in.py"
+    code.write_text(STAND_IN.format(log=str(log), bwrap=bwrap, fails=fails))
     script = tmp_path / "runsc"
     script.write_text(
-        STAND_IN.format(python=sys.executable, log=str(log), bwrap=bwrap, fails=fails)
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(code))} "$@"\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
