@@ -223,6 +223,7 @@ def test_a_tool_is_called_and_its_answer_read(tmp_path: Path) -> None:
         rollout__n=2,
         batch__samples_per_step=1,
         rollout__stop=None,
+        rollout__temperature=0.2,  # what was taught, and not what rounding may make of a rare draw
         rollout__max_new_tokens=64,
         dtype="float32",
         **{f"rollout__environment__{key}": value for key, value in environment.items()},
