@@ -29,24 +29,13 @@ from taut.rollout.open import ModelUse, Opened, open_engine
 from taut.rollout.text import Texts
 from taut.temporary import TemporaryFolder
 from taut.types import Prompt
-from taut.vision.opening import require_unset
+from taut.vision.opening import OF_ROWS, require_unset
 from taut.vision.picture import ImageRef, read_file
 
 HELP = (
     "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "
     "the next message (without PATH: none); /help says this; /exit leaves"
 )
-UNREAD = (
-    "folder",
-    "allow_urls",
-    "bad",
-    "workers",
-    "fps",
-    "max_frames",
-    "limit_video_pixels",
-    "limit_video_seconds",
-)
-"""Settings of pictures that are for files of rows."""
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a character decodes to while some of its tokens are missing."""
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], HALF)
@@ -80,7 +69,7 @@ class Chat(ModelUse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_unset(self.images, UNREAD, "a chat")
+        require_unset(self.images, OF_ROWS, "a chat")
 
 
 class Answer(NamedTuple):

@@ -75,18 +75,7 @@ class _Server(uvicorn.Server):
 def protocol_of(limits: HttpLimits) -> type[H11Protocol]:
     """The protocol class that keeps to these limits."""
 
-    class Protocol(_LimitedProtocol):
-        def __init__(
-            self,
-            config: Config,
-            server_state: ServerState,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            super().__init__(config, server_state, app_state, _loop)
-            self.limits = limits
-
-    return Protocol
+    return type("Protocol", (_LimitedProtocol,), {"limits": limits})
 
 
 class _Connection(h11.Connection):

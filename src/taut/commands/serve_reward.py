@@ -42,24 +42,13 @@ from taut.rollout.batcher import Batcher
 from taut.rollout.judge import JudgeUse, Rendered, open_judge
 from taut.temporary import TemporaryFolder
 from taut.terminal import Terminal
-from taut.vision.opening import require_unset
+from taut.vision.opening import OF_ROWS, require_unset
 from taut.vision.picture import claimed_pixels
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-UNREAD = (
-    "folder",
-    "allow_urls",
-    "bad",
-    "workers",
-    "fps",
-    "max_frames",
-    "limit_video_pixels",
-    "limit_video_seconds",
-)
-"""Settings of pictures that are for files of rows."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 """A string of JSON, also one that has no end: looked for from each quote, it would take quadratic time."""
 
@@ -94,7 +83,7 @@ class ServeReward(JudgeUse, HttpLimits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_unset(self.images, UNREAD, "a server, which is sent its pictures")
+        require_unset(self.images, OF_ROWS, "a server, which is sent its pictures")
         if self.key is not None and self.key_file is not None:
             raise ConfigError("key and key_file are both set; expected one of them; remove one")
         has_key = self.key is not None or self.key_file is not None

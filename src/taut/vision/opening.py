@@ -18,6 +18,18 @@ from taut.vision.processors import open_processor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+OF_ROWS = (
+    "folder",
+    "allow_urls",
+    "bad",
+    "workers",
+    "fps",
+    "max_frames",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
+"""Settings of pictures that are for files of rows."""
+
 
 def open_album(
     path: str,
