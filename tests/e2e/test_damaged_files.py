@@ -12,14 +12,14 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from tests.chats import QUIET, chats, save_model, sft, words_of, write_rows
+from tests.hangs import time_limit
 
 from taut.cli import main
 
@@ -27,25 +27,11 @@ SECONDS = 40
 Change = Callable[[Path], object]
 
 
-@contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    def stop(*_: object) -> NoReturn:
-        raise TimeoutError(f"no end in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def told(*words: str) -> tuple[int, str]:
     """The exit code of a command, and what it printed on stderr."""
     errors = io.StringIO()
     with (
-        time_limit(),
+        time_limit(SECONDS),
         contextlib.redirect_stderr(errors),
         contextlib.redirect_stdout(io.StringIO()),
     ):
@@ -161,7 +147,11 @@ def test_check_names_a_hostile_model_directory(place: Path, tmp_path: Path) -> N
         shutil.copytree(place / "model", model)
         change(model)
         output = io.StringIO()
-        with time_limit(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with (
+            time_limit(SECONDS),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
             code = main(["check", *run_of(model, place, tmp_path)])
         assert code in (1, 2)
         assert "Traceback" not in output.getvalue()

@@ -10,15 +10,14 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.hangs import time_limit
 from tests.jobs import make
 from tests.unit.test_checkpoint import opened
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
@@ -57,20 +56,6 @@ def memories() -> dict[str, Memory]:
         "Spikes": Spikes(),
         "Divergence": Divergence(DivergenceConfig()),
     }
-
-
-@contextmanager
-def time_limit() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"no end in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def seal(checkpoint: Path, body: dict[str, Any]) -> None:
@@ -361,7 +346,7 @@ def test_a_damaged_one_that_is_sealed_again_is_refused_in_one_line(
             saver.resume(saved)
             return saved.step
 
-    with time_limit():
+    with time_limit(SECONDS):
         with pytest.raises(OutputError) as caught:
             go_on(skip_damaged=False)
         line = str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.hangs import time_limit
 
 from taut.data.sources import Source, open_source
 from taut.errors import DataError
@@ -46,20 +46,6 @@ def server() -> Iterator[tuple[int, list[str]]]:
         yield made.server_address[1], asked
         made.shutdown()
         thread.join()
-
-
-@contextmanager
-def time_limit() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"no end in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def card(data_files: Any) -> str:
@@ -97,7 +83,7 @@ def test_data_elsewhere_are_neither_fetched_nor_read(kind: str, tmp_path: Path) 
     with server() as (port, asked):
         for name, content in ELSEWHERE[kind].items():
             (tmp_path / name).write_bytes(content.replace("PORT", str(port)).encode())
-        with time_limit(), pytest.raises(DataError) as caught:
+        with time_limit(SECONDS), pytest.raises(DataError) as caught:
             open_source(Source(path=str(tmp_path)))
         assert not asked
     message = str(caught.value)
@@ -135,7 +121,7 @@ def test_what_is_broken_is_refused(
         (tmp_path / "a.jsonl").write_text(ROW)
     for name, content in FILES[kind].items():
         (tmp_path / name).write_bytes(content)
-    with time_limit(), pytest.raises(DataError) as caught:
+    with time_limit(SECONDS), pytest.raises(DataError) as caught:
         open_source(Source(path=str(tmp_path)))
     assert len(str(caught.value).splitlines()) == 1
     assert str(tmp_path) in str(caught.value)
@@ -157,7 +143,7 @@ def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(ROW)
     SPECIAL[name](tmp_path / name)
     message = rf"{name} cannot be read: it is a (FIFO|character device); expected a regular file"
-    with time_limit(), pytest.raises(DataError, match=message):
+    with time_limit(SECONDS), pytest.raises(DataError, match=message):
         open_source(Source(path=str(tmp_path)))
 
 
