@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,13 +316,12 @@ def _no_process() -> int:
 
 def test_a_jail_that_is_killed_during_a_trial_costs_a_second_try() -> None:
     """By the machine, which ran out of memory: not the program's fault."""
-    sandbox = Sandbox(choose())
-    killer = threading.Timer(0.5, lambda: _kill_children_of(os.getpid()))
-    killer.start()
-    (ran,) = sandbox.run("import time; time.sleep(1); print('done')", [Trial()])
-    killer.join()
+    with closing(Sandbox(choose())) as sandbox:
+        killer = threading.Timer(0.5, lambda: _kill_children_of(os.getpid()))
+        killer.start()
+        (ran,) = sandbox.run("import time; time.sleep(1); print('done')", [Trial()])
+        killer.join()
     assert (ran.outcome, ran.stdout) == ("ok", "done\n")
-    sandbox.close()
 
 
 def test_a_jail_that_died_while_it_waited_is_replaced() -> None:
@@ -344,11 +343,20 @@ def _children_of(pid: int) -> list[int]:
     return children
 
 
-def _kill_children_of(pid: int) -> None:
-    for child in _children_of(pid):
+def _descendants_of(pid: int) -> list[int]:
+    """Children before their own children."""
+    children = _children_of(pid)
+    for child in tuple(children):
         with suppress(OSError):  # it has just ended
-            _kill_children_of(child)
-            os.kill(child, 9)
+            children += _descendants_of(child)
+    return children
+
+
+def _kill_children_of(pid: int) -> None:
+    """The outermost first: a jail whose program alone were killed would report that the program crashed."""
+    for descendant in _descendants_of(pid):
+        with suppress(OSError):
+            os.kill(descendant, 9)
 
 
 def test_bubblewrap_is_killed_first_where_memory_runs_out(
