@@ -8,6 +8,7 @@ API (``snapshot.py`` says what of it is pinned). Floats agree to 1e-6, for proce
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,9 +68,10 @@ def load(name: str) -> Any:
 
 @pytest.mark.parametrize("name", RUNS["runs"])
 def test_a_run_is_as_in_the_picture(
-    name: str, place: Path, renames: Renames, caplog: pytest.LogCaptureFixture
+    name: str, place: Path, renames: Renames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("WARNING")  # what torch logs of a checkpoint would bury the message
+    # What torch logs of a checkpoint would bury the message.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.INFO)
     with working_in(place):
         seen = take_run(name, renames.run_keys(keys_of_run(name)), renames)
     pinned = renames.run(load(f"runs/{name}.json"))
@@ -152,7 +154,7 @@ def compare_resolved(
             }
             for tree in (pinned, seen)
         ]
-        yield from compare_mapping(table, "", f"{where} {parent}".strip(), *parts, renames)
+        yield from compare_mapping(table, "", f"{where} {parent}".strip(" ."), *parts, renames)
     yield from compare_decisions(where, pinned[decisions], seen.get(decisions, []), renames)
 
 
@@ -289,6 +291,11 @@ def without(name: str, *trees: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in tree.items() if key != name} for tree in trees]
 
 
+def last_part(name: str) -> str:
+    """A field without the event that it is of."""
+    return name.rpartition(".")[2]
+
+
 def require_same(found: Sequence[Difference]) -> None:
     """Fail with one line for each name or value, and the lines that renames would be."""
     if not found:
@@ -307,7 +314,7 @@ def require_same(found: Sequence[Difference]) -> None:
         for wanted in ("is gone", "is new")
     )
     pairs = [
-        f'  [{table}] "{old}" = "{new_name}"'
+        f'  [{table}] "{old}" = "{last_part(new_name) if table == "fields" else new_name}"'
         for table in dict.fromkeys(table for table, _ in gone)
         for old, new_name in zip(
             [name for it, name in gone if it == table],
@@ -317,7 +324,7 @@ def require_same(found: Sequence[Difference]) -> None:
     ]
     hint = [
         "If these are new names for the same things, say so in tests/golden/picture/renames.toml "
-        "(old names as the picture has them; of a field the new name stands without its kind):",
+        "(old names as the picture has them):",
         *pairs,
     ]
     pytest.fail(
