@@ -1,8 +1,8 @@
 """What taut and TRL do with five bad training files: ``python benchmarks/bad_files.py``.
 
 Each file has 64 chats and one mistake that real files have. Both fine-tune the same tiny random model on it for two
-steps, with ``max_length=1024`` and everything else at its default: ``taut sft`` from the command line, TRL's SFTTrainer on
-``load_dataset("json")``. The page shows the exit code of taut and its line, and what TRL trained on, decoded.
+steps, with ``max_length=1024`` and everything else at its default: ``taut sft`` from the command line, TRL's SFTTrainer
+on ``load_dataset("json")``. The page shows the exit code of taut and its line, and what TRL trained on, decoded.
 
 Not a measure of speed: what counts is whether a run says that its file is wrong.
 """
