@@ -27,7 +27,7 @@ from taut.data.cache import default_directory
 from taut.demo import fetch
 from taut.demo.story import build_data
 from taut.loop import train_step
-from taut.run import Run
+from taut.methods.method import RunConfig
 
 QUICK, FULL = 10.0, 180.0
 """Seconds that the parts may take."""
@@ -46,7 +46,7 @@ def main() -> None:
     if asked.data is None:
         data = build_data(fetch.read_reading(default_directory()), default_directory(), None)
         keys |= {"data.train": str(data.train), "data.eval": str(data.eval)}
-    session = Session(from_mapping(Run, keys), parallel.start("cpu"))
+    session = Session(from_mapping(RunConfig, keys), parallel.start("cpu"))
     began = time.perf_counter()
     job = session.job
     loading = time.perf_counter() - began

@@ -10,14 +10,15 @@ from typing import Any, cast
 from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
-from taut.build import Built, build, build_method
+from taut.build import Built, build
 from taut.config import from_mapping
 from taut.data.dataset import Dataset
 from taut.data.groups import Rows
 from taut.data.plan import Cursor
 from taut.losses import Loss
 from taut.losses.sft import CrossEntropy
-from taut.run import Run, load_inputs
+from taut.methods.method import RunConfig
+from taut.run import load_inputs
 from taut.types import Sample, Tree
 
 
@@ -54,10 +55,10 @@ def make(
     model = save_model(place / architecture, architecture)
     train = write_rows(place / "train.jsonl", chats(10))
     fixed = {"model": str(model), "data.train": str(train), "out": str(place / "out"), "steps": 20}
-    run = from_mapping(Run, {**QUIET, **fixed, **dotted})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, **dotted})
     ranks = parallel.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     events: list[dict[str, Any]] = []
     built.job.emit = lambda kind, **fields: events.append({"kind": kind, **fields})
     return built, events

@@ -14,10 +14,10 @@ from tests.chats import QUIET, WORDS, write_rows
 
 import taut
 from taut import parallel
-from taut.build import Built, build, build_method
+from taut.build import Built, build
 from taut.config import from_mapping
+from taut.methods import METHODS as RUNS
 from taut.run import load_inputs
-from taut.training import METHODS as RUNS
 
 Rows = list[dict[str, Any]]
 
@@ -112,7 +112,7 @@ def make(keys: Mapping[str, Any]) -> Built:
     run = from_mapping(RUNS[keys["method"]], keys)
     ranks = parallel.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     built.job.emit = lambda kind, **fields: None
     return built
 

@@ -13,10 +13,10 @@ from tests.chats import QUIET, save_model, write_rows
 
 import taut
 from taut import parallel
-from taut.build import Built, build, build_method
+from taut.build import Built, build
 from taut.config import from_mapping
+from taut.methods import METHODS
 from taut.run import load_inputs
-from taut.training import METHODS
 
 LENGTH = {"name": "length_target", "options": {"target": 5}}
 METHODS_KEYS: dict[str, dict[str, Any]] = {
@@ -94,7 +94,7 @@ def make(keys: Mapping[str, Any]) -> tuple[Built, list[dict[str, Any]]]:
     run = from_mapping(METHODS[keys["method"]], keys)
     ranks = parallel.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     told: list[dict[str, Any]] = []
     built.job.emit = lambda kind, **fields: told.append({"kind": kind, **fields})
     return built, told

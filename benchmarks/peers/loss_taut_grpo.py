@@ -21,7 +21,8 @@ from torch import Tensor
 from taut import losses
 from taut.data.pack import pack
 from taut.losses.policy import PolicyGradient
-from taut.methods.policy import GrpoConfig, RollOut
+from taut.methods.grpo import GrpoConfig
+from taut.methods.policy import RollOut
 from taut.models.precision import backward_context, compute_context
 from taut.models.score import Scorer
 from taut.rollout.local import LocalEngine

@@ -17,8 +17,8 @@ from phases import Phases, peak_mb
 
 from taut import api, loop
 from taut.config import from_mapping
+from taut.methods.grpo import Grpo
 from taut.online import method
-from taut.online_runs import GrpoRun
 from taut.rollout.local import LocalEngine
 
 Job = dict[str, Any]
@@ -55,7 +55,7 @@ def main() -> None:
         "grading": {"workers": 1},
         "grpo": job["taut"],
     }
-    api.train(from_mapping(GrpoRun, keys | OFF))
+    api.train(from_mapping(Grpo, keys | OFF))
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["kind"] == "step"]
     rolled = [event for event in events if event["kind"] == "rollout"]

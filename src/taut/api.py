@@ -17,15 +17,10 @@ from taut import parallel, temporary
 from taut.build import Built, build, engine_of
 from taut.checks.examine import before_training, require_known
 from taut.config import user_path
-from taut.data.dataset import input_paths
-from taut.data.groups import Good
-from taut.data.prompt_set import PromptSet
 from taut.deliver import save_best
 from taut.errors import ConfigError
-from taut.evals.answers import EvalSampling
 from taut.evals.best import Best, require_same_measure
 from taut.evals.during import (
-    AnswersConfig,
     Evaluations,
     build_answering,
     held_out,
@@ -34,12 +29,12 @@ from taut.evals.during import (
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.interrupts import Interrupts
 from taut.lifecycle import Asked, execute
-from taut.online.method import Online
-from taut.online.recipe import judging, require_judgeable
+from taut.methods.inputs import Decision
+from taut.methods.method import RunConfig
 from taut.outdir import BEST, MARK, Lock, require_usable
 from taut.recorded import keep_reference
-from taut.rewards import files_of
-from taut.run import Decision, Run, load_inputs, rows_of
+from taut.rewards.in_process import require_judgeable
+from taut.run import load_inputs
 from taut.start import first_day, look
 
 
@@ -78,8 +73,8 @@ class Result:
         return "; ".join(said) or None
 
 
-def train(run: Run) -> Result:
-    """Train a model on a data set, as the class of the run says (taut/training.py).
+def train(run: RunConfig) -> Result:
+    """Train a model by the method of the run (taut/methods).
 
     Raises TautError (what was found, what was expected, what to do) before anything is written; CheckFailed where a
     proof or an alarm stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
@@ -93,7 +88,7 @@ def train(run: Run) -> Result:
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         preparation.enter_context(interrupts.before_training())
         ranks = parallel.start(run.device)
-        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
+        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
         with Lock(out) as lock:
             if ranks.is_writer and (out / MARK).is_file():
                 lock.take()
@@ -103,9 +98,8 @@ def train(run: Run) -> Result:
             if start.finished is None:
                 built = build(run, inputs, start.plan, ranks)
                 with closing(built.job.method) as method:
-                    if isinstance(method, Online):  # what cannot be had is refused now
-                        built.decisions.extend(Decision(*it) for it in method.roller.settled)
-                    built.decisions.extend(_told_of_environment(run))
+                    built.decisions.extend(Decision(*settled) for settled in method.open())
+                    built.decisions.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     asked = Asked(before_training(built), evaluations, stop_check)
                     keep_reference(built)
@@ -127,86 +121,38 @@ def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
     return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
 
 
-def show(run: Run) -> None:
+def show(run: RunConfig) -> None:
     """Print the configuration in force, the data report and the first samples, targets coloured. Writes nothing."""
     from taut.preview import show as print_run
 
     print_run(run)
 
 
-def _inputs(run: Run) -> list[str]:
-    """What the run reads."""
-    adapter = [run.lora.adapter] if run.lora.adapter else []
-    asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
-    files = [*map(str, files_of(run.eval.answers.rewards)), *judging(run.eval.answers.rewards)]
-    reference = run.objective.reference
-    others = [reference.model, reference.file] if reference else []
-    if (teacher := run.objective.teacher) is not None:
-        others += [teacher.teacher, teacher.top_logprobs, teacher.eval_top_logprobs]
-    if (online := run.objective.online) is not None:
-        others += [online.critic.model if online.critic else None]
-        others += [*map(str, online.files), *judging(online.rewards)]
-    named = [path for path in others if path]
-    return [run.model, *adapter, *named, *input_paths(run.data), *input_paths(asked), *files]
-
-
 def _stop_check(built: Built) -> StopCheck:
     """Whether the model ends its answers; asked before it is saved."""
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
-    if run.objective.head is not None:
+    if run.has_scalar_head:
         return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
-    asked = data.prompts() if isinstance(data, PromptSet) else Good(rows_of(run, data))
-    check = prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
-    online = run.objective.online
-    remedy = "" if online is None else online.ends_remedy
-    return replace(check, is_taught=run.objective.is_taught_ends, remedy=remedy)
-
-
-def _answers(run: Run) -> AnswersConfig:
-    """How held-out answers are judged: of a run that generates as in training, where nothing else is said."""
-    answers, online = run.eval.answers, run.objective.online
-    is_asked = bool(run.data.eval) or answers.is_asked_for
-    if online is None or answers.rewards or not run.has_rewards or not is_asked:
-        return answers
-    rollout, asked = online.rollout, answers.sampling
-    is_set = asked.max_new_tokens != EvalSampling().max_new_tokens
-    return replace(
-        answers,
-        rewards=online.rewards,
-        reference=answers.reference or rollout.reference,
-        sampling=replace(
-            asked,
-            max_new_tokens=asked.max_new_tokens if is_set else rollout.max_new_tokens,
-            stop=asked.stop or rollout.stop,
-        ),
-    )
-
-
-def _told_of_environment(run: Run) -> list[Decision]:
-    """That held-out answers have none."""
-    online = run.objective.online
-    if online is None or not online.rollout.environment.is_on or not run.data.eval:
-        return []
-    reason = "they are judged without rollout.environment, which answers roll-outs alone"
-    asked = "asked" if run.eval.answers.rewards else "not asked"
-    return [Decision("held-out answers", asked, f"eval.answers.rewards; {reason}")]
+    questions, engine = run.questions(data), engine_of(built)
+    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.job, run.seed)
+    return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
     run, inputs, job = built.run, built.inputs, built.job
     found = []
-    if inputs.eval is not None and run.objective.online is None:
-        found.append(held_out(rows_of(run, inputs.eval), run.eval.every, job))
-    if run.objective.head is not None and run.eval.answers.rewards:
+    if inputs.eval is not None and not run.generates:
+        found.append(held_out(run.rows_of(inputs.eval), run.eval.every, job))
+    if run.has_scalar_head and run.eval.answers.rewards:
         raise ConfigError(
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
-    answers, make_engine = _answers(run), engine_of(built)
+    answers, make_engine = run.held_out_answers, engine_of(built)
     require_judgeable(answers.rewards, job.ranks.size)
-    kind = run.objective.kind
-    answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
+    renderer, kind = inputs.renderer, run.row_kind
+    answering = build_answering(answers, run.data, renderer, make_engine, job, kind)
     if answering is not None:
         found.append(answering.as_evaluation())
         settled = [Decision(*it) for it in answering.decisions]

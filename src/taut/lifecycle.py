@@ -42,7 +42,6 @@ from taut.evals.stopping import StopCheck, Stops
 from taut.identity import TOLERANCE
 from taut.interrupts import Interrupt, Interrupts
 from taut.loop import Job, train, use_budget
-from taut.online.method import Online
 from taut.outdir import (
     BEST,
     CHECKPOINTS,
@@ -126,8 +125,8 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         for alarm in job.alarms
         if isinstance(alarm, Untouched | Spikes | Divergence)
     }
-    if isinstance(job.method, Online):
-        memories["online"] = job.method
+    if job.method.state is not None:
+        memories["online"] = job.method.state
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
@@ -301,7 +300,7 @@ def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
     is_sound = isinstance(
         error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
     )
-    if not isinstance(job.method, Online) or not is_sound:
+    if not built.run.generates or not is_sound:
         return error
     if job.ranks.size > 1 or not 0 < job.done < job.num_steps:
         return error

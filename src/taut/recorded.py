@@ -29,8 +29,8 @@ from taut.data.dataset import Dataset
 from taut.errors import ConfigError, OutputError
 from taut.identity import differences, identity_of
 from taut.loop import Role, filled
+from taut.methods.inputs import Decision
 from taut.methods.reference import STREAM, Recorded
-from taut.run import Decision, rows_of
 
 HEADER = "taut"
 """Where the identity and the digest are, as JSON, in one entry: the order of several is not fixed."""
@@ -44,10 +44,10 @@ def keep_reference(built: Built) -> None:
 
     Raises ConfigError where the file is of another model, data or setting. Every rank calls it.
     """
-    config = built.run.objective.reference
-    if config is None or config.file is None:
+    file, job = built.run.models().reference_file, built.job
+    if file is None:
         return
-    path, job = user_path(config.file, "reference.file"), built.job
+    path = user_path(file, "reference.file")
     splits = _splits(built)
     _require_distinct(splits)
     identity = _identity(built)
@@ -90,7 +90,7 @@ def _identity(built: Built) -> dict[str, Any]:
 
 def _compute(built: Built, data: Dataset) -> Tensor:
     """log-probs of every target of a split, in the order of its samples, the same on every rank."""
-    job, rows = built.job, rows_of(built.run, data)
+    job, rows = built.job, built.run.rows_of(data)
     job.scorer.eval()
     found: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):

@@ -19,15 +19,15 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut import checkpoint
-from taut.build import Plan, build_method
 from taut.checkpoint import Saved
 from taut.data.plan import Cursor
 from taut.errors import ConfigError, OutputError
 from taut.explain import first_problem
 from taut.identity import identity_of, moved_servers, require_same
+from taut.methods.inputs import Inputs, Plan
+from taut.methods.method import RunConfig
 from taut.outdir import ADAPTER, CHECKPOINTS, EVENTS, MARK, MODEL, read_resolved
 from taut.parallel import Ranks
-from taut.run import Inputs, Run
 from taut.runlog.events import newest_first
 
 
@@ -66,7 +66,7 @@ class Start:
         return 0 if self.saved is None else self.saved.step
 
 
-def first_day(run: Run, out: Path) -> date | None:
+def first_day(run: RunConfig, out: Path) -> date | None:
     """The day on which the run that is gone on with began; None where none is."""
     if not run.resume or not (out / MARK).is_file():
         return None
@@ -74,11 +74,11 @@ def first_day(run: Run, out: Path) -> date | None:
     return None if day is None else date.fromisoformat(day)
 
 
-def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
+def look(run: RunConfig, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     """What there is to go on from. Raises TautError where it does not fit; writes nothing."""
     mine = identity_of(run, inputs, ranks)
     if not run.resume or not (out / MARK).is_file():
-        return Start(build_method(run, inputs.train), mine)
+        return Start(run.plan(inputs.train), mine)
     before = read_resolved(out)
     end = _finish(out, run.save.result)
     if end is not None:
@@ -110,7 +110,7 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
         )
     num_steps = before.get("num_steps")
     if saved is None:
-        plan = build_method(run, inputs.train)
+        plan = run.plan(inputs.train)
         return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
     identity = saved.meta.identity.model_dump()
     _, rounding, schedule = require_same(identity, mine, saved.path)
@@ -141,9 +141,9 @@ def _finish(out: Path, result: str) -> Finish | None:
         ) from error
 
 
-def _plan(run: Run, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
+def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
     """The steps of a run that has come so far; refused where that is beyond its end."""
-    plan = build_method(run, inputs.train, cursor)
+    plan = run.plan(inputs.train, cursor)
     step = cursor.step
     if step > plan.num_steps or plan.method.cursor(step).samples < cursor.samples:
         raise ConfigError(

@@ -16,7 +16,7 @@ from taut import parallel
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run import Run
+from taut.methods.method import RunConfig
 
 PASSAGE = (
     "The cat sat on the mat and the dog ran over the hill to see what the cat would do about the bird. "
@@ -27,7 +27,7 @@ PASSAGE = (
 def ask(model: Path, train: Path, **keys: Any) -> Examination:
     dotted = {key.replace("__", "."): value for key, value in keys.items()}
     fixed = {"model": str(model), "data.train": str(train), "steps": 20}
-    run = from_mapping(Run, {**QUIET, **fixed, **dotted})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, **dotted})
     return examine(Session(run, parallel.start("cpu")), "full")
 
 

@@ -16,13 +16,13 @@ from taut import parallel
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run import Run
+from taut.methods.method import RunConfig
 
 
 def ask(place: Path, kind: str, rows: list[dict[str, Any]], **keys: Any) -> Examination:
     train = write_rows(place / "train.jsonl", rows)
     fixed = {"model": str(tiny_vlm(kind, place / "m")), "data.train": str(train), "steps": 9}
-    run = from_mapping(Run, {**QUIET, **fixed, "dtype": "float32", **keys})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, "dtype": "float32", **keys})
     return examine(Session(run, parallel.start("cpu")), "quick")
 
 

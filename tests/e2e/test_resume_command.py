@@ -15,7 +15,7 @@ import pytest
 from tests.chats import QUIET, chats, column, largest_difference, weights, words_of, write_rows
 
 import taut
-from taut import api, resumed
+from taut import api
 from taut.cli import main
 from taut.outdir import Lock, read_resolved
 
@@ -202,7 +202,7 @@ def test_exit_codes_are_those_of_the_command_it_was_begun_with(
     def fail(_: object) -> api.Result:
         raise error
 
-    monkeypatch.setitem(resumed.METHODS, "sft", resumed.METHODS["sft"]._replace(call=fail))
+    monkeypatch.setattr(api, "train", fail)
     cwd = Path.cwd()
     assert main(["resume", str(died)]) == code
     assert Path.cwd() == cwd

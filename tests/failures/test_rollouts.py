@@ -13,12 +13,12 @@ from taut.config import from_mapping
 from taut.data.plan import Order
 from taut.data.prompt_set import PromptSet
 from taut.errors import ConfigError
+from taut.methods.grpo import Grpo
 from taut.online.guard import BEGINNING, RECENT, Guard, GuardConfig
 from taut.online.method import Kept, Online
 from taut.online.policy_credit import Gae, ShapingConfig
 from taut.online.rollouts import RolloutConfig
 from taut.online.scoring import VALUE
-from taut.online_runs import GrpoRun
 
 RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "exact_match"}
 
@@ -26,14 +26,14 @@ RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "reward
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty"])
 def test_a_truncated_distribution_cannot_be_asked_for(key: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.{key}"):
-        from_mapping(GrpoRun, {**RUN, f"rollout.{key}": 0.9})
+        from_mapping(Grpo, {**RUN, f"rollout.{key}": 0.9})
 
 
 def test_roll_outs_are_drawn_from_all_tokens_at_the_temperature_that_is_trained_on() -> None:
-    run = from_mapping(GrpoRun, {**RUN, "rollout.temperature": 0.7})
+    run = from_mapping(Grpo, {**RUN, "rollout.temperature": 0.7})
     sampling = run.rollout.sampling(seed=1)
     assert sampling.is_untruncated and sampling.repetition_penalty == 1
-    assert run.objective.loss.wants.temperature == sampling.temperature == 0.7
+    assert run.loss().wants.temperature == sampling.temperature == 0.7
 
 
 def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -> None:
@@ -79,4 +79,4 @@ def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young:
 
 def test_a_roll_out_that_would_be_too_old_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.max_staleness=1 .* its last is 3 behind"):
-        from_mapping(GrpoRun, {**RUN, "rollout.max_staleness": 1, "rollout.minibatches": 4})
+        from_mapping(Grpo, {**RUN, "rollout.max_staleness": 1, "rollout.minibatches": 4})

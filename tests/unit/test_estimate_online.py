@@ -13,9 +13,11 @@ from taut import parallel
 from taut.config import from_mapping
 from taut.errors import ModelError
 from taut.estimate import Kernels, predict_steps, workload
+from taut.methods import METHODS
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
-from taut.run import Inputs, Run, load_inputs
-from taut.training import METHODS
+from taut.run import load_inputs
 
 RANKS = parallel.start("cpu")
 
@@ -25,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def opened(model: Path, place: Path, method: str, **keys: Any) -> tuple[Run, Inputs]:
+def opened(model: Path, place: Path, method: str, **keys: Any) -> tuple[RunConfig, Inputs]:
     fixed = {
         "model": str(model),
         "data.train": str(write_rows(place / "prompts.jsonl", questions(8))),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from tests.jobs import make
 
-from taut import api
 from taut import identity as module
 from taut.build import Built
 from taut.config import describe, from_mapping, to_dict
@@ -26,7 +25,7 @@ from taut.identity import (
     moved_servers,
     require_same,
 )
-from taut.training import METHODS
+from taut.methods import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +258,7 @@ def test_what_is_read_of_a_reward_model_is_not_overwritten() -> None:
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo"}
     for given in ({"rewards": judge}, {"rewards": "math", "eval.answers.rewards": judge}):
         run = from_mapping(METHODS["grpo"], {**keys, **given, "data.eval": "e.jsonl"})
-        assert {"judge", "own.jinja"} <= set(api._inputs(run))
+        assert {"judge", "own.jinja"} <= set(run.input_files())
 
 
 def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:

@@ -23,7 +23,6 @@ from taut.evals.heldout import HeldOut
 from taut.interrupts import Interrupt, Interrupts
 from taut.loop import Job, filled, train_step
 from taut.methods.reference import STREAM, ReferenceConfig, Start
-from taut.run import rows_of
 from taut.types import Packed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -156,7 +155,7 @@ def test_a_signal_leaves_nothing_half_exchanged(
     job, real, calls = trained.job, parallel.exchange, []
     after = bits(job)
     assert trained.inputs.eval is not None
-    measure = HeldOut(rows_of(trained.run, trained.inputs.eval), job)
+    measure = HeldOut(trained.run.rows_of(trained.inputs.eval), job)
 
     def exchange(one: Tensor, other: Tensor) -> None:
         real(one, other)

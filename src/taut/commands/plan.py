@@ -49,15 +49,15 @@ from taut.estimate import (
     without_data,
     workload,
 )
+from taut.methods.method import RunConfig, class_of
 from taut.models import anatomy
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
 from taut.parallel import Ranks
 from taut.printing import told_when_slow
-from taut.run import Run, load_inputs
+from taut.run import load_inputs
 from taut.terminal import Terminal
-from taut.training import class_of
 from taut.types import Packed
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
@@ -93,7 +93,7 @@ class Planning:
 
 
 @configclass
-class Plan(Planning, Run):
+class Plan(Planning, RunConfig):
     """A run that is planned and not begun: all keys of ``taut sft`` (of another command where ``method`` names it),
     and"""
 
@@ -107,10 +107,8 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     return run(load(planned_class(class_of(path, rest)), path, overrides))
 
 
-def planned_class(method: type[Run]) -> type[Any]:
+def planned_class(method: type[RunConfig]) -> type[Any]:
     """The configuration of a plan for the runs of a method."""
-    if method is Run:
-        return Plan
     body = {
         "__doc__": Plan.__doc__,
         "__module__": __name__,

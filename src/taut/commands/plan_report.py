@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from taut.estimate import GPUS, PARTS, Footprint, Kernels, Seconds, Workload
-from taut.run import Decision
+from taut.methods.inputs import Decision
 
 GIB = 2**30
 ABOUT = {

@@ -28,7 +28,8 @@ from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.pack import ALONE, PackPolicy, pack
 from taut.data.top_logprobs import Top, line_of
 from taut.errors import ConfigError, OutputError
-from taut.methods.distill import require_context, require_same_tokenizer
+from taut.methods.method import RunConfig
+from taut.methods.teacher import require_context, require_same_tokenizer
 from taut.models.anatomy import head
 from taut.models.divergence import likeliest
 from taut.models.load import context_length, load_config, load_model
@@ -37,7 +38,7 @@ from taut.models.prove import one_sample_reasons
 from taut.models.score import Scorer
 from taut.printing import counted
 from taut.rollout.open import one_device
-from taut.run import Run, load_language, load_stops, longest_sample
+from taut.run import load_language, load_stops
 from taut.terminal import Terminal
 from taut.types import Sample
 from taut.vision.opening import require_alike
@@ -106,7 +107,7 @@ def teach(config: Teach) -> Taught:
             "the held-out file as data.train in a second call"
         )
     device = one_device(config.device)
-    learner = Run(
+    learner = RunConfig(
         model=config.student or config.model,
         data=config.data,
         trust_remote_code=config.trust_remote_code,
@@ -124,7 +125,7 @@ def teach(config: Teach) -> Taught:
         config.data,
         "train",
         language.renderer.stopping_at(stops.ids),
-        longest_sample(learner, language.config),
+        learner.longest_sample(language.config),
     )
     album, trust = language.renderer.album, config.trust_remote_code
     if album is not None and data.report.num_pictures:

@@ -23,8 +23,8 @@ from taut.demo import fetch, show
 from taut.demo.ask import Report, ask
 from taut.demo.reading import Document, read_documents, split_documents, write_rows
 from taut.errors import ConfigError
+from taut.methods.method import RunConfig
 from taut.outdir import require_usable
-from taut.run import Run
 from taut.runlog.events import read_events
 
 NUM_TRAIN, NUM_EVAL = 40, 8
@@ -88,10 +88,10 @@ def parse(overrides: Sequence[str]) -> Plan:
     return plan
 
 
-def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> Run:
+def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> RunConfig:
     """The training run of a plan."""
     own = [f"model={model}", f"data.train={train}", f"data.eval={held_out}", f"out={plan.out}"]
-    return load(Run, None, [*own, *plan.run])
+    return load(RunConfig, None, [*own, *plan.run])
 
 
 def tell(plan: Plan) -> None:

@@ -24,12 +24,11 @@ from taut.estimate.tracing import (
     FUSED,
     Kernels,
     Traced,
-    reference_bytes,
     require_foretold,
     skeleton,
     trace,
 )
-from taut.run import Run
+from taut.methods.method import RunConfig
 from taut.types import Packed
 
 __all__ = [
@@ -54,7 +53,6 @@ __all__ = [
     "measured_parts",
     "predict",
     "predict_steps",
-    "reference_bytes",
     "require_foretold",
     "skeleton",
     "stages",
@@ -81,7 +79,7 @@ class Prediction:
 
 
 def predict(
-    run: Run,
+    run: RunConfig,
     config: PreTrainedConfig,
     kernels: Kernels,
     packed: Packed,
@@ -98,7 +96,12 @@ def predict(
 
 
 def predict_steps(
-    run: Run, config: PreTrainedConfig, kernels: Kernels, work: Workload, *, num_ranks: int = 1
+    run: RunConfig,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    work: Workload,
+    *,
+    num_ranks: int = 1,
 ) -> Prediction:
     """Memory of the first steps: of the micro-batch that needs most."""
     first, later = work.first, work.later

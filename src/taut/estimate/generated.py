@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from taut.data.prompts import PromptRow
+from taut.loop import Method
 from taut.models.load import context_length
 from taut.online.credit import paths_of
 from taut.online.method import Online, Phase
@@ -25,8 +26,9 @@ from taut.rollout.episode import Episode
 from taut.types import IntArray, Tree
 
 
-def prepared(method: Online, config: PreTrainedConfig, step: int) -> list[Tree]:
+def prepared(method: Method, config: PreTrainedConfig, step: int) -> list[Tree]:
     """The trees of a step (counted from 1)."""
+    assert isinstance(method, Online), "the source of steps of a run that generates"
     number = (step - 1) // method.config.updates
     if method.phase is None or method.phase.number != number:
         trees = _assumed(method, config, number)

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from taut.build import build_budget, build_method, build_policy
+from taut.build import build_budget, build_policy
 from taut.data.pack import ALONE, PackPolicy, num_distinct_tokens, pack
 from taut.data.plan import assign, layouts, samples_of
 from taut.errors import ConfigError
 from taut.estimate.generated import prepared
 from taut.estimate.rates import Work, work_of
 from taut.estimate.tracing import skeleton
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models import anatomy
 from taut.models.load import context_length
 from taut.models.prove import one_sample_reasons
-from taut.online.method import Online
 from taut.parallel import Ranks
-from taut.run import Inputs, Run, command_of
 from taut.types import Packed, Sample, Tree
 
 NUM_STEPS = 5
@@ -95,7 +95,7 @@ class Workload(NamedTuple):
         return max(found, key=lambda packed: packed.num_tokens)
 
 
-def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
+def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     """The first steps, on so many ranks; of a run that generates, if its completions are as long as they may be."""
     model = skeleton(run, inputs.config)
     window = anatomy.flops(model).window
@@ -105,17 +105,13 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     policy, _ = build_policy(run, one_sample, has_noise=has_noise)
     ranks = Ranks(0, num_ranks, torch.device("cpu"))
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    method, num_steps, _ = build_method(run, inputs.train)
+    method, num_steps, _ = run.plan(inputs.train)
     first: list[Packed] = []
     later: list[Packed] = []
     steps: list[list[Work]] = []
     trees: list[Tree] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
-        some = (
-            prepared(method, inputs.config, step)
-            if isinstance(method, Online)
-            else method.prepare(step)
-        )
+        some = prepared(method, inputs.config, step) if run.generates else method.prepare(step)
         trees += some
         shares = [
             [p for one in rank for p in layouts(one, policy, budget.tokens_per_microbatch)]
@@ -134,7 +130,7 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     fullest = largest if most <= largest.num_tokens else supply.filled(most)
     fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
-    if isinstance(method, Online):
+    if run.generates:
         source = f"training of {source}, all completions as long as they may be; generation is not foretold"
     begin = max(first, key=lambda packed: packed.num_tokens)
     return Workload(begin, _largest(later), fullest, steps, supply, source)
@@ -144,13 +140,13 @@ def _largest(packs: Sequence[Packed]) -> Packed | None:
     return max(packs, key=lambda packed: packed.num_tokens, default=None)
 
 
-def without_data(run: Run, config: PreTrainedConfig, num_ranks: int) -> Workload:
+def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Workload:
     """Samples of one length, every token a target, in micro-batches that fill the token budget. Raises ConfigError for
     a run whose rows are more than that.
     """
-    if run.objective.kind != "sft":
+    if run.row_kind != "sft":
         raise ConfigError(
-            f"data.train is not set: what the rows of {command_of(run.method)} share is not guessed; expected data; "
+            f"data.train is not set: what the rows of {run.command()} share is not guessed; expected data; "
             "set data.train=FILE"
         )
     budget = run.batch.tokens_per_microbatch

@@ -5,6 +5,5 @@ group       the episodes of one prompt, with what rewards said of each (rollouts
 path        an episode that has a reward (credit.py)
 credit      what becomes of paths: samples with an advantage for each token, pairs, the best of a group
 phase       a roll-out and the steps that train on it; an order's step is a phase's prompts (method.py)
-recipe      how a run generates, judges and learns, as its configuration says (recipe.py)
 crew        engine, rewards and environment, opened (crew.py); a roller rolls out with them
 """

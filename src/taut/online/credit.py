@@ -7,7 +7,7 @@
 
 Wiring: the maths is in losses. What was sampled is trained on token for token.
 
-May import losses, rollout and its neighbours. online.method calls it, training.py makes it.
+May import losses, rollout and its neighbours. online.method calls it, methods make it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import CheckFailed
 from taut.losses import Loss
+from taut.losses.advantages import Estimator
 from taut.online.rollouts import Group
 from taut.online.scoring import Asked, Said, sample_of
 from taut.rewards.panel import Verdict
@@ -111,6 +112,10 @@ class Credit:
         reads = {"has_reads": self.asked.values, "has_bootstrap": self.asked.bootstrap}
         return _trees([(p.group, sample_of(p.episode, p.name, **reads)) for p in paths])
 
+    estimator: Estimator | None = None
+    """How advantages are estimated from the rewards of a group, where they are."""
+    is_plain = True
+    """Whether rewards are compared as they are: neither shaped nor with a penalty."""
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""
 

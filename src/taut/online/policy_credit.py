@@ -12,7 +12,7 @@ is worth 0, whether the path ended or was cut: the reward already judges the cut
 path is instead treated as a path that goes on: the critic's value of the state after its last token takes the place of
 that rest. Rewards of turns and penalties per token stay, because they were given for what was sampled.
 
-May import losses, config and online.credit. training.py makes it.
+May import losses, config and online.credit. methods.policy makes it.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ class PolicyCredit(Credit):
     def __init__(self, loss: Loss, ways: Ways) -> None:
         super().__init__(loss)
         self.ways, self.asked = ways, ways.asked
+        self.estimator = ways.estimate if isinstance(ways.estimate, Estimator) else None
+        self.is_plain = ways.shaping == ShapingConfig() and ways.penalty is None
         self._scale = Scale()
         self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
 

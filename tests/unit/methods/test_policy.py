@@ -15,7 +15,9 @@ from taut.losses.correction import Correction
 from taut.losses.policy import Kl, PolicyGradient
 from taut.losses.surrogates import SURROGATES, Bounds
 from taut.losses.value import Critic
-from taut.methods.policy import Advantage, GrpoConfig, PolicyLoss, PpoConfig, RollOut
+from taut.methods.grpo import Advantage, GrpoConfig
+from taut.methods.policy import PolicyLoss, RollOut
+from taut.methods.ppo import PpoConfig
 
 LOCAL = RollOut(0.8, 64, is_fresh=True, has_engine_logp=True)
 SERVER = LOCAL._replace(is_apart=True)

@@ -12,14 +12,11 @@ from taut.losses.margins import VARIANTS
 from taut.losses.preference import Preference
 from taut.losses.reference_free import Orpo
 from taut.losses.unpaired import Unpaired
-from taut.methods.preference import (
-    CpoConfig,
-    DpoConfig,
-    DpoVariant,
-    KtoConfig,
-    OrpoConfig,
-    SimpoConfig,
-)
+from taut.methods.cpo import CpoConfig
+from taut.methods.kto import KtoConfig
+from taut.methods.orpo import OrpoConfig
+from taut.methods.preference import DpoConfig, DpoVariant
+from taut.methods.simpo import SimpoConfig
 
 
 @configclass

@@ -14,7 +14,6 @@ from taut.data.pack import pack
 from taut.data.plan import samples_of
 from taut.errors import ModelError
 from taut.estimate import measure, measured_parts, predict
-from taut.run import rows_of
 from taut.types import Packed, Sample
 
 MIB = 2**20
@@ -62,7 +61,7 @@ def _some(session: Session) -> Packed:
     """The first rows as one micro-batch, answers that are compared together; of a run that generates, the rehearsal."""
     if session.is_generated:
         return pack(samples_of(session.trees), session.job.policy)
-    rows = rows_of(session.run, session.train)
+    rows = session.run.rows_of(session.train)
     most = 1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)
     chosen: list[Sequence[Sample]] = []
     left = TOKENS
