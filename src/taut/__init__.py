@@ -8,14 +8,16 @@
     taut.resume("runs/a", steps=20)
     taut.generate(model="runs/a/model", prompts="b.jsonl", out="c.jsonl", **{"sampling.n": 4})
 
-Each function but ``resume`` and ``runs`` takes its command's keys (``taut COMMAND --help``), nested
-(``data={"train": ...}``) or dotted (``**{"data.train": ...}``), and a TOML file or a configuration to set them on. The
-names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is imported
-when it is first asked for.
+There is a function for each training method: ``taut.sft``, ``taut.dpo``, ``taut.grpo`` and the others that ``taut
+--help`` lists. Each function but ``resume`` and ``runs`` takes its command's keys (``taut COMMAND --help``), nested
+(``data={"train": ...}``) or dotted (``**{"data.train": ...}``), and a TOML file or a configuration to set them on.
+The names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is
+imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -172,6 +174,7 @@ def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -
     return home_path(chosen.out)
 
 
+@cache
 def _train_function(name: str) -> TrainFunction:
     """``taut.NAME`` for a training method."""
 

@@ -212,7 +212,7 @@ class Session:
     @property
     def is_policy_gradient(self) -> bool:
         """Whether the loss is no measure of what is learned, and only its gradient means something."""
-        return not self.run.loss_measures_learning
+        return not self.run.loss().is_cost
 
     @property
     def is_scalar(self) -> bool:

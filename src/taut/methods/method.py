@@ -98,8 +98,6 @@ class RunConfig:
     """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates: then rows of data are prompts."""
-    loss_measures_learning: ClassVar[bool] = True
-    """Whether the loss falls as the model learns. Of a policy gradient only the gradient has a meaning."""
 
     method: MethodName = "sft"
     """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""

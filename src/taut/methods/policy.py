@@ -265,7 +265,6 @@ class PolicyMethod(OnlineMethod):
     """A method that learns by policy gradients."""
 
     unwatched: ClassVar[Sequence[str]] = ()
-    loss_measures_learning: ClassVar[bool] = False
 
     shaping: ShapingConfig = ShapingConfig()
     reference: ReferenceConfig = ReferenceConfig()
