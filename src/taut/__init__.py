@@ -37,7 +37,6 @@ from taut.errors import (
 from taut.methods import METHODS, command_of
 
 if TYPE_CHECKING:
-    from taut.api import Result
     from taut.checks.examine import Examination
     from taut.commands.evaluate import Evaluate, Evaluated
     from taut.commands.export import Export
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from taut.commands.runs import RunState
     from taut.commands.score import Score, Scored
     from taut.commands.teach import Taught, Teach
+    from taut.commands.train import Result
     from taut.commands.verify import Finding, Verify
     from taut.methods.method import RunConfig as Run
 
@@ -91,7 +91,7 @@ __all__ += METHODS
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
     """Go on with the run in ``out``, with its own configuration and ``keys`` set on top."""
-    from taut import resumed
+    from taut.commands import resume as resumed
 
     return resumed.resume(out, keys)
 
@@ -105,9 +105,9 @@ def runs(*directories: str | PathLike[str]) -> list[RunState]:
 
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     """Print the resolved configuration and the first samples, their targets coloured. Takes a run of any ``method``."""
-    from taut import api
+    from taut.commands import train
 
-    api.show(_configure_run(run, keys))
+    train.show(_configure_run(run, keys))
 
 
 def check(
@@ -179,7 +179,7 @@ def _train_function(name: str) -> TrainFunction:
     """``taut.NAME`` for a training method."""
 
     def train(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-        from taut import api
+        from taut.commands import train
         from taut.errors import ConfigError
         from taut.methods.method import RunConfig
 
@@ -188,7 +188,7 @@ def _train_function(name: str) -> TrainFunction:
                 f"found a run of {run.command()} given to taut.{name}; expected one of {command_of(name)}; "
                 f"call taut.{run.method}"
             )
-        return api.train(_configure(METHODS[name], run, keys))
+        return train.train(_configure(METHODS[name], run, keys))
 
     about = METHODS.entries[name].about
     train.__name__ = train.__qualname__ = name
@@ -229,7 +229,7 @@ else:
 
             return RunConfig
         if name == "Result":
-            from taut.api import Result
+            from taut.commands.train import Result
 
             return Result
         if name in METHODS:

@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, Interrupted, TautError
-from taut.interrupts import SIGNALS, Interrupt, Interrupts
+from taut.errors import ConfigError, Interrupted, TautError, redacted
+from taut.io.console import guarded, is_first_on_host, one_line
 from taut.methods import METHODS
-from taut.printing import guarded, is_first_on_host, one_line
-from taut.redaction import redacted
+from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
@@ -61,7 +60,7 @@ class Command(NamedTuple):
     """It takes a run of any method, by the key ``method``."""
 
 
-TRAIN = "taut.api:train"
+TRAIN = "taut.commands.train:train"
 
 
 OTHERS = {
@@ -75,7 +74,7 @@ OTHERS = {
     "show": Command(
         "[RUN.toml] [key=value ...]",
         "print the resolved configuration, and which tokens are targets",
-        "taut.api:show",
+        "taut.commands.train:show",
         "taut.methods.method:RunConfig",
         has_method=True,
     ),
@@ -98,7 +97,7 @@ OTHERS = {
     "resume": Command(
         "OUT [key=value ...]",
         "go on with a run, from its directory alone",
-        "taut.resumed:run",
+        "taut.commands.resume:run",
         alone=("out",),
     ),
     "runs": Command(
@@ -227,12 +226,12 @@ def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
         return code
     except Exception as error:  # noqa: BLE001 - printed whole
         if "RANK" in os.environ and "torch" in sys.modules:
-            from taut import parallel
+            from taut.train import distributed
 
-            code_of_first = parallel.exit_code_of_first_to_fail()
+            code_of_first = distributed.exit_code_of_first_to_fail()
             if code_of_first is not None and isinstance(error, RuntimeError):
                 return code_of_first  # a collective that a failed rank left; that rank says why
-            parallel.is_first_to_fail(1)
+            distributed.is_first_to_fail(1)
         sys.stderr.write("".join(traceback.format_exception(error)))  # here, where it is escaped
         return 1
 
@@ -241,9 +240,9 @@ def _report(line: str, exit_code: int) -> None:
     """Print how the command ends; of several ranks, the first to fail does, and tells torchrun."""
     if "RANK" in os.environ:
         if "torch" in sys.modules:
-            from taut import parallel
+            from taut.train import distributed
 
-            is_told_here = parallel.is_first_to_fail(exit_code)
+            is_told_here = distributed.is_first_to_fail(exit_code)
         else:
             is_told_here = is_first_on_host()
         if not is_told_here:
@@ -301,9 +300,8 @@ def config_class(command: Command) -> type[Any]:
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
     if command.call == TRAIN:
         _require_free_out(words)
-    from taut import temporary
-    from taut.config import load
-    from taut.explain import ELSEWHERE, INSTEAD
+    from taut.config import ELSEWHERE, INSTEAD, load
+    from taut.io import temporary
 
     temporary.clear()
     call = _named(command.call)
@@ -334,7 +332,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
 def _require_free_out(words: Sequence[str]) -> None:
     """Refuse an ``out`` that is taken before torch is imported: seconds sooner than ``train``, which asks again."""
     from taut.config import read_toml, user_path
-    from taut.outdir import require_usable
+    from taut.train.run_dir import require_usable
 
     files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
     settings = read_toml(files[0]) if len(files) == 1 else {}

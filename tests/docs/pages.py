@@ -8,9 +8,9 @@ from pathlib import Path
 from taut.checks import CHECKS
 from taut.config import Row, describe
 from taut.methods import METHODS, command_of
-from taut.methods.critic import LEARNING_RATES as CRITIC
 from taut.methods.method import RunConfig
 from taut.rewards import REWARDS
+from taut.rl.critic import LEARNING_RATES as CRITIC
 
 ROOT = Path(__file__).parents[2]
 CONFIG_PAGE = ROOT / "docs" / "config.md"

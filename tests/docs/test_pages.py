@@ -122,7 +122,7 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     source = (ROOT / path if named_one else minimal) if path else None
     loaded = load(cls, source, overrides)
     assert isinstance(loaded, cls)
-    if called.call == "taut.api:train":
+    if called.call == "taut.commands.train:train":
         assert loaded.out is not None, f"{page}: out is not set"
 
 

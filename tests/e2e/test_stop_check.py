@@ -21,7 +21,7 @@ from taut.methods.method import RunConfig
 from taut.methods.orpo import Orpo
 from taut.methods.preference import DpoConfig
 from taut.models.load import load_tokenizer
-from taut.runlog import Event
+from taut.train.log import Event
 
 ASK: dict[str, Any] = {"dtype": "float32", "stop__prompts": 8, "stop__tokens": 12}
 DATA = DataConfig(train="rows.jsonl")

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import taut
-from taut import api, cli
+from taut import cli
 from taut.cli import Words, main, sort_words
+from taut.commands import train
 from taut.config import describe
 from taut.demo import story
 from taut.errors import CheckFailed, ConfigError
@@ -25,7 +26,7 @@ from taut.methods.method import RunConfig
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configurations ``api.train`` is called with."""
     seen: list[RunConfig] = []
-    monkeypatch.setattr(api, "train", seen.append)
+    monkeypatch.setattr(train, "train", seen.append)
     return seen
 
 
@@ -89,7 +90,7 @@ def test_each_error_has_its_exit_code_and_one_line(
     def fail(_: RunConfig) -> None:
         raise CheckFailed("two\nlines")
 
-    monkeypatch.setattr(api, "train", fail)
+    monkeypatch.setattr(train, "train", fail)
     assert main(["sft", *MINIMAL]) == 1
     assert capsys.readouterr().err == "taut: error: two lines\n"
 
@@ -136,7 +137,7 @@ def test_an_interrupt_is_exit_code_130_and_one_line(
     def interrupt(_: RunConfig) -> None:
         raise KeyboardInterrupt(*left)
 
-    monkeypatch.setattr(api, "train", interrupt)
+    monkeypatch.setattr(train, "train", interrupt)
     assert main(["sft", *MINIMAL]) == 130
     assert capsys.readouterr().err == told
 
@@ -167,7 +168,7 @@ def test_other_exceptions_keep_their_traceback(
     def fail(_: RunConfig) -> None:
         raise ZeroDivisionError("\x1b]52;c;aGk=\x07 from s3://key:pw@host")
 
-    monkeypatch.setattr(api, "train", fail)
+    monkeypatch.setattr(train, "train", fail)
     assert main(["sft", *MINIMAL]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback (most recent call last):\n")

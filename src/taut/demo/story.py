@@ -24,8 +24,8 @@ from taut.demo.ask import Report, ask
 from taut.demo.reading import Document, read_documents, split_documents, write_rows
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
-from taut.outdir import require_usable
-from taut.runlog.events import read_events
+from taut.train.log.events import read_events
+from taut.train.run_dir import require_usable
 
 NUM_TRAIN, NUM_EVAL = 40, 8
 

@@ -14,16 +14,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from taut import parallel
 from taut.errors import ModelError
-from taut.loop import Role
 from taut.losses import Loss
-from taut.methods.critic import CriticConfig, build_critic
-from taut.methods.critic import Setting as CriticSetting
 from taut.methods.inputs import Decision, Inputs, Loaded
 from taut.methods.reference import Other, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
-from taut.models import anatomy
+from taut.models import architecture
 from taut.models.load import (
     context_length,
     load_config,
@@ -32,12 +28,16 @@ from taut.models.load import (
     load_tokenizer,
     require_language_model,
 )
-from taut.models.prove import one_sample_reasons
-from taut.models.score import Scorer
-from taut.optim import Pace, highest
-from taut.parallel import Ranks
+from taut.models.scorer import Scorer
+from taut.models.self_test import one_sample_reasons
+from taut.rl.critic import CriticConfig, build_critic
+from taut.rl.critic import Setting as CriticSetting
+from taut.train import distributed
+from taut.train.distributed import Ranks
+from taut.train.optim import Pace, highest
+from taut.train.trainer import Role
 from taut.types import Wants
-from taut.vision.opening import require_alike
+from taut.vision.image_store import require_alike
 
 if TYPE_CHECKING:
     from taut.methods.method import RunConfig
@@ -146,7 +146,7 @@ class AuxModels:
             require_same_pictures(run, inputs, config.teacher, "distill.teacher")
         setting = Setting(
             tokenizer=inputs.tokenizer,
-            num_rows=anatomy.head(scorer.model).weight.shape[0],
+            num_rows=architecture.head(scorer.model).weight.shape[0],
             longest=inputs.longest,
             dtype=loaded.dtype.dtype,
             device=ranks.device,
@@ -210,7 +210,7 @@ class AuxModels:
         if config.model is not None:
             require_same_tokenizer(run, inputs, config.model, "reference.model")
             other = Scorer(_load_reference(run, config.model, inputs, loaded, ranks))
-            parallel.shard(other, anatomy.layers(other.model), ranks)
+            distributed.shard(other, architecture.layers(other.model), ranks)
             return [Other(other, wants)], [
                 Decision("reference", config.model, "named by reference.model")
             ]

@@ -10,8 +10,8 @@ from taut.config import configclass
 from taut.errors import ConfigError
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
-from taut.online.credit import Best, BestOfNConfig
-from taut.optim import DefaultRates
+from taut.rl.advantages import Best, BestOfNConfig
+from taut.train.optim import DefaultRates
 
 
 @configclass

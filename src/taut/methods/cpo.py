@@ -10,10 +10,10 @@ from pydantic import Field
 
 from taut.config import configclass
 from taut.losses.loss import Loss
-from taut.losses.reference_free import CpoVariant, cpo
+from taut.losses.preference import CpoVariant, cpo
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod, require_valid_loss
-from taut.optim import DefaultRates
+from taut.train.optim import DefaultRates
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]

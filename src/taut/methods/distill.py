@@ -11,7 +11,7 @@ from taut.losses.loss import Loss
 from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName, RunConfig
 from taut.methods.teacher import DistillConfig
-from taut.optim import DefaultRates
+from taut.train.optim import DefaultRates
 
 
 @configclass

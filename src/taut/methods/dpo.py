@@ -15,7 +15,7 @@ from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName
 from taut.methods.preference import DpoConfig, PairMethod
 from taut.methods.reference import STREAM, ReferenceConfig
-from taut.optim import DefaultRates
+from taut.train.optim import DefaultRates
 
 
 @configclass

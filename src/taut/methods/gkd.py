@@ -15,10 +15,10 @@ from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
 from taut.methods.teacher import DistillConfig
-from taut.online.credit import All
-from taut.online.rollouts import RolloutConfig
-from taut.optim import DefaultRates
 from taut.rewards.panel import PanelConfig
+from taut.rl.advantages import All
+from taut.rl.rollout import RolloutConfig
+from taut.train.optim import DefaultRates
 
 
 @configclass

@@ -17,8 +17,8 @@ from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
 from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
-from taut.online.guard import GuardConfig
-from taut.optim import DefaultRates
+from taut.rl.monitors import GuardConfig
+from taut.train.optim import DefaultRates
 
 Advantage: TypeAlias = Literal[
     "group", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"

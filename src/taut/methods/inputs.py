@@ -1,7 +1,7 @@
 """What a run consists of before it is a job, as methods see it: the tokenizer and data (``Inputs``), the loaded
 model (``Loaded``), the order of its steps (``Plan``). ``Decision`` is what was settled for the user.
 
-Types alone: ``taut.run`` and ``taut.build`` make them.
+Types alone: ``taut.run.config`` and ``taut.run.setup`` make them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Chosen
+from taut.data.batching import Cursor
 from taut.data.dataset import Dataset
-from taut.data.plan import Cursor
 from taut.data.render import Renderer
-from taut.data.stops import StopSet
-from taut.loop import Method
+from taut.data.stop_tokens import StopSet
 from taut.models.load import context_length
 from taut.models.precision import ChosenDtype
+from taut.train.trainer import Method
 
 
 class Decision(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar, TypeAlias
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.preferences import Kind
+from taut.data.schema import Kind
 from taut.errors import ConfigError
-from taut.losses.unpaired import Unpaired, UnpairedVariant
+from taut.losses.preference import Unpaired, UnpairedVariant
 from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName, RunConfig
 from taut.methods.reference import ReferenceConfig
-from taut.optim import DefaultRates
+from taut.train.optim import DefaultRates
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 

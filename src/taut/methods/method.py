@@ -22,21 +22,19 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from taut.alarms import DivergenceConfig
-from taut.checkpoint import CheckpointConfig
 from taut.config import ComputeDtype, configclass, read_toml, to_dict
+from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
-from taut.data.groups import Good, Rows
-from taut.data.plan import START, BatchConfig, Cursor, Order
-from taut.data.preferences import Kind
 from taut.data.render import Renderer
+from taut.data.schema import Kind
 from taut.errors import ConfigError
+from taut.evals.contract import ContractConfig
 from taut.evals.during import AnswersConfig
 from taut.evals.stopping import StopConfig
-from taut.golden import ContractConfig
-from taut.loop import Job
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
 from taut.losses import Loss
-from taut.losses.sft import CrossEntropy
+from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Decision, Inputs, Language, Loaded, Plan
@@ -45,18 +43,19 @@ from taut.methods.teacher import with_lists
 from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
-from taut.models.reward import NewHead
-from taut.models.score import Scorer
+from taut.models.reward_model import NewHead
+from taut.models.scorer import Scorer
 from taut.models.tokens import TokensConfig
-from taut.optim import DefaultRates, OptimConfig
-from taut.outdir import SaveConfig
 from taut.rewards import files_of
 from taut.rewards.in_process import files_read, models_of
+from taut.rewards.judge import RewardModel
 from taut.rewards.registry import RewardSpec
-from taut.rewards.reward_model import RewardModel
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
-from taut.runlog import LogConfig
+from taut.train.checkpoint import CheckpointConfig
+from taut.train.log import LogConfig
+from taut.train.monitors import DivergenceConfig
+from taut.train.optim import DefaultRates, OptimConfig
+from taut.train.run_dir import SaveConfig
+from taut.train.trainer import Job
 from taut.types import Prompt, Sample
 
 if TYPE_CHECKING:

@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import ClassVar
 
 from taut.config import configclass, home_path
+from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.plan import START, Cursor, Order
-from taut.data.preferences import Kind
-from taut.data.prompt_set import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import Asking, PromptSet, load_prompt_set
 from taut.data.render import Renderer
+from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
-from taut.loop import Job
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.io.console import counted
 from taut.methods.inputs import Decision, Inputs, Language, Loaded, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.models.score import Scorer
-from taut.online import crew
-from taut.online.credit import Credit
-from taut.online.guard import Guard, GuardConfig
-from taut.online.method import Crew, Online
-from taut.online.rollouts import RolloutConfig
-from taut.printing import counted
+from taut.models.scorer import Scorer
 from taut.rewards.in_process import files_read
 from taut.rewards.panel import PanelConfig
 from taut.rewards.registry import RewardSpec, files_of
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
+from taut.rl import setup
+from taut.rl.advantages import Credit
+from taut.rl.monitors import Guard, GuardConfig
+from taut.rl.online import Crew, Online
+from taut.rl.rollout import RolloutConfig
+from taut.train.trainer import Job
 from taut.types import Prompt
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
@@ -171,7 +171,7 @@ class OnlineMethod(RunConfig):
         """Engine, rewards and environment, opened when they are first needed; and the guard."""
         online = job.method
         assert isinstance(online, Online)
-        setting = crew.Setting(
+        setting = setup.Setting(
             config=self.rollout,
             rewards=self.rewards,
             grading=self.grading,
@@ -190,7 +190,7 @@ class OnlineMethod(RunConfig):
             ranks=job.ranks,
         )
         roles = job.roles if self.scores_reference_first else ()
-        online.join(Crew(job, roles, partial(crew.open_roller, setting)))
+        online.join(Crew(job, roles, partial(setup.open_roller, setting)))
         job.alarms = [*job.alarms, online.guard]
 
     # -- files

@@ -15,9 +15,9 @@ from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import DpoConfig
 from taut.methods.reference import STREAM, ReferenceConfig
-from taut.online.credit import Pairs
-from taut.online.rollouts import RolloutConfig
-from taut.optim import DefaultRates
+from taut.rl.advantages import Pairs
+from taut.rl.rollout import RolloutConfig
+from taut.train.optim import DefaultRates
 
 
 @configclass

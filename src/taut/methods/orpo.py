@@ -10,10 +10,10 @@ from pydantic import Field
 
 from taut.config import configclass
 from taut.losses.loss import Loss
-from taut.losses.reference_free import Orpo as OrpoLoss
+from taut.losses.preference import Orpo as OrpoLoss
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod
-from taut.optim import DefaultRates
+from taut.train.optim import DefaultRates
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 

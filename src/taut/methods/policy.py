@@ -14,16 +14,24 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
-from taut.losses.correction import Correction, CorrectionKind, CorrectionLevel
-from taut.losses.kl import KlGradient, KlValue
-from taut.losses.policy import Average, Kl, PolicyGradient
-from taut.losses.surrogates import SURROGATES, Bounds
-from taut.losses.value import Critic
+from taut.losses.policy import (
+    SURROGATES,
+    Average,
+    Bounds,
+    Correction,
+    CorrectionKind,
+    CorrectionLevel,
+    Critic,
+    Kl,
+    KlGradient,
+    KlValue,
+    PolicyGradient,
+)
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Decision
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.reference import ReferenceConfig
-from taut.online.policy_credit import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
+from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.surrogates.SURROGATES; a test holds them to it."""

@@ -11,17 +11,17 @@ from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import ConfigError
-from taut.losses.value import Critic
+from taut.losses.policy import Critic
 from taut.methods.aux_models import AuxModels
-from taut.methods.critic import LEARNING_RATES as CRITIC_RATES
-from taut.methods.critic import CriticConfig
 from taut.methods.inputs import Decision
 from taut.methods.method import MethodName
 from taut.methods.policy import PolicyConfig, PolicyMethod, Positive, Share
-from taut.online.policy_credit import Gae
-from taut.online.rollouts import RolloutConfig
-from taut.optim import DefaultRates
 from taut.rewards.registry import listed
+from taut.rl.advantages import Gae
+from taut.rl.critic import LEARNING_RATES as CRITIC_RATES
+from taut.rl.critic import CriticConfig
+from taut.rl.rollout import RolloutConfig
+from taut.train.optim import DefaultRates
 
 AT_A_CUT = ("stop", "length_overlong")
 """Rewards that are meant for answers that were cut."""

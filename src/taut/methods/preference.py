@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.preferences import Kind
+from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
 from taut.losses.preference import Divergence, Preference

@@ -13,13 +13,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.preferences import Kind
+from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
 from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.methods.method import MethodName, RunConfig
-from taut.models.reward import NewHead
-from taut.optim import DefaultRates
+from taut.models.reward_model import NewHead
+from taut.train.optim import DefaultRates
 
 NotNegative = Annotated[float, Field(ge=0)]
 

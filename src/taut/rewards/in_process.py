@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from taut.errors import ConfigError
+from taut.rewards.judge import RewardModel
 from taut.rewards.registry import RewardSpec, listed, verifier_of
-from taut.rewards.reward_model import RewardModel
 
 
 def models_of(rewards: str | Sequence[str | RewardSpec]) -> dict[str, RewardModel]:

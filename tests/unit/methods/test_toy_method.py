@@ -24,7 +24,7 @@ from taut.errors import ConfigError
 from taut.losses.loss import Loss, Unit
 from taut.methods import METHODS
 from taut.methods.method import RunConfig
-from taut.optim import DefaultRates
+from taut.train.optim import DefaultRates
 from taut.types import LossSum, Packed, Scores
 
 

@@ -15,7 +15,7 @@ from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
 from taut.commands.generate import Generate
 from taut.config import load
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.models.precision import (
