@@ -39,6 +39,7 @@ from taut.checks.samples import (
     shortest,
     whole,
 )
+from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
 from taut.data.images import is_same_input
@@ -47,7 +48,7 @@ from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
 from taut.data.schema import best_row
 from taut.data.stop_tokens import StopSet
-from taut.methods.inputs import Decision, Inputs, Language, Loaded
+from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.scorer import Scorer
