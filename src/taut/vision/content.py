@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-import anyio
-import httpx2
 from PIL import Image
 from pydantic import Field
 
@@ -34,17 +32,14 @@ SECONDS = 60.0
 """For one picture, all attempts and redirects together, however slowly it comes."""
 QUIET = 15.0
 """Seconds in which nothing comes; then another attempt is made."""
-ATTEMPTS, PAUSE = 3, 0.5
-"""And the seconds before the second; they double."""
+RETRIES = http.Retries(attempts=3)
 REDIRECTS = 5
-BUSY = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses that another attempt may change."""
 
 
 def fetch(url: str, name: str, most: int) -> bytes:
     """The bytes at ``url``, at most so many. ``name``: of the picture, for messages."""
     try:
-        return http.wait_for(SECONDS, partial(_attempts, url, name, most))
+        return http.wait_for(SECONDS, partial(_download, url, name, most))
     except TimeoutError:
         raise _refused(name, f"not whole after {SECONDS:g} s") from None
     except http.TooLarge:
@@ -56,25 +51,16 @@ def fetch(url: str, name: str, most: int) -> bytes:
         raise _refused(name, str(error)) from None
 
 
-async def _attempts(url: str, name: str, most: int) -> bytes:
-    limits = http.Limits(
-        seconds=math.inf, max_bytes=most, redirects=REDIRECTS
-    )  # fetch has a deadline
+async def _download(url: str, name: str, most: int) -> bytes:
+    limits = http.Limits(math.inf, max_bytes=most, redirects=REDIRECTS)  # fetch has a deadline
     async with http.open_client(QUIET) as client:
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await anyio.sleep(PAUSE * 2 ** (attempt - 1))
-            try:
-                answer = await http.ask(client, "GET", url, limits)
-            except httpx2.RequestError as error:
-                found = " ".join(f"{type(error).__name__} {error}".split())
-                continue
-            if answer.status == HTTPStatus.OK:
-                return answer.content
-            found = f"HTTP {answer.status}"
-            if answer.status not in BUSY:
-                raise _refused(name, found)
-    raise _refused(name, f"{found} ({ATTEMPTS} attempts)")
+        try:
+            answer = await http.request_again(client, "GET", url, limits, RETRIES)
+        except http.Unanswered as failure:
+            raise _refused(name, f"{failure} ({failure.num_attempts} attempts)") from None
+    if answer.status != HTTPStatus.OK:
+        raise _refused(name, f"HTTP {answer.status}")
+    return answer.content
 
 
 def _refused(name: str, found: str) -> PictureError:
