@@ -25,7 +25,7 @@ from taut.evals.answers import as_answer
 from taut.evals.during import Answering, build_answering
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.registry import Part
-from taut.rewards.user import Own
+from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
 from taut.run.setup import engine_of
 
@@ -175,7 +175,7 @@ def _marks(part: Part, judges: Judged, shown: Sequence[Shown]) -> Marks:
     """What one reward says."""
     answers = _answers_of(shown, lambda it: it.parts[part.label])
     full_marks = part.verifier.full_marks if judges == "correctness" else None
-    return Marks(part.label, judges, full_marks, isinstance(part.verifier, Own), *answers)
+    return Marks(part.label, judges, full_marks, isinstance(part.verifier, UserReward), *answers)
 
 
 def _answers_of(
