@@ -18,7 +18,7 @@ from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut import parallel
 from taut.checks import Part
-from taut.checks.finding import Outcome
+from taut.checks.registry import Outcome
 from taut.checks.session import Session
 from taut.config import from_mapping
 from taut.training import METHODS
