@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
+.PHONY: help venv demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -30,9 +30,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo
 
-test: export OMP_NUM_THREADS := 1
-test: $(STAMP) ## all tests that need no downloaded model; GPU tests run where there is one
-	$(PYTEST) -q -n 2 -m "not real" $(ARGS)
+test test-slow: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
+	$(PYTEST) -q -n 2 -m "not real and not slow" $(ARGS)
+
+test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run runs them too
+	$(PYTEST) -q -n 2 -m "slow and not real" $(ARGS)
 
 test-real: $(STAMP) ## tests on the small real model (run make demo once before)
 	$(PYTEST) -q -m real $(ARGS)

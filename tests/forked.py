@@ -23,7 +23,7 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from typing import Any
 
-IMPORTED = ("taut.api", "torch", "transformers", "peft")
+IMPORTED = ("taut.commands.train", "torch", "transformers", "peft")
 LIMIT = 120.0
 """Seconds that processes may take."""
 PATIENCE = 20.0

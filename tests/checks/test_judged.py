@@ -14,7 +14,7 @@ from tests.checks.test_planted import told
 from taut.checks.data_quality import length_bias
 from taut.checks.examine import Examination, examine
 from taut.checks.registry import Finding
-from taut.data.labels import Lengths
+from taut.data.label_noise import Lengths
 
 
 def steps() -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Each planted fault makes exactly its own check fail, and its innocent twin none; each check catches some fault."""
+"""Each planted fault makes exactly its own check fail, and its innocent twin none; each check catches some fault.
+
+A fault and its twin are first examined by the fault's own check alone, which is quick, then by every check.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import hashlib
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.checks.planting import FAULTS, Fault, Place
 
 from taut.checks import CHECKS, Part
 from taut.checks.examine import Examination, examine
+from taut.checks.registry import Finding
 from taut.checks.session import Session
 
 for _path in sorted((Path(__file__).parent / "faults").glob("*.py")):
@@ -47,28 +52,64 @@ def told(examination: Examination) -> str:
     return "\n".join(f"{one.name}: {one.finding}" for one in found)
 
 
+def finding_of(examination: Examination, check: str) -> Finding:
+    return next(one.finding for one in examination.answered if one.name == check)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_makes_its_own_check_fail(
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fault.plant(Place(tmp_path, monkeypatch), True)
+    finding = finding_of(examine(session, fault.part, only={fault.check}), fault.check)
+    assert finding.outcome == fault.outcome, finding
+    assert finding.remedy
+    assert fault.says in " ".join((finding.says, *finding.evidence, finding.remedy)), finding
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_innocent_twin_of_a_fault_passes_its_check(
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fault.plant(Place(tmp_path, monkeypatch), False)
+    finding = finding_of(examine(session, fault.part, only={fault.check}), fault.check)
+    assert finding.outcome == "passed", finding
+
+
+def asked_of_every_check() -> list[Any]:
+    """Every fault. Asking all checks takes a second or more, so all but the first fault of each group are slow."""
+    groups: set[str] = set()
+    params = []
+    for fault in FAULTS:
+        group = fault.check.partition(".")[0]
+        marks = [pytest.mark.slow] if group in groups else []
+        params.append(pytest.param(fault, id=fault.name, marks=marks))
+        groups.add(group)
+    return params
+
+
+@pytest.mark.parametrize("fault", asked_of_every_check())
 def test_a_planted_fault_makes_its_own_check_fail_and_no_other(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = examine(fault.plant(Place(tmp_path, monkeypatch), True), fault.part)
     assert findings(found, fault.outcome) == [fault.check], told(found)
     assert fault.outcome == "failed" or not found.failures, told(found)
-    finding = next(one.finding for one in found.answered if one.name == fault.check)
+    finding = finding_of(found, fault.check)
     assert finding.remedy
     assert fault.says in " ".join((finding.says, *finding.evidence, finding.remedy)), finding
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_the_innocent_twin_of_a_fault_passes(fault: Fault, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", asked_of_every_check())
+def test_the_innocent_twin_of_a_fault_passes_every_check(fault: Fault, tmp_path: Path) -> None:
     part = CHECKS[fault.check].part  # test_honest.py asks the full part of sound runs
     with pytest.MonkeyPatch.context() as patch:
         place = Place(tmp_path, patch)
         found = examined(fault.plant(place, False), part, place)
     assert not found.failures, told(found)
     assert fault.outcome == "failed" or not found.warnings, told(found)
-    answers = {one.name: one.finding for one in found.answered}
-    assert answers[fault.check].outcome == "passed", answers[fault.check]
+    finding = finding_of(found, fault.check)
+    assert finding.outcome == "passed", finding
 
 
 def test_each_check_catches_a_fault() -> None:

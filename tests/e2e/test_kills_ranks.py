@@ -11,7 +11,7 @@ from tests.kills import kill, resume, shuffled_mixture, whole
 from tests.left import Left, left, require_equal
 from tests.points import Operation, Point, point
 
-from taut.identity import TOLERANCE
+from taut.run.fingerprint import TOLERANCE
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32"},

@@ -30,13 +30,13 @@ from taut.checks.measure import (
 )
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.pack import ALONE, PackPolicy, pack
-from taut.models import anatomy
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.models import architecture
 from taut.models.heads import scalar, scalar_head
-from taut.models.in_force import set_attention
-from taut.models.prove import library_attention, library_logps, library_scalars
+from taut.models.load import set_attention
+from taut.models.self_test import library_attention, library_logps, library_scalars
 from taut.types import Sample
-from taut.vision import towers
+from taut.vision import tower
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
 KERNELS_SHOWN = 3
@@ -49,7 +49,7 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
     A mask of the library's that says more than its layers ask for would be dropped.
     """
     observed, chosen = session.observed, session.loaded.attention
-    expected = anatomy.attention_layer_count(session.scorer.model)
+    expected = architecture.attention_layer_count(session.scorer.model)
     names = {module: name for name, module in session.scorer.named_modules()}
     called = [names.get(module, type(module).__name__) for module in observed.layers]
     if len(called) != expected or len(set(called)) != expected:
@@ -111,7 +111,7 @@ def layers_with_state_are_known(session: Session) -> Finding:
     left, right = (pack([one], ALONE) for one in (sample, replace_tokens(session, sample, [0])))
     with session.inference(), observe(is_deaf=True):
         moved = gap(session.forward(left)[1:], session.forward(right)[1:])
-    known = anatomy.stateful_layers(session.scorer.model)
+    known = architecture.stateful_layers(session.scorer.model)
     if known:
         layers = ", ".join(known[:3])
         says = f"{len(known)} layers carry state ({layers}); samples run one at a time"
@@ -250,9 +250,9 @@ def _profiled_kernels(session: Session) -> str:
 def _library_numbers(session: Session, call: LibraryCall, samples: list[Sample]) -> Tensor:
     """Log-probs of the last sample's targets, or scores at their predictors, as the library computes them."""
     packed = pack(samples, ALONE).to(session.ranks.device)
-    ids, backbone = packed.ids_T, anatomy.decoder(session.model)
+    ids, backbone = packed.ids_T, architecture.decoder(session.model)
     keywords: dict[str, Any] = {"use_cache": call.uses_cache}
-    keywords |= towers.library_arguments(backbone, packed.media, ids)
+    keywords |= tower.library_arguments(backbone, packed.media, ids)
     if call.has_positions:
         keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
     if call.has_mask:
@@ -273,7 +273,7 @@ def _library_numbers(session: Session, call: LibraryCall, samples: list[Sample])
 @contextmanager
 def library_kernel(session: Session, kernel: str) -> Iterator[None]:
     """The model with one of the library's own attention kernels."""
-    ours = anatomy.text_config(session.model)._attn_implementation
+    ours = architecture.text_config(session.model)._attn_implementation
     set_attention(session.model, kernel)
     try:
         yield

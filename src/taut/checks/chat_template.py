@@ -28,11 +28,10 @@ import numpy as np
 
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
 from taut.checks.session import GENERATED, Session, once
-from taut.data.formats import Completion, Conversation, Document, Message, Row, RowForm
-from taut.data.media import text_of
-from taut.data.template import PROBE, Ids, Template, Text, checked, common_length
+from taut.data.chat_template import PROBE, Ids, Template, Text, checked, common_length
+from taut.data.messages import Completion, Conversation, Document, Message, Row, RowForm, text_of
 from taut.errors import RenderError
-from taut.printing import counted
+from taut.io.console import counted
 from taut.types import Sample
 
 TURNS = 4

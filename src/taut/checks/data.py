@@ -21,25 +21,20 @@ from numpy.typing import NDArray
 from taut.checks.chat_template import short_place
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
-from taut.data.attempts import Attempt, attempt_rows
-from taut.data.columns import REQUIRED, Columns, Recognised, recognise, renamed
-from taut.data.dataset import Dataset, sources
-from taut.data.forecast import StepPlan, lay_out, step_plan
-from taut.data.formats import Completion, Conversation, Document, Row, images_of
-from taut.data.judged import read_any
-from taut.data.length import Limits
-from taut.data.media import PICTURES, text_of
-from taut.data.plan import START, Order, samples_of
-from taut.data.preferences import best_row
-from taut.data.prompt_set import PromptSet
+from taut.data.batching import START, Order, StepPlan, lay_out, samples_of, step_plan
+from taut.data.dataset import Attempt, Dataset, attempt_rows, sources
+from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
+from taut.data.prompts import PromptSet
+from taut.data.render import Limits
+from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
 from taut.data.sources import open_source
 from taut.errors import DataError, PictureError, TautError
 from taut.methods.offline import Offline
-from taut.online.method import Online
-from taut.run import longest_sample, num_rows
+from taut.rl.online import Online
+from taut.run.config import longest_sample, num_rows
 from taut.types import IntArray, Packed, Sample, Tree
-from taut.vision.picture import ImageRef, decoded_size, encoded, require_allowed
-from taut.vision.positions import positions_of
+from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
+from taut.vision.placeholders import positions_of
 
 SHOWN = 4
 """Lines of evidence."""

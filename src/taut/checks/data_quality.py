@@ -14,27 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import short_place
-from taut.checks.data import (
-    HASH,
-    Exchange,
-    Flat,
-    Hashes,
-    Texts,
-    exchanges,
-    flat,
-    seen_of,
-    texts,
-)
+from taut.checks.data import HASH, Exchange, Flat, Hashes, Texts, exchanges, flat, seen_of, texts
 from taut.checks.registry import Finding, check, failed, passed, skipped, warned
 from taut.checks.session import Session, once
-from taut.data.dataset import Dataset
-from taut.data.flips import PairIds
-from taut.data.labels import Lengths, PairReport, examine_pairs
-from taut.data.pack import ids_with_pictures
-from taut.data.tokenise import VALUE
+from taut.data.dataset import VALUE, Dataset
+from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
+from taut.data.packing import ids_with_pictures
 from taut.evals.statistics import wilson_interval
 from taut.models.load import context_length
-from taut.run import Run
+from taut.run.config import Run
 from taut.types import FloatArray, IntArray
 
 SHOWN = 4

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from taut import loop, losses
-from taut.alarms import STEADY_TARGETS, TOLERANCE
+from taut import losses
 from taut.checks.attention import library_numbers
 from taut.checks.measure import (
     GRADIENT_ROUNDING,
@@ -43,15 +42,17 @@ from taut.checks.measure import (
 )
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import Session, num_tokens
-from taut.data.pack import ALONE, PackPolicy, pack
-from taut.loop import Job, Scored
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.methods.reference import STREAM
-from taut.models import anatomy, parts
+from taut.models import architecture
 from taut.models.critic import PART, OwnCritic
 from taut.models.heads import scalar_head
 from taut.models.lora import is_adapted
-from taut.models.prove import library_attention
-from taut.models.score import score_hidden
+from taut.models.scorer import score_hidden
+from taut.models.self_test import library_attention
+from taut.train import trainer
+from taut.train.monitors import STEADY_TARGETS, TOLERANCE
+from taut.train.trainer import Job, Scored
 from taut.types import Packed, Sample, Scores
 
 # -- what is in force before the first step
@@ -189,7 +190,7 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
     if session.is_scalar:
         return skipped("a reward model has no output head")
     model = session.scorer.model
-    is_tied, names = anatomy.is_tied(model), anatomy.table_names(model)
+    is_tied, names = architecture.is_tied(model), architecture.table_names(model)
     text_config = session.language.config.get_text_config()
     is_parted = bool(getattr(text_config, "tie_word_embeddings", False)) and not is_tied
     adapters: dict[str, Any] = getattr(model, "peft_config", {}) if is_adapted(model) else {}
@@ -207,7 +208,10 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
             remedy="they would train apart and one of them be lost on saving; train the embedding whole with "
             f"lora.modules_to_save={names[:1]}, or set tie_word_embeddings to false in the model's config.json",
         )
-    head, embedding = anatomy.head(model), anatomy.stored_table(anatomy.embedding(model))
+    head, embedding = (
+        architecture.head(model),
+        architecture.stored_table(architecture.embedding(model)),
+    )
     trains = []
     if embedding is not None and embedding.requires_grad:
         trains.append("the embedding trains")
@@ -301,7 +305,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     number = len(step.norms) + len(step.absent)
 
     def shortened(names: Sequence[str]) -> list[str]:
-        counts = [parts.counted(names)] if parts.has_parts(model) else []
+        counts = [architecture.counted(names)] if architecture.has_parts(model) else []
         rest = len(names) - TENSORS_SHOWN
         return [*counts, *names[:TENSORS_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
 
@@ -329,11 +333,11 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
         return passed(says, number, "tensors")
     zero = [name for name, value in step.norms.items() if value == 0.0]
     unexplained = [name for name in zero if not _is_zero_at_start(session, step, name)]
-    blind = parts.unreached(model, step.norms, unexplained)
+    blind = architecture.unreached(model, step.norms, unexplained)
     num_pictures = session.train.report.num_pictures
     sees_picture = any(media.stop < sample.num_tokens for sample in batch for media in sample.media)
     if blind and num_pictures and not sees_picture:
-        unexplained = [name for name in unexplained if parts.part_of(name) not in blind]
+        unexplained = [name for name in unexplained if architecture.part_of(name) not in blind]
     if session.is_scalar:
         sees_two_tokens = any(sample.num_tokens > 1 for sample in batch)
     else:
@@ -355,8 +359,8 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     notes = []
     if zero:
         notes.append(f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}")
-    if parts.has_parts(model):
-        notes.append(parts.counted(trained(session)))
+    if architecture.has_parts(model):
+        notes.append(architecture.counted(trained(session)))
     return passed("all trained tensors get a gradient", number, "tensors", notes)
 
 
@@ -392,7 +396,7 @@ def every_gradient_is_finite(session: Session) -> Finding:
         )
     model = session.scorer.model
     names = {module: name for name, module in model.named_modules()}
-    prefix = names[anatomy.layers(model)] + "."
+    prefix = names[architecture.layers(model)] + "."
     squares: dict[str, float] = defaultdict(
         float
     )  # of each decoder layer, and of each other tensor
@@ -816,7 +820,7 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
             with job.compute_backward():
                 loss.backward()  # type: ignore[no-untyped-call]
 
-    ours = gradients_of(session, lambda: loop.add_gradients(job, session.trees, 1))
+    ours = gradients_of(session, lambda: trainer.add_gradients(job, session.trees, 1))
     name, error = most_different_gradient(gradients_of(session, alone_backward), ours)
     library, limit = library_attention(session.model), GRADIENT_ROUNDING[session.dtype]
     if not error <= limit:
@@ -897,6 +901,6 @@ def _step_of(session: Session, job: Job) -> tuple[dict[str, Tensor], float]:
     losses_seen: list[float] = []
 
     def backward() -> None:
-        losses_seen.append(loop.add_gradients(job, session.trees, 1).loss)
+        losses_seen.append(trainer.add_gradients(job, session.trees, 1).loss)
 
     return gradients_of(session, backward), losses_seen[0]

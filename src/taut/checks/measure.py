@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from taut import loop
-from taut.alarms import STEADY_TARGETS
 from taut.checks.session import Session, is_text, once
-from taut.loop import StepReport
-from taut.models import anatomy
-from taut.models.score import score_hidden
+from taut.models import architecture
+from taut.models.scorer import score_hidden
+from taut.train import trainer
+from taut.train.monitors import STEADY_TARGETS
+from taut.train.trainer import StepReport
 from taut.types import Packed, Sample, Scores
 
 LOGIT_ROWS = 64
@@ -111,7 +111,7 @@ def first_layer_that_moves(
     session: Session, left: Packed, right: Packed, tokens: Sequence[int]
 ) -> str:
     """The first layer whose output at these tokens differs between two micro-batches of one shape."""
-    layers = list(anatomy.layers(session.scorer.model))
+    layers = list(architecture.layers(session.scorer.model))
     outputs: list[list[Tensor]] = []
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -266,7 +266,7 @@ def first_step(session: Session) -> FirstStep:
     with gradients_deleted(session):
         try:
             with _watched_head(session, step.heads):
-                step.report = loop.add_gradients(job, session.trees, 1)
+                step.report = trainer.add_gradients(job, session.trees, 1)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -285,10 +285,10 @@ def first_step(session: Session) -> FirstStep:
     return step
 
 
-def head_of(session: Session) -> anatomy.HeadSpec:
+def head_of(session: Session) -> architecture.HeadSpec:
     """The head, at the temperature at which the loss reads it."""
     temperature = session.job.method.loss.wants.temperature
-    return replace(anatomy.head(session.scorer.model), temperature=temperature)
+    return replace(architecture.head(session.scorer.model), temperature=temperature)
 
 
 @contextmanager
@@ -327,7 +327,7 @@ def _watched_head(session: Session, heads: list[HeadOutput]) -> Iterator[None]:
 
     with (
         scorer.register_forward_pre_hook(keep_batch),
-        anatomy.decoder(scorer.model).register_forward_hook(compute_plainly),
+        architecture.decoder(scorer.model).register_forward_hook(compute_plainly),
         scorer.register_forward_hook(keep_scores),
     ):
         yield

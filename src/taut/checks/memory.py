@@ -8,10 +8,12 @@ from torch import nn
 
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import NUM_ROWS, Session, around_answers, ending, num_tokens
-from taut.data.pack import pack
-from taut.data.plan import samples_of
+from taut.data.batching import samples_of
+from taut.data.packing import pack
 from taut.errors import ModelError
-from taut.estimate import (
+from taut.models import architecture
+from taut.models.scorer import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+from taut.plan import (
     FUSED,
     Kernels,
     device_memory,
@@ -24,9 +26,7 @@ from taut.estimate import (
     stages,
     workload,
 )
-from taut.models import anatomy
-from taut.models.score import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
-from taut.run import rows_of
+from taut.run.config import rows_of
 from taut.types import Packed, Sample
 
 GIB, MIB = 2**30, 2**20
@@ -110,7 +110,7 @@ def _coarse_bound(session: Session) -> int | None:
     if objective.teacher is not None or (online is not None and online.critic):
         return None
     model = session.scorer.model
-    table = anatomy.stored_table(anatomy.embedding(model))
+    table = architecture.stored_table(architecture.embedding(model))
     assert table is not None, "an embedding has a weight"
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -121,7 +121,7 @@ def _coarse_bound(session: Session) -> int | None:
     width = sum(module.in_features + module.out_features for module in linear)
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
     head = 0
-    if anatomy.has_head(model):
+    if architecture.has_head(model):
         head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
     values = KEPT_FACTOR * tokens * width + weights + head
     reference = reference_bytes(session.run, session.job.trained)

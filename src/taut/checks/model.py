@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from taut.checks.measure import first_step, gap, largest_gap, target_name
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
-from taut.models import anatomy
+from taut.data.packing import ALONE, pack
+from taut.models import architecture
 from taut.models.heads import prove_scalar_head
 
 SHOWN = 3
@@ -87,7 +87,7 @@ def _first_not_finite_layer(session: Session) -> str:
             wrong.append(names[module])
 
     with ExitStack() as hooks:
-        for layer in anatomy.layers(session.scorer.model):
+        for layer in architecture.layers(session.scorer.model):
             hooks.enter_context(layer.register_forward_hook(look))
         session.numbers(session.pair[:1])
     return f"first in the output of {wrong[0]}" if wrong else "not in any layer, but in the head"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from taut import loop, optim, parallel
 from taut.checks.measure import local, restore_weights, trained, weights_put_back
 from taut.checks.registry import Finding, check, failed, passed, skipped, warned
 from taut.checks.session import Session, num_tokens
-from taut.loop import StepReport
+from taut.train import distributed, optim, trainer
+from taut.train.trainer import StepReport
 from taut.types import Sample, Tree
 
 SCHEDULE_STEPS = 20_000
@@ -69,10 +69,10 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     job, clip = session.job, session.job.clip_grad_norm
     rate = max(job.learning_rate(step) for step in range(1, min(job.num_steps, 10_000) + 1))
     with weights_put_back(session) as copies:
-        before = loop.add_gradients(job, session.trees, 1).loss
+        before = trainer.add_gradients(job, session.trees, 1).loss
         optim.clip(job.optimizer, clip)
         groups = optim.parts(job.optimizer).values()
-        length = max(parallel.clip_gradients(group, None) for group in groups)
+        length = max(distributed.clip_gradients(group, None) for group in groups)
         gradients = {
             name: local(p.grad).clone()
             for name, p in trained(session).items()
@@ -95,7 +95,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
                 moved += float(move.square().sum())
                 size += float(old.to(move.dtype).square().sum())
         job.optimizer.zero_grad(set_to_none=True)
-        after = loop.add_gradients(job, session.trees, 1).loss
+        after = trainer.add_gradients(job, session.trees, 1).loss
     moved, size, slope, num_changed = session.ranks.sum([moved, size, slope, num_changed])
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
@@ -243,7 +243,7 @@ def _loss_curve(
     curve: list[float] = []
     for step in range(1, STEPS + 1):
         job.optimizer.zero_grad(set_to_none=True)
-        report = loop.add_gradients(job, trees, step)
+        report = trainer.add_gradients(job, trees, step)
         curve.append(report.loss)
         is_stuck = step > WINDOW and not curve[-1] < SLOW * curve[-1 - WINDOW]
         if is_stuck or not math.isfinite(curve[-1]) or _is_learned(session, report, curve, PART):

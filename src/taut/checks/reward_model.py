@@ -14,11 +14,11 @@ from taut.checks.attention import library_kernel
 from taut.checks.measure import gap
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import Session, is_text, num_tokens
-from taut.data.pack import ALONE, PackPolicy
-from taut.models import anatomy
-from taut.models.prove import library_attention
+from taut.data.packing import ALONE, PackPolicy
+from taut.models import architecture
+from taut.models.self_test import library_attention
 from taut.types import Sample
-from taut.vision import towers
+from taut.vision import tower
 
 SAMPLES, TOKENS = 4, 192
 
@@ -116,10 +116,10 @@ def the_library_gives_the_same_score(session: Session) -> Finding:
 
 def _library_scores(session: Session, sample: Sample, pad: int | None) -> Tensor:
     """The scores of the library's class where the sample is read."""
-    config = anatomy.text_config(session.model)
+    config = architecture.text_config(session.model)
     pad_before, config.pad_token_id = config.pad_token_id, pad
     ids_T = torch.from_numpy(sample.ids_T).to(session.ranks.device)
-    pictures = towers.library_arguments(anatomy.decoder(session.model), sample.media, ids_T)
+    pictures = tower.library_arguments(architecture.decoder(session.model), sample.media, ids_T)
     try:
         with session.inference(), library_kernel(session, library_attention(session.model)):
             output = session.model(input_ids=ids_T[None], use_cache=False, **pictures)

@@ -15,40 +15,31 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
-from taut.alarms import TOLERANCE
-from taut.build import engine_of
-from taut.checks.measure import (
-    local,
-    restore_weights,
-    shard_weights,
-    trained,
-    weights_put_back,
-)
+from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error
 from taut.checks.session import Session, cut_out, once, owned_by
-from taut.data.formats import Message
-from taut.data.prompt_set import PromptSet
-from taut.data.prompts import PromptRow
+from taut.data.messages import Message
+from taut.data.prompts import PromptRow, PromptSet
 from taut.errors import ModelError, RenderError
 from taut.evals.answers import as_answer
 from taut.evals.during import Answering, build_answering
+from taut.inference import vllm_client
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.inference.vllm import ServerEngine
 from taut.losses import advantages
 from taut.losses.advantages import Estimator
-from taut.online.credit import Rewarded, paths_of
-from taut.online.method import Online
-from taut.online.policy_credit import PolicyCredit, ShapingConfig
-from taut.online.rollouts import Group, Roller
-from taut.online.scoring import scored
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.registry import Part
 from taut.rewards.user import Own
 from taut.rewards.verifier import Judged
-from taut.rollout import answer
-from taut.rollout.engine import Sampling
-from taut.rollout.environment import World
-from taut.rollout.episode import Episode
-from taut.rollout.local import LocalEngine
-from taut.rollout.server import ServerEngine
+from taut.rl.advantages import PolicyCredit, Rewarded, ShapingConfig, paths_of
+from taut.rl.environment import World
+from taut.rl.online import Online
+from taut.rl.rollout import Group, Roller, scored
+from taut.rl.sampler import Episode
+from taut.run.setup import engine_of
+from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
 
 SHOWN = 3
@@ -707,7 +698,9 @@ def _trainer_logps(
 def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
     """Largest mean difference that is rounding; a server computes in a precision of its own."""
     own = TOLERANCE[session.dtype]
-    return max(own, answer.TOLERANCE["bfloat16"] / 4) if isinstance(engine, ServerEngine) else own
+    return (
+        max(own, vllm_client.TOLERANCE["bfloat16"] / 4) if isinstance(engine, ServerEngine) else own
+    )
 
 
 @check(

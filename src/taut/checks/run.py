@@ -14,23 +14,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from taut import durable, sharded
-from taut.checkpoint import SPARE
 from taut.checks.loss import dtype_name
 from taut.checks.measure import trained
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
 from taut.checks.session import Session
 from taut.config import home_path, user_path
 from taut.errors import OutputError, TautError
-from taut.methods.offline import Offline
-from taut.models import anatomy, parts
-from taut.models.load import load_config, load_tokenizer
-from taut.models.lora import is_adapted
-from taut.models.noise import KeyedDropout
-from taut.models.save import saving
-from taut.outdir import CHECKPOINTS, WRITTEN, complete, require_usable
-from taut.printing import counted
-from taut.reloaded import (
+from taut.evals.reload import (
     Comparison,
     Trained,
     compare_saved,
@@ -39,7 +29,18 @@ from taut.reloaded import (
     samples_to_compare,
     score,
 )
-from taut.temporary import TemporaryFolder
+from taut.io.console import counted
+from taut.io.files import read_json
+from taut.io.temporary import TemporaryFolder
+from taut.methods.offline import Offline
+from taut.models import architecture
+from taut.models.load import load_config, load_tokenizer
+from taut.models.lora import is_adapted
+from taut.models.noise import KeyedDropout
+from taut.models.save import saving
+from taut.train import sharded
+from taut.train.checkpoint import SPARE
+from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
 from taut.types import Tree
 from taut.vision.processors import open_processor
 
@@ -108,12 +109,12 @@ def _precision_and_attention(session: Session) -> Iterator[Setting]:
     with torch.no_grad(), session.job.compute():
         product = (one @ one).dtype
     yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(product))
-    modules = anatomy.language_model(model).modules()
+    modules = architecture.language_model(model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [str(getattr(it, "_attn_implementation", None)) for it in configs.values()]
     asked = chosen.name if run.attention == "auto" else run.attention
     yield Setting("attention", asked, _listed(name.removeprefix("taut_") for name in names))
-    layers = anatomy.layers(model)
+    layers = architecture.layers(model)
     on = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
     calls = [getattr(layer, "_gradient_checkpointing_func", None) for layer in on]
     # reentrant checkpointing loses the gradient of adapters behind inputs that need none
@@ -131,7 +132,7 @@ def _frozen_and_trained(session: Session) -> Iterator[Setting]:
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
     frozen: set[str] = set()
     for pattern in session.run.freeze:
-        matches = parts.matching(session.scorer.model, pattern, list(named), "freeze")
+        matches = architecture.matching(session.scorer.model, pattern, list(named), "freeze")
         frozen |= set(matches)
         moving = [name for name in matches if name in held]
         yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")
@@ -139,7 +140,10 @@ def _frozen_and_trained(session: Session) -> Iterator[Setting]:
         still = [name for name in named if name not in frozen and name not in held]
         decided = {name: value for name, value, _ in session.built.decisions}
         is_decided = decided.get(FROZEN_DECISION) == f"{len(still)} tensors"
-        if is_decided and {parts.part_of(name) for name in still} <= {"vision_tower", "projector"}:
+        if is_decided and {architecture.part_of(name) for name in still} <= {
+            "vision_tower",
+            "projector",
+        }:
             still = []
         state = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", state)
@@ -239,8 +243,8 @@ def _adapters(session: Session) -> Iterator[Setting]:
     training = [name for name, p in model.named_parameters() if p.requires_grad]
     whole = [name for name in training if ".modules_to_save" in name]
     for saved in asked["modules_to_save"]:
-        if saved == "projector" and parts.has_parts(model):
-            is_trained = any(parts.part_of(name) == saved for name in whole)
+        if saved == "projector" and architecture.has_parts(model):
+            is_trained = any(architecture.part_of(name) == saved for name in whole)
         else:
             is_trained = any(f"{saved}.modules_to_save" in name for name in whole)
         state = "trained" if is_trained else "frozen"
@@ -263,7 +267,7 @@ def _asked_of_adapters(session: Session) -> dict[str, Any]:
             "targets": config.targets,
             "modules_to_save": config.modules_to_save,
         }
-    saved = durable.read_json(home_path(config.adapter) / "adapter_config.json")
+    saved = read_json(home_path(config.adapter) / "adapter_config.json")
     return {
         "rank": saved["r"],
         "alpha": float(saved["lora_alpha"]),
@@ -290,15 +294,17 @@ def adapter_targets(
     every = {name for name in linear | set(adapted) if modules[name] is not head}
     targets: Sequence[str] = asked
     if asked == "all-linear":
-        targets = ["language_model"] if parts.has_parts(session.scorer.model) else ["*"]
+        targets = ["language_model"] if architecture.has_parts(session.scorer.model) else ["*"]
         every = {name for name in every if not hasattr(modules[name], "modules_to_save")}
     # of an adapter that is continued, peft's list has ends of names and no patterns
     has_patterns = session.run.lora.adapter is None or asked == "all-linear"
     wanted: set[str] = set()
     for target in targets:
-        if has_patterns and (target in parts.WORDS or any(sign in target for sign in "*?[/")):
+        if has_patterns and (
+            target in architecture.WORDS or any(sign in target for sign in "*?[/")
+        ):
             model = session.scorer.model
-            wanted |= set(parts.matching(model, target, sorted(every), "lora.targets"))
+            wanted |= set(architecture.matching(model, target, sorted(every), "lora.targets"))
         else:
             wanted |= {name for name in every if f".{name}".endswith(f".{target}")}
     return wanted

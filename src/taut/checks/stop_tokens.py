@@ -17,21 +17,21 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from taut.attention.layout import Layout
-from taut.build import engine_of, rows_to_train
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import GENERATED, Session
-from taut.data.formats import Completion, Conversation, Row
-from taut.data.pack import ALONE, pack
+from taut.data.chat_template import Ids, Text, common_length
+from taut.data.messages import Completion, Conversation, Row
+from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
-from taut.data.stops import described
-from taut.data.template import Ids, Text, common_length
+from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
 from taut.evals.stopping import Asked, StopConfig, prepare
+from taut.inference.engine import Sampling
+from taut.io.temporary import TemporaryFolder
 from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
-from taut.models.untrained import require_trained, untrained_rows
-from taut.rollout.engine import Sampling
-from taut.temporary import TemporaryFolder
+from taut.models.tokens import require_trained, untrained_rows
+from taut.run.setup import engine_of, rows_to_train
 from taut.types import Sample
 
 SHOWN = 3

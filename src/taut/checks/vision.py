@@ -20,11 +20,11 @@ from torch import Tensor
 from taut.checks.measure import drift, gap, replace_tokens
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error
 from taut.checks.session import PROBE_TOKENS, Session, beginning, num_tokens, once
-from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ModelError
-from taut.models import anatomy
+from taut.models import architecture
 from taut.types import Picture, Sample
-from taut.vision import towers
+from taut.vision import tower
 
 SAMPLES = 4
 TOKENS = 768
@@ -95,7 +95,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
         session, first, [first.num_tokens - 1], f"{first.id} with another end"
     )
     samples = {one.id: one for one in (first, *others, other_end, session.pair[1])}
-    number_by_library = getattr(anatomy.decoder(session.model), "get_rope_index", None)
+    number_by_library = getattr(architecture.decoder(session.model), "get_rope_index", None)
     alone = {name: _numbered_alone(session, one) for name, one in samples.items()}
     number = 0
     for how, policy in {"packed": ALONE, "with a prefix shared": PackPolicy(True, 1)}.items():
@@ -127,12 +127,12 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
 
 def _numbered_alone(session: Session, sample: Sample) -> Tensor:
     """As the library numbers a sample, [1, T] or [3, T]."""
-    backbone = anatomy.decoder(session.model)
+    backbone = architecture.decoder(session.model)
     number_by_library: Any = getattr(backbone, "get_rope_index", None)
     if number_by_library is None or not sample.media:
         return torch.from_numpy(np.arange(sample.num_tokens))[None]
     ids_T = torch.from_numpy(sample.ids_T)
-    arguments = towers.library_arguments(backbone, sample.media, ids_T)
+    arguments = tower.library_arguments(backbone, sample.media, ids_T)
     sizes = {name: it.cpu() for name, it in arguments.items() if not it.is_floating_point()}
     positions: Tensor = number_by_library(input_ids=ids_T[None], **sizes)[0][:, 0]
     return positions
