@@ -1,7 +1,7 @@
 """What a run consists of before it is a job, as methods see it: the tokenizer and data (``Inputs``), the loaded
 model (``Loaded``), the order of its steps (``Plan``). ``Decision`` is what was settled for the user.
 
-Types alone: ``taut.run.config`` and ``taut.run.setup`` make them.
+Types alone: ``taut.run.inputs`` and ``taut.run.setup`` make them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,23 @@ class Decision(NamedTuple):
     name: str
     value: str
     reason: str
+
+
+class MayChange(NamedTuple):
+    """The configuration keys that a resumed run may have another value of, and what follows. A key stands for all below
+    it. Every other key makes it another run.
+    """
+
+    freely: tuple[str, ...] = ()
+    """They have no part in the steps, or what they name is compared by content."""
+    rounding: tuple[str, ...] = ()
+    """Losses are equal up to rounding, no longer bit for bit."""
+    schedule: tuple[str, ...] = ()
+    """The steps to come have another learning rate."""
+
+    def plus(self, other: MayChange) -> MayChange:
+        """These keys and others."""
+        return MayChange(*(own + more for own, more in zip(self, other, strict=True)))
 
 
 class Language(NamedTuple):

@@ -36,8 +36,8 @@ from taut.inference.local import LocalEngine
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
-from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Decision, Inputs, Language, Loaded, Plan
+from taut.methods.aux_models import MAY_CHANGE, AuxModels
+from taut.methods.inputs import Decision, Inputs, Language, Loaded, MayChange, Plan
 from taut.methods.offline import Offline
 from taut.methods.teacher import with_lists
 from taut.models.load import context_length
@@ -97,6 +97,49 @@ class RunConfig:
     """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates: then rows of data are prompts."""
+    may_change: ClassVar[MayChange] = MAY_CHANGE.plus(
+        MayChange(
+            freely=(
+                "out",
+                "resume",
+                "overwrite",
+                "steps",
+                "epochs",
+                "check",
+                "checks",
+                "log",
+                "checkpoint",
+                "contract",
+                "save",
+                "divergence",
+                "stop",
+                "eval",
+                "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
+                "model",  # its files are hashed, wherever they lie
+                "data.cache",
+                "data.apply_chat_template",  # what it makes of the data is compared
+                "data.eval",
+                "dtype",  # what came of it is compared
+            ),
+            rounding=(
+                "device",
+                "attention",
+                "activation_checkpointing",
+                "batch.tokens_per_microbatch",
+                "batch.share_prefixes",
+                "batch.min_saved_tokens",
+            ),
+            schedule=(
+                "optim.learning_rate",
+                "optim.rates",
+                "optim.schedule",
+                "optim.warmup_steps",
+                "optim.warmup_ratio",
+                "optim.min_learning_rate_ratio",
+            ),
+        )
+    )
+    """The keys that a resume may change (taut/run/fingerprint.py)."""
 
     method: MethodName = "sft"
     """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""

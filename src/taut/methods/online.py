@@ -22,7 +22,7 @@ from taut.evals.during import AnswersConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.io.console import counted
-from taut.methods.inputs import Decision, Inputs, Language, Loaded, Plan
+from taut.methods.inputs import Decision, Inputs, Language, Loaded, MayChange, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
@@ -48,6 +48,13 @@ class OnlineMethod(RunConfig):
 
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
+    may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
+        MayChange(
+            # where an engine is, and how it is asked
+            freely=("grading", "guard", "rollout.url", "rollout.server"),
+            rounding=("rollout.local",),
+        )
+    )
     is_judged: ClassVar[bool] = True
     """Whether rewards are what is learned from."""
     unwatched: ClassVar[Sequence[str]] = (
