@@ -1,7 +1,7 @@
 """What a run consists of before it is a job, as methods see it: the tokenizer and data (``Inputs``), the loaded
 model (``Loaded``), the order of its steps (``Plan``). ``Decision`` is what was settled for the user.
 
-Types alone: ``taut.run.inputs`` and ``taut.run.setup`` make them.
+Types alone: ``run.inputs`` and ``run.setup`` make them.
 """
 
 from __future__ import annotations

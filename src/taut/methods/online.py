@@ -72,8 +72,8 @@ class OnlineMethod(RunConfig):
 
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
-    """What judges completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
-    empty where an environment rewards."""
+    """Rewards of completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
+    empty with an environment that gives rewards."""
     grading: PanelConfig = PanelConfig()
     guard: GuardConfig = GuardConfig()
 
