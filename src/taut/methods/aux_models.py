@@ -107,7 +107,7 @@ class AuxModels:
 
     @property
     def not_in_samples(self) -> str | None:
-        """Why the loss cannot be computed from what the policy says of its samples; None: it can."""
+        """Why the loss cannot be computed from the policy's log-probs of its samples; None: it can."""
         if self.teacher is not None:
             return "the loss is measured against a teacher, which is not asked here"
         if self.reference is not None and self.reference.model is not None:

@@ -41,10 +41,10 @@ class GrpoConfig(PolicyConfig):
     @property
     def estimator(self) -> Estimator:
         """How rewards become advantages."""
-        found = ESTIMATORS[self.advantage]
+        estimator = ESTIMATORS[self.advantage]
         if self.pass_k is not None:
-            return replace(found, compare=partial(pass_at_k, k=self.pass_k))
-        return found
+            return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
+        return estimator
 
     def _keys(self) -> Iterator[Key]:
         yield from PolicyConfig._keys(self)

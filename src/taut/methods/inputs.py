@@ -19,7 +19,7 @@ from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.models.load import context_length
 from taut.models.precision import ChosenDtype
-from taut.train.trainer import Method
+from taut.train.trainer import StepSource
 
 
 class Decision(NamedTuple):
@@ -107,7 +107,7 @@ class Loaded(NamedTuple):
 class Plan(NamedTuple):
     """Which samples each step has, and how many steps there are."""
 
-    method: Method
+    method: StepSource
     """The source of steps: fixed data, or roll-outs."""
     num_steps: int
     cursor: Cursor

@@ -86,7 +86,7 @@ class ChecksConfig:
 
 @configclass
 class RunConfig:
-    """A training run: the keys that all methods have, and what a method answers."""
+    """A training run: the keys that all methods have, and the questions that a method answers."""
 
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
@@ -378,13 +378,13 @@ class RunConfig:
     def input_files(self) -> list[str]:
         """Every file and directory that the run reads: the output directory must hold none of them."""
         answers = self.eval.answers
-        asked = replace(self.data, train=None, eval=answers.data, template=None, cache=None)
+        questions = replace(self.data, train=None, eval=answers.data, template=None, cache=None)
         return [
             self.model,
             *([self.lora.adapter] if self.lora.adapter else []),
             *self.models().paths,
             *input_paths(self.data),
-            *input_paths(asked),
+            *input_paths(questions),
             *map(str, files_of(answers.rewards)),
             *files_read(answers.rewards),
         ]
@@ -405,7 +405,7 @@ class RunConfig:
     # -- generation
 
     def sampling(self, seed: int) -> Sampling:
-        """How completions are drawn where the model that trains is asked; in training, where it generates."""
+        """How completions of the model that trains are sampled."""
         return Sampling(seed=seed)
 
     # -- held-out measurements
@@ -425,7 +425,7 @@ class RunConfig:
         return []
 
     def questions(self, data: Dataset) -> Sequence[Sample] | Sequence[Prompt]:
-        """What the trained model is asked, to see whether its answers end."""
+        """The prompts on which the trained model is tested for ending its answers."""
         return Good(self.rows_of(data))
 
     @property
@@ -457,6 +457,6 @@ def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig
     for text in overrides:
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name
-    if name not in list(METHODS):  # what a file says need not be a text
+    if name not in list(METHODS):  # the value in a file may be of any type
         raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; correct it")
     return METHODS[name]

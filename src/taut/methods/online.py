@@ -50,14 +50,14 @@ class OnlineMethod(RunConfig):
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
         MayChange(
-            # where an engine is, and how it is asked
+            # where the engine is, and how it is called
             freely=("grading", "guard", "rollout.url", "rollout.server"),
             rounding=("rollout.local",),
         )
     )
     is_judged: ClassVar[bool] = True
     """Whether rewards are what is learned from."""
-    unwatched: ClassVar[Sequence[str]] = (
+    unread_guard_keys: ClassVar[Sequence[str]] = (
         "warn_difference",
         "max_difference",
         "warn_effective",
@@ -89,7 +89,7 @@ class OnlineMethod(RunConfig):
                 f"rollout.refills={self.rollout.refills} with rollout.n=1: a single answer has none that its reward "
                 "could differ from; expected rollout.n of 2 or more; raise it, or take rollout.refills out"
             )
-        for name in self.unwatched:
+        for name in self.unread_guard_keys:
             if getattr(self.guard, name) != getattr(GuardConfig, name):
                 raise ConfigError(
                     f"guard.{name}={getattr(self.guard, name):g} watches policy gradients, and "
@@ -102,7 +102,7 @@ class OnlineMethod(RunConfig):
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
-    # -- what a method that generates says besides
+    # -- what such a method answers besides
 
     def make_credit(self) -> Credit:
         """Makes what judged completions become: it has a state."""

@@ -44,7 +44,7 @@ CORRECTING = ("correction_level", "correction_cap", "correction_floor")
 
 
 class RollOut(NamedTuple):
-    """What a loss is to know of how its roll-outs come about."""
+    """What the loss depends on in how rollouts are made."""
 
     temperature: float
     """What tokens are sampled at."""
@@ -53,13 +53,13 @@ class RollOut(NamedTuple):
     is_fresh: bool
     """Whether each is the policy's own and trained on once; else ``old_logp_N`` is there."""
     has_engine_logp: bool
-    """Whether the engine says log-probabilities."""
+    """Whether the engine returns log-probabilities."""
     is_apart: bool = False
     """Whether the engine computes otherwise than the trainer does: another program, another precision."""
 
 
 class _Defaults(NamedTuple):
-    """What a loss's own paper sets."""
+    """The settings of a loss's paper."""
 
     average: Average
     low: float = 0.2
@@ -217,21 +217,21 @@ class PolicyConfig:
         )
 
     def decisions(self, how: Correction) -> list[Decision]:
-        """What was chosen for the user about the correction in force."""
-        found: list[Decision] = []
+        """What was chosen for the user about the correction."""
+        decisions: list[Decision] = []
         if how.kind == "none":
-            return found
+            return decisions
         if self.correction == "auto":
             reason = "the engine is another program"
-            found.append(Decision(f"{self.section}.correction", how.kind, reason))
+            decisions.append(Decision(f"{self.section}.correction", how.kind, reason))
         if self.correction_level is None:
             reason = "each token is weighted for itself"
             if how.level == "geometric":
                 reason = (
                     "the product over an answer fades with its length, the geometric mean does not"
                 )
-            found.append(Decision(f"{self.section}.correction_level", how.level, reason))
-        return found
+            decisions.append(Decision(f"{self.section}.correction_level", how.level, reason))
+        return decisions
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
@@ -244,7 +244,7 @@ class PolicyConfig:
                 )
 
     def _keys(self) -> Iterator[Key]:
-        """Keys that are read only beside others."""
+        """Keys that only have an effect together with others."""
         made, has_kl = SURROGATES[self.loss], self.kl_coef > 0
         held = losses_where(lambda name: SURROGATES[name].is_held)
         yield Key("clip_low", made.is_held, held)
@@ -274,7 +274,7 @@ class PolicyConfig:
 class PolicyMethod(OnlineMethod):
     """A method that learns by policy gradients."""
 
-    unwatched: ClassVar[Sequence[str]] = ()
+    unread_guard_keys: ClassVar[Sequence[str]] = ()
 
     shaping: ShapingConfig = ShapingConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -299,7 +299,7 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def _is_fresh(self) -> bool:
-        """Whether a roll-out is the policy's own and trained on once."""
+        """Whether a rollout is sampled from the current policy and trained on once."""
         return self.rollout.updates == 1 and not self.rollout.ahead and not self.rollout.replay
 
     @property

@@ -1,7 +1,7 @@
 """The reference of preference optimisation: log-probabilities of the policy as it was when the run began.
 
     start       the tensors that train, as they were at the start: copies that take the policy's place for a forward.
-                Beside LoRA they are the adapters' own few (B = 0: the base model; an adapter that is trained on: that
+                With LoRA they are the adapters alone (B = 0: the base model; an adapter that is trained on: that
                 adapter); of a whole model, a frozen copy. Never taken from a checkpoint's weights
     model       another model directory
     file        log-probs computed once before training and kept, with a fingerprint of all that they depend on

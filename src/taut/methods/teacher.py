@@ -189,7 +189,8 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
 
 
 def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) -> Dataset:
-    """The data with what its file says, where there is one. ``split``: train or eval."""
+    """The data with the teacher's log-probabilities, if the configuration names a file of them. ``split``: train or
+    eval."""
     key = "top_logprobs" if split == "train" else "eval_top_logprobs"
     named = getattr(config, key)
     if named is None:
