@@ -43,7 +43,7 @@ from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
-from taut.run.config import inputs_of, load_language, load_stops
+from taut.run.inputs import inputs_of, load_language, load_stops
 from taut.run.setup import Adapted, Built, adapt, assemble, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE

@@ -39,7 +39,7 @@ from taut.models.precision import compute_context, resolve_dtype
 from taut.models.scorer import Scorer
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
-from taut.run.config import load_language, load_stops
+from taut.run.inputs import load_language, load_stops
 from taut.types import Sample
 from taut.vision.image_store import require_alike
 

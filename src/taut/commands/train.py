@@ -51,8 +51,8 @@ from taut.io import temporary
 from taut.methods.inputs import Decision, Inputs, Plan
 from taut.methods.method import RunConfig
 from taut.rewards.in_process import require_judgeable
-from taut.run.config import load_inputs
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
+from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build, engine_of

@@ -39,8 +39,8 @@ SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """What is counted of every step."""
 
 
-class Method(Protocol):
-    """What the loop knows of a training method."""
+class StepSource(Protocol):
+    """Where steps come from, as far as the loop knows: fixed data, or rollouts."""
 
     @property
     def loss(self) -> Loss:
@@ -126,7 +126,7 @@ class Job:
     """Everything a run needs, built by taut.run.setup."""
 
     scorer: nn.Module
-    method: Method
+    method: StepSource
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     num_steps: int
