@@ -19,8 +19,9 @@ from rich.console import Console
 from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.config import load
-from taut.migrate.examine import DIALECTS, examine
-from taut.migrate.outcomes import load_table
+from taut.migrate.carry import load_table
+from taut.migrate.dialects import DIALECTS
+from taut.migrate.examine import examine
 from taut.run.config import Run
 
 SWIFT = "swift sft --model some/model --dataset rows.jsonl "

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from taut.config import load
 from taut.errors import ConfigError
-from taut.migrate.examine import examine, main
-from taut.migrate.report import SCHEMA, RecipeReport
+from taut.migrate.examine import SCHEMA, RecipeReport, examine, main
 from taut.run.config import Run
 
 RECIPES = Path(__file__).parent / "recipes"
