@@ -47,24 +47,14 @@ from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
 from taut.data.schema import best_row
 from taut.data.stop_tokens import StopSet
+from taut.methods.inputs import Decision, Inputs, Language, Loaded
+from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.scorer import Scorer
-from taut.rl.advantages import PolicyCredit
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
-from taut.run.auxiliary_models import Loaded
-from taut.run.config import (
-    Decision,
-    Inputs,
-    Language,
-    Run,
-    inputs_of,
-    load_language,
-    load_split,
-    load_stops,
-    rows_of,
-)
-from taut.run.setup import Adapted, Built, adapt, assemble, build_method, load
+from taut.run.config import inputs_of, load_language, load_stops
+from taut.run.setup import Adapted, Built, adapt, assemble, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Job
@@ -89,7 +79,7 @@ T = TypeVar("T")
 class Session:
     """A run and all that checks ask of it."""
 
-    def __init__(self, run: Run, ranks: Ranks) -> None:
+    def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         self.run, self.ranks = run, ranks
         self.broken: dict[str, Unavailable] = {}
         self._measured: dict[Callable[[Session], Any], Any] = {}
@@ -139,7 +129,7 @@ class Session:
         """The first rows of the training data, not rendered; where answers are judged, the best of each; where they are
         to be generated, without any.
         """
-        kind = self.run.objective.kind
+        kind = self.run.row_kind
         rows = [
             best_row(it) for it in islice(read_rows(self.run.data, "train", kind=kind), NUM_ROWS)
         ]
@@ -156,7 +146,7 @@ class Session:
         return self._dataset("eval") if self.run.data.eval else None
 
     def _dataset(self, split: Any) -> Dataset:
-        return load_split(self.run, split, self.renderer, self.language)
+        return self.run.load_data(split, self.renderer, self.language)
 
     @property
     def data(self) -> list[tuple[str, Dataset]]:
@@ -190,7 +180,7 @@ class Session:
     def built(self) -> Built:
         """All of it, ready to train."""
         adapted = self.adapted
-        plan = build_method(self.run, self.train)
+        plan = self.run.plan(self.train)
         return assemble(self.run, self.inputs, plan, self.ranks, self.loaded, adapted, trains=False)
 
     @property
@@ -217,18 +207,17 @@ class Session:
     @property
     def is_generated(self) -> bool:
         """Whether the model generates what it learns: then data are prompts."""
-        return self.run.objective.online is not None
+        return self.run.generates
 
     @property
     def is_policy_gradient(self) -> bool:
         """Whether the loss is no measure of what is learned, and only its gradient means something."""
-        method = self.job.method
-        return isinstance(method, Online) and isinstance(method.credit, PolicyCredit)
+        return not self.run.loss().is_cost
 
     @property
     def is_scalar(self) -> bool:
         """Whether a scalar head trains, and there is no other: the run makes a reward model."""
-        return self.run.objective.head is not None
+        return self.run.has_scalar_head
 
     @property
     def says(self) -> Words:
@@ -294,14 +283,14 @@ class Session:
         method = self.job.method
         if isinstance(method, Online):
             return rehearsed(self.job, method.credit, method.crew.roles, self.batch)
-        if not self.run.objective.are_compared:
+        if not self.run.compares_answers:
             unique = {sample.id: sample for sample in self.batch}
             return self._rows.trees_of([(sample,) for sample in unique.values()])
         return self._rows.trees_of(self._compared())
 
     @property
     def _rows(self) -> Rows:
-        return rows_of(self.run, self.train)
+        return self.run.rows_of(self.train)
 
     def _compared(self) -> list[tuple[Sample, ...]]:
         """The shortest of the first rows whose answers are compared, long ones cut around where the answers begin."""
@@ -314,7 +303,7 @@ class Session:
     @cached_property
     def batch(self) -> list[Sample]:
         """Real samples with their own targets, the shortest of the first, BATCH_TOKENS in all or a little more."""
-        chosen = self._compared() if self.run.objective.are_compared else self._apart()
+        chosen = self._compared() if self.run.compares_answers else self._apart()
         return [sample for some in chosen for sample in some]
 
     def _apart(self) -> list[tuple[Sample, ...]]:

@@ -6,6 +6,7 @@ loss needs of another model is filled in by roles (loop.Role).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from taut.data.batching import Cursor, Order, Rows
@@ -43,6 +44,17 @@ class Offline:
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step."""
         return self.order.cursor(step, self.epochs)
+
+    def open(self) -> Sequence[tuple[str, str, str]]:
+        """It needs nothing but its data."""
+        return ()
+
+    @property
+    def state(self) -> None:
+        """The cursor is all that a resumed run needs."""
+
+    def reject(self) -> None:
+        """Nothing is generated."""
 
     def close(self) -> None:
         """It holds nothing."""

@@ -1,25 +1,19 @@
-"""What a user says of policy optimisation, and the loss it makes. Wiring, no maths: the formulas and their papers are
-in losses/{policy,surrogates,advantages,kl,correction,value}.py.
-
-``[grpo]`` compares the answers to a prompt with each other; ``[ppo]`` compares each token with what a critic expected
-(``[critic]``). What both say of ratio, divergence, entropy and the engine is ``PolicyConfig``. A key that nothing would
-read is refused.
-
-May import losses, config and errors. run.py names these sections.
+"""What GRPO and PPO have in common: policy gradients with a ratio, a divergence from the reference, an entropy
+bonus, and a correction for what engine and trainer compute differently. A key that nothing would read is refused.
+Wiring, no maths: the formulas and their papers are in losses/{policy,surrogates,advantages,kl,correction,value}.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import ConfigError
-from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
+from taut.losses.advantages import Estimator
 from taut.losses.policy import (
     SURROGATES,
     Average,
@@ -33,13 +27,14 @@ from taut.losses.policy import (
     KlValue,
     PolicyGradient,
 )
+from taut.methods.aux_models import AuxModels
+from taut.methods.inputs import Decision
+from taut.methods.online import OnlineMethod, require_live_reference
+from taut.methods.reference import ReferenceConfig
+from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.surrogates.SURROGATES; a test holds them to it."""
-Advantage: TypeAlias = Literal[
-    "group", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"
-]
-"""The names of losses.advantages.ESTIMATORS; a test holds them to it."""
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -82,7 +77,7 @@ _DEFAULTS: dict[PolicyLoss, _Defaults] = {
 }
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
     """A key, and whether anything reads it."""
 
     name: str
@@ -219,20 +214,21 @@ class PolicyConfig:
             floor if self.correction_floor is None else self.correction_floor,
         )
 
-    def decisions(self, how: Correction) -> list[tuple[str, str, str]]:
-        """(key, value, reason) of what was chosen for the user about the correction in force."""
-        found: list[tuple[str, str, str]] = []
+    def decisions(self, how: Correction) -> list[Decision]:
+        """What was chosen for the user about the correction in force."""
+        found: list[Decision] = []
         if how.kind == "none":
             return found
         if self.correction == "auto":
-            found.append((f"{self.section}.correction", how.kind, "the engine is another program"))
+            reason = "the engine is another program"
+            found.append(Decision(f"{self.section}.correction", how.kind, reason))
         if self.correction_level is None:
             reason = "each token is weighted for itself"
             if how.level == "geometric":
                 reason = (
                     "the product over an answer fades with its length, the geometric mean does not"
                 )
-            found.append((f"{self.section}.correction_level", how.level, reason))
+            found.append(Decision(f"{self.section}.correction_level", how.level, reason))
         return found
 
     def require_no_auto(self) -> None:
@@ -245,24 +241,24 @@ class PolicyConfig:
                     f"or leave {name} out"
                 )
 
-    def _keys(self) -> Iterator[_Key]:
+    def _keys(self) -> Iterator[Key]:
         """Keys that are read only beside others."""
         made, has_kl = SURROGATES[self.loss], self.kl_coef > 0
-        held = _losses(lambda name: SURROGATES[name].is_held)
-        yield _Key("clip_low", made.is_held, held)
-        yield _Key("clip_high", made.is_held, held)
-        yield _Key("dual_clip", made.is_dual, _losses(lambda name: SURROGATES[name].is_dual))
-        yield _Key("sapo_positive", self.loss == "sapo", "loss=sapo")
-        yield _Key("sapo_negative", self.loss == "sapo", "loss=sapo")
+        held = losses_where(lambda name: SURROGATES[name].is_held)
+        yield Key("clip_low", made.is_held, held)
+        yield Key("clip_high", made.is_held, held)
+        yield Key("dual_clip", made.is_dual, losses_where(lambda name: SURROGATES[name].is_dual))
+        yield Key("sapo_positive", self.loss == "sapo", "loss=sapo")
+        yield Key("sapo_negative", self.loss == "sapo", "loss=sapo")
         is_constant = self.average == "constant"
-        yield _Key("constant_length", is_constant, "average=constant")
-        yield _Key("kl_in", has_kl, "kl_coef above 0")
+        yield Key("constant_length", is_constant, "average=constant")
+        yield Key("kl_in", has_kl, "kl_coef above 0")
         in_loss = has_kl and self.kl_in == "loss"
-        yield _Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
-        yield _Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
-        yield _Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
+        yield Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
         for name in CORRECTING:
-            yield _Key(name, self.correction != "none", "correction=truncated or masked")
+            yield Key(name, self.correction != "none", "correction=truncated or masked")
 
     def _require_meant(self, roll_out: RollOut) -> None:
         """Refuse what the loss refuses, and say in which section it was found."""
@@ -273,57 +269,92 @@ class PolicyConfig:
 
 
 @configclass
-class GrpoConfig(PolicyConfig):
-    """GRPO and its family: the answers to a prompt are compared with each other, there is no critic."""
+class PolicyMethod(OnlineMethod):
+    """A method that learns by policy gradients."""
 
-    section: ClassVar[str] = "grpo"
+    unwatched: ClassVar[Sequence[str]] = ()
 
-    advantage: Advantage = "group"
-    """group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, or pass_at_k."""
-    pass_k: Annotated[int, Field(ge=1)] | None = None
-    """Of advantage=pass_at_k: the best of how many is to be raised, at most the size of a group; 4 where not given."""
+    shaping: ShapingConfig = ShapingConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shaping.require_room(self.rollout.grows)
+        policy = self.policy
+        without = f"{policy.section}.kl_coef=0"
+        require_live_reference(self.reference, without, is_read=policy.kl_coef > 0)
+        if self.rollout.engine == "local":
+            policy.require_no_auto()
 
     @property
-    def estimator(self) -> Estimator:
+    def policy(self) -> PolicyConfig:
+        """The method's own section."""
+        raise NotImplementedError
+
+    def estimate(self) -> Estimator | Gae:
         """How rewards become advantages."""
-        found = ESTIMATORS[self.advantage]
-        if self.pass_k is not None:
-            return replace(found, compare=partial(pass_at_k, k=self.pass_k))
-        return found
-
-    def _keys(self) -> Iterator[_Key]:
-        yield from PolicyConfig._keys(self)
-        yield _Key("pass_k", self.advantage == "pass_at_k", "advantage=pass_at_k")
-
-
-@configclass
-class PpoConfig(PolicyConfig):
-    """PPO: each token is compared with what a critic expected."""
-
-    section: ClassVar[str] = "ppo"
-
-    gamma: Share = 1.0
-    """What a reward is worth one token earlier."""
-    lam: Share = 0.95
-    """GAE's lambda: 1 trusts what came of it, 0 the critic's next word."""
-    whiten_advantages: bool = True
-    """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
-    bootstrap_cut: bool = False
-    """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
-    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
-    environment's turns stay."""
-    value_coef: Positive = 0.1
-    """Weight of half the critic's squared error."""
-    value_clip: Positive | None = 0.2
-    """How far a value may go from what it was when the roll-out was made before it counts no more."""
+        raise NotImplementedError
 
     @property
-    def critic_term(self) -> Critic:
-        """The critic's term."""
-        return Critic(self.value_coef, self.value_clip)
+    def _is_fresh(self) -> bool:
+        """Whether a roll-out is the policy's own and trained on once."""
+        return self.rollout.updates == 1 and not self.rollout.ahead and not self.rollout.replay
+
+    @property
+    def _has_penalty(self) -> bool:
+        """Whether the divergence from the reference is a part of the reward."""
+        return self.policy.penalty_coef > 0
+
+    def loss(self) -> PolicyGradient:
+        rollout = self.rollout
+        return self.policy.make_loss(
+            RollOut(
+                temperature=rollout.temperature,
+                limit=rollout.grows,
+                is_fresh=self._is_fresh,
+                has_engine_logp=True,
+                is_apart=rollout.engine == "server",
+            )
+        )
+
+    def loss_decisions(self) -> list[Decision]:
+        return self.policy.decisions(self.loss().correction)
+
+    def models(self) -> AuxModels:
+        return AuxModels(self.reference if self.policy.kl_coef > 0 else None)
+
+    def make_credit(self) -> PolicyCredit:
+        policy, penalty = self.policy, None
+        if self._has_penalty:
+            penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
+        ways = Ways(
+            estimate=self.estimate(),
+            shaping=self.shaping,
+            limit=self.rollout.grows,
+            temperature=self.rollout.temperature,
+            has_old=not self._is_fresh,
+            penalty=penalty,
+        )
+        return PolicyCredit(self.loss(), ways)
+
+    @property
+    def scores_reference_first(self) -> bool:
+        return self._has_penalty or (self.policy.kl_coef > 0 and not self._is_fresh)
+
+    @property
+    def ends_remedy(self) -> str:
+        return f"{'raise' if self.shaping.missing_stop else 'set'} shaping.missing_stop"
+
+    def resolved(self) -> dict[str, Any]:
+        """With the bounds of the correction: other defaults are other bounds."""
+        settings, correction = super().resolved(), self.loss().correction
+        section = settings[self.policy.section]
+        section |= {"correction_cap": correction.cap, "correction_floor": correction.floor}
+        return settings
 
 
-def _losses(is_one: Any) -> str:
+def losses_where(is_one: Any) -> str:
+    """The names of losses of which something is true, for a message."""
     return f"loss={' or '.join(name for name in SURROGATES if is_one(name))}"
 
 

@@ -6,12 +6,12 @@
     model       another model directory
     file        log-probs computed once before training and kept, with a fingerprint of all that they depend on
 
-``update_every`` moves the start towards the policy (TR-DPO, arXiv 2404.09656):  ref <- (1 - mix) ref + mix policy.
+``update_every`` moves the start towards the policy (TR-DPO, arXiv 2404.09656): ref <- (1 - mix) ref + mix policy.
 
-The reference scores the same micro-batch as the policy, in the same layout and precision, without gradient: at step 0
-the two agree to the last bit, unless another model is named. Gives the stream ``ref_logp_N``.
+The reference scores the same micro-batch as the policy, in the same layout and precision, without gradient: at step
+0 the two agree to the last bit, unless another model is named. Gives the stream ``ref_logp_N``.
 
-May import what methods may. ``build`` makes the roles, ``recorded`` keeps the file.
+``methods.aux_models`` makes the roles, ``recorded`` keeps the file.
 """
 
 from __future__ import annotations
@@ -155,6 +155,10 @@ class Recorded:
 
     def active(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def tensors(self) -> list[Tensor]:
+        """It holds log-probs alone, on the host."""
+        return []
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
         return {STREAM: torch.cat([self._find(name) for name in packed.sample_ids])}

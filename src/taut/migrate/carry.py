@@ -81,7 +81,7 @@ class Carried:
     """A command of taut, and every option of the recipe with its outcome."""
 
     settings: Mapping[str, Any]
-    """Keys of ``taut.run.config.Run`` with their values."""
+    """Keys of ``RunConfig`` with their values."""
     unfilled: Mapping[str, str]
     """Keys whose value the user fills in -> the word that stands for it in the command."""
     options: tuple[Option, ...]

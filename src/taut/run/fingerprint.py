@@ -34,15 +34,13 @@ from taut.data.dataset import DataConfig
 from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
 from taut.io import files as durable
-from taut.losses.policy import PolicyGradient
+from taut.methods import METHODS
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
 from taut.rewards.judge import RewardModel
 from taut.rewards.registry import REWARDS
-from taut.rl.recipe import models_of
-from taut.run.config import Inputs, Method, Run
-from taut.run.online_runs import PpoRun
-from taut.run.training import METHODS
 from taut.train.distributed import Ranks
 
 FREE = (
@@ -128,7 +126,7 @@ class Differences(NamedTuple):
     schedule: list[str]
 
 
-def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
+def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """The identity of a run, as JSON-able values; every rank calls it."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
     model = _hashes(run.model, "model", inputs.config, ranks, has_code=run.trust_remote_code)
@@ -148,30 +146,21 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
+def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """Other models that take part, where there are any."""
-    reference, teacher = run.objective.reference, run.objective.teacher
-    online = run.objective.online
     found: dict[str, Any] = {}
-    if online is not None:
-        found["code"] = {str(it): _digest([_code(it)]) for it in online.files}
-        if online.critic is not None and online.critic.model is not None:
-            config = _config_of(online.critic.model, "critic.model", run)
-            found["critic"] = _hashes(online.critic.model, "critic.model", config, ranks)
-        for label, judge in models_of(online.rewards).items():
-            found.setdefault("reward model", {})[label] = _judge(judge, run, ranks)
-    if reference is not None and reference.model is not None:
-        config = _config_of(reference.model, "reference.model", run)
-        found["reference"] = _hashes(reference.model, "reference.model", config, ranks)
-    if teacher is not None and teacher.teacher is not None:
-        config = _config_of(teacher.teacher, "distill.teacher", run)
-        found["teacher"] = _hashes(teacher.teacher, "distill.teacher", config, ranks)
+    if run.generates:
+        found["code"] = {str(path): _digest([_code(path)]) for path in run.user_code()}
+    for label, judge in run.reward_models().items():
+        found.setdefault("reward model", {})[label] = _judge(judge, run, ranks)
+    for part, key, path in run.models().directories:
+        found[part] = _hashes(path, key, _config_of(path, key, run), ranks)
     if isinstance(inputs.train, WithTeacher):
         found["top_logprobs"] = inputs.train.said.digest
     return found
 
 
-def _judge(judge: RewardModel, run: Run, ranks: Ranks) -> dict[str, str]:
+def _judge(judge: RewardModel, run: RunConfig, ranks: Ranks) -> dict[str, str]:
     """What a reward model in this process says depends on its tokenizer and template, too."""
     key, has_code = "rewards.options.model", judge.trust_remote_code
     try:
@@ -195,7 +184,7 @@ def _code(path: Path) -> str:
         ) from error
 
 
-def _config_of(path: str, key: str, run: Run) -> PreTrainedConfig:
+def _config_of(path: str, key: str, run: RunConfig) -> PreTrainedConfig:
     """The configuration of another model, which knows the commit of a hub name."""
     try:
         return load_config(path, run.trust_remote_code)
@@ -241,7 +230,7 @@ def _is_among(key: str, keys: Sequence[str]) -> bool:
 
 def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> Differences:
     """Raise ConfigError where a run cannot go on from what is at ``where``; else what differs all the same."""
-    defaults = _settings(Run(model="", data=DataConfig())) | _sections(
+    defaults = _settings(RunConfig(model="", data=DataConfig())) | _sections(
         new["config"].get("method", "sft")
     )
     was, now = _without_addresses(old["config"]), _without_addresses(new["config"])
@@ -294,23 +283,16 @@ def _asks_a_server(spec: Any) -> bool:
     return REWARDS[spec["name"]].runs == "remote"
 
 
-def _sections(method: Method) -> dict[str, Any]:
+def _sections(method: str) -> dict[str, Any]:
     """The defaults of the tables that a method has for itself."""
-    common = {field.name for field in fields(Run)}
+    common = {field.name for field in fields(RunConfig)}
     own = [field for field in fields(METHODS[method]) if field.name not in common]
     return {field.name: to_dict(field.default) for field in own if is_dataclass(field.default)}
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: RunConfig) -> dict[str, Any]:
     """The configuration but for what a resume may change."""
-    config = to_dict(run)
-    config["optim"] = to_dict(run.optim_in_force)
-    loss = run.objective.loss
-    if isinstance(loss, PolicyGradient):  # the bounds in force: other defaults are other bounds
-        cap, floor = loss.correction.cap, loss.correction.floor
-        config[run.method] |= {"correction_cap": cap, "correction_floor": floor}
-    if isinstance(run, PpoRun):  # where it is not set it may follow optim.learning_rate
-        config["critic"]["learning_rate"] = run.critic.rate(run.optim)
+    config = run.resolved()
     for key in FREE:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables are of one method

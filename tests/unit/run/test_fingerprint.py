@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.jobs import make
 
-from taut.commands import train
 from taut.config import describe, from_mapping, to_dict
 from taut.errors import ConfigError
+from taut.methods import METHODS
 from taut.run import fingerprint as module
 from taut.run.fingerprint import (
     FREE,
@@ -26,7 +26,6 @@ from taut.run.fingerprint import (
     require_same,
 )
 from taut.run.setup import Built
-from taut.run.training import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +258,7 @@ def test_what_is_read_of_a_reward_model_is_not_overwritten() -> None:
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo"}
     for given in ({"rewards": judge}, {"rewards": "math", "eval.answers.rewards": judge}):
         run = from_mapping(METHODS["grpo"], {**keys, **given, "data.eval": "e.jsonl"})
-        assert {"judge", "own.jinja"} <= set(train._inputs(run))
+        assert {"judge", "own.jinja"} <= set(run.input_files())
 
 
 def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:

@@ -10,8 +10,8 @@ import pytest
 import taut
 from taut.config import ELSEWHERE, INSTEAD, describe, from_mapping
 from taut.errors import ConfigError
-from taut.run.config import Run, command_of
-from taut.run.training import METHODS
+from taut.methods import METHODS, command_of
+from taut.methods.method import RunConfig
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
 
@@ -62,7 +62,7 @@ def test_a_learning_rate_that_is_not_set_is_that_of_the_method(method: Any) -> N
     elif method in ("grpo", "ppo", "online_dpo", "best_of_n"):
         needed["rewards"] = "exact_match"
 
-    def made(**keys: Any) -> Run:
+    def made(**keys: Any) -> RunConfig:
         dotted = {key.replace("__", "."): value for key, value in keys.items()}
         return from_mapping(METHODS[method], {**needed, **dotted})
 
@@ -74,13 +74,13 @@ def test_a_learning_rate_that_is_not_set_is_that_of_the_method(method: Any) -> N
     ):
         run = made(**keys)
         assert run.optim.learning_rate is None, "the configuration is as it was written"
-        assert run.optim_in_force.learning_rate == rate
+        assert run.resolved_optim.learning_rate == rate
         decision = run.decisions[0]
         assert (decision.name, float(decision.value)) == ("optim.learning_rate", rate)
         assert f"the default of {command_of(method)} {what} (" in decision.reason
     for keys in ({}, {"lora__rank": 4}):
         run = made(optim__learning_rate=0.5, **keys)
-        assert run.optim_in_force.learning_rate == 0.5
+        assert run.resolved_optim.learning_rate == 0.5
         assert not run.decisions
 
 
@@ -96,7 +96,7 @@ def test_a_critic_has_a_default_of_its_own() -> None:
 
 def test_without_a_reference_point_one_sample_is_a_step() -> None:
     keys = {"method": "kto", "kto.loss": "apo_zero", "batch.samples_per_step": 1}
-    assert not from_mapping(METHODS["kto"], PLAIN | keys).objective.is_mismatched
+    assert not from_mapping(METHODS["kto"], PLAIN | keys).observes_mismatched
 
 
 @pytest.mark.parametrize(("called", "given"), [("sft", "dpo"), ("dpo", "sft"), ("orpo", "simpo")])

@@ -16,7 +16,7 @@ SHOWN = 4
 
 def ask(session: Session) -> Finding:
     """Do the labels of pairs follow one rule, without many that look flipped?"""
-    if session.run.objective.kind != "preference":
+    if session.run.row_kind != "preference":
         return skipped("the rows are no comparisons")
     flips = session.once(pair_report).flips
     if flips.rate is None:

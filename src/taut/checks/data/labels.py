@@ -19,7 +19,7 @@ SLACK = 0.005
 
 def ask(session: Session) -> Finding:
     """Are there good answers and bad ones?"""
-    if session.run.objective.kind != "unpaired":
+    if session.run.row_kind != "unpaired":
         return skipped("the rows are not labelled good or bad")
     is_good_S = values(session, "label") > 0.5
     good, number = int(is_good_S.sum()), is_good_S.size
@@ -33,7 +33,7 @@ def ask(session: Session) -> Finding:
             remedy="one kind alone teaches no difference; add rows with the other label, or name the right column in "
             "data.columns",
         )
-    loss: Any = session.run.objective.loss
+    loss: Any = session.run.loss()
     weights = loss.desirable_weight, loss.undesirable_weight
     ratio = weights[0] * good / (weights[1] * (number - good))
     unit = f"of {number:,} are good"

@@ -13,7 +13,7 @@ from taut.checks.session import Session
 
 def ask(session: Session) -> Finding:
     """Have the data the margins that the loss is to read?"""
-    loss: Any = session.run.objective.loss
+    loss: Any = session.run.loss()
     if "margin" not in loss.needs_values:
         return skipped("the loss reads no margins")
     margins_S = values(session, "margin")

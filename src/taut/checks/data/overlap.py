@@ -19,7 +19,7 @@ from taut.checks.data.texts import texts
 from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.dataset import Dataset
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 from taut.types import IntArray
 
 GRAM = 13
@@ -68,7 +68,7 @@ def ask(session: Session) -> Finding:
     return passed(said, float(similar.sum()), unit)
 
 
-def measured_on_eval(run: Run) -> str | None:
+def measured_on_eval(run: RunConfig) -> str | None:
     """The metric on data.eval that chooses the model to keep; None: there is none, or it is measured elsewhere."""
     best = run.eval.best
     return best if best == "loss" or run.eval.answers.data is None else None

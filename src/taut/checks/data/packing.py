@@ -74,7 +74,7 @@ def _miscounted(session: Session, order: Order) -> Iterator[str]:
         times = np.bincount(indices, minlength=order.weights.size)
         is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
         for index in np.flatnonzero(is_wrong)[:SHOWN]:
-            first = session.train.rows[index] if session.run.objective.are_compared else index
+            first = session.train.rows[index] if session.run.compares_answers else index
             name = session.train.sample_id(int(first))
             yield f"{name} is seen {times[index]} times an epoch, its weight is {order.weights[index]:g}"
 

@@ -23,7 +23,7 @@ BIASED = 0.6
 
 def ask(session: Session) -> Finding:
     """Do the answers of a pair differ, and no two pairs contradict each other?"""
-    if session.run.objective.kind != "preference":
+    if session.run.row_kind != "preference":
         return skipped("the rows are no comparisons")
     report = session.once(pair_report)
     same = [one for one in session.train.report.dropped if SAME in one.reason]

@@ -65,7 +65,7 @@ def splits(session: Session) -> list[Any]:
 
 
 def _of_split(session: Session, split: Any) -> Iterator[Record]:
-    named = sources(session.run.data, split, session.run.objective.kind)
+    named = sources(session.run.data, split, session.run.row_kind)
     for source, columns in named:
         found = open_source(source)
         folder = home_path(source.path).parent

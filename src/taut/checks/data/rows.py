@@ -15,7 +15,6 @@ from taut.data.dataset import Attempt, attempt_rows, sources
 from taut.data.render import Limits
 from taut.data.sources import open_source
 from taut.errors import TautError
-from taut.run.config import longest_sample
 
 SHOWN = 4
 PARTICULAR = re.compile(r"\d+|'[^']*'")
@@ -57,13 +56,13 @@ def _bad_rows(session: Session) -> tuple[list[Attempt], int]:
     if session.is_generated:
         return [], 0
     run, renderer = session.run.data, session.renderer
-    longest = longest_sample(session.run, session.language.config)
+    longest = session.run.longest_sample(session.language.config)
     limits = Limits(longest, run.too_long, run.min_length, run.without_targets)
     bad: list[Attempt] = []
     num_rows = 0
     try:
         for split in splits(session):
-            for source, columns in sources(run, split, session.run.objective.kind):
+            for source, columns in sources(run, split, session.run.row_kind):
                 found = attempt_rows(open_source(source), columns, renderer, limits)
                 for attempt in islice(found, MOST_ROWS):
                     num_rows += 1

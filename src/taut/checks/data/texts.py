@@ -83,7 +83,7 @@ def _read(session: Session, split: Any) -> Texts:
     exact: list[int] = []
     normal: list[int] = []
     broken: list[Broken] = []
-    named = sources(session.run.data, split, session.run.objective.kind)
+    named = sources(session.run.data, split, session.run.row_kind)
     most, room, is_whole = ROWS // len(named), CHARACTERS, True
     for source, columns in named:
         found = open_source(source)

@@ -16,7 +16,6 @@ from taut.checks.session import Session
 from taut.checks.template.rendered import short
 from taut.data import messages
 from taut.data.messages import Completion, Document, Row
-from taut.run.config import num_rows
 
 UNKNOWN = 0.2
 BROKEN = 0.1
@@ -38,14 +37,14 @@ def ask(session: Session) -> Finding:
         return problem
     if warning := _few_broken(session) or _escaped(session.once(rows)):
         return warning
-    size, num_used = num_rows(session.language), int(np.count_nonzero(np.bincount(look.ids_T)))
+    size, num_used = session.language.num_rows, int(np.count_nonzero(np.bincount(look.ids_T)))
     said = f"different tokens, {num_used / size:.1%} of the vocabulary{look.looked_at}"
     return passed(said, num_used, "tokens", _notes(session, look))
 
 
 def _beyond(session: Session) -> Finding | None:
     """Ids without a row."""
-    size = num_rows(session.language)
+    size = session.language.num_rows
     for _, data in session.data:
         if beyond := data.first_beyond(size):
             place, index = beyond

@@ -27,7 +27,7 @@ def ask(session: Session) -> Finding:
     )
     lost = [*dropped, *([] if is_text else cut)]
     num_lost, unit = len(lost), "samples"
-    if session.run.objective.are_compared:
+    if session.run.compares_answers:
         num_lost = len({re.sub(r"#\d+$", "", one.place) for one in lost})
         num_samples, unit = report.num_rows, "rows"
     targets_lost = sum(one.targets_lost for one in (*dropped, *cut))

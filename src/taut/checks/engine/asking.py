@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,22 +63,13 @@ def _engine(session: Session) -> LocalEngine | ServerEngine:
 
 def temperature_of(session: Session) -> float:
     """What the run's roll-outs are drawn at; 1 where there are none."""
-    online = session.run.objective.online
-    return 1.0 if online is None else online.rollout.temperature
+    return session.run.sampling(session.run.seed).temperature
 
 
 def sampling(session: Session) -> Sampling:
     """Every token can be drawn: from the model's own distribution, or as the run's roll-outs are."""
-    online, seed = session.run.objective.online, session.run.seed
-    if online is None:
-        return Sampling(max_new_tokens=NEW_TOKENS, seed=seed)
-    return Sampling(
-        n=min(2, online.rollout.n),
-        max_new_tokens=min(NEW_TOKENS, online.rollout.max_new_tokens),
-        temperature=online.rollout.temperature,
-        stop=online.rollout.stop,
-        seed=seed,
-    )
+    drawn = session.run.sampling(session.run.seed)
+    return replace(drawn, n=min(2, drawn.n), max_new_tokens=min(NEW_TOKENS, drawn.max_new_tokens))
 
 
 def prompts_of(session: Session, context: int | None) -> list[Prompt]:

@@ -47,13 +47,11 @@ def ask(session: Session) -> Finding:
         return skipped("a policy gradient's loss does not say what was learned")
     trees = _chosen(_by_turns(session.trees))
     samples = [sample for tree in trees for sample in tree.samples]
-    if session.run.objective.is_mismatched and len({s.values["label"] > 0.5 for s in samples}) < 2:
+    if session.run.observes_mismatched and len({s.values["label"] > 0.5 for s in samples}) < 2:
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
     first = RATE / session.language.config.get_text_config().hidden_size
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
-    objective = session.run.objective
-    is_bounded = objective.kind != "sft" or objective.teacher is not None
-    part = PART if is_whole and not is_bounded else ENOUGH
+    part = PART if is_whole and not session.run.loss_has_floor else ENOUGH
     curves: dict[float, list[float]] = {}
     learned = False
     with put_back(session) as copies:
@@ -135,7 +133,7 @@ def _curve(
 
 def _is_learned(session: Session, report: StepReport, curve: list[float], part: float) -> bool:
     """Whether the loss is low enough, or all is in order and it has fallen."""
-    if session.run.objective.kind == "sft":
+    if session.run.row_kind == "sft":
         return curve[-1] < max(part * curve[0], LITTLE)
     if curve[-1] < part * curve[0] or curve[-1] == 0.0:
         return True

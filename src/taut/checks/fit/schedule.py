@@ -14,7 +14,7 @@ MOST = 20_000
 
 def ask(session: Session) -> Finding:
     """Does the learning rate rise to what was asked for, and is it never zero?"""
-    job, peak = session.job, optim.highest(session.run.optim_in_force)
+    job, peak = session.job, optim.highest(session.run.resolved_optim)
     stride = math.ceil(job.num_steps / MOST)
     rates = {step: job.learning_rate(step) for step in range(1, job.num_steps + 1, stride)}
     wrong = [step for step, rate in rates.items() if not 0.0 < rate <= peak * (1 + 1e-9)]

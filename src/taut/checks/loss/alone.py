@@ -32,18 +32,7 @@ class Expected(NamedTuple):
 
 def obstacle(session: Session) -> str | None:
     """Why the loss cannot be had from its samples alone; None: it can."""
-    objective = session.run.objective
-    if objective.teacher is not None:
-        return "the loss is measured against a teacher, which is not asked here"
-    if objective.reference is not None and objective.reference.model is not None:
-        return "the loss is measured against reference.model, which is not asked here"
-    if objective.online is not None and objective.online.critic is not None:
-        return "the loss is also that of a critic, which is not asked here"
-    if objective.loss.wants.entropy:
-        return "the loss reads entropies, which are not asked here"
-    if objective.loss.wants.temperature != 1:
-        return "the loss reads log-probs at another temperature than the library's"
-    return None
+    return session.run.loss_not_in_samples
 
 
 def library_numbers(session: Session, sample: Sample) -> Tensor:

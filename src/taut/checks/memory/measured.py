@@ -14,7 +14,6 @@ from taut.data.batching import samples_of
 from taut.data.packing import pack
 from taut.errors import ModelError
 from taut.plan import measure, measured_parts, predict
-from taut.run.config import rows_of
 from taut.types import Packed, Sample
 
 MIB = 2**20
@@ -62,7 +61,7 @@ def _some(session: Session) -> Packed:
     """The first rows as one micro-batch, answers that are compared together; of a run that generates, the rehearsal."""
     if session.is_generated:
         return pack(samples_of(session.trees), session.job.policy)
-    rows = rows_of(session.run, session.train)
+    rows = session.run.rows_of(session.train)
     most = 1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)
     chosen: list[Sequence[Sample]] = []
     left = TOKENS

@@ -13,7 +13,7 @@ from taut.checks.memory.foretold import GIB, foretold, in_training, told
 from taut.checks.session import Session
 from taut.models import architecture
 from taut.models.scorer import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
-from taut.plan import device_memory, reference_bytes
+from taut.plan import device_memory
 
 ROOMY = 0.5
 """A bound below this part of the device's memory is enough."""
@@ -54,10 +54,7 @@ def _bound(session: Session) -> int | None:
     """Bytes that a step cannot exceed; None where much of the model is not in linear layers (stacked experts), or
     another one teaches it, a critic learns beside it, or a tower looks at pictures.
     """
-    online = session.run.objective.online
-    if session.inputs.renderer.album is not None:
-        return None
-    if session.run.objective.teacher is not None or (online is not None and online.critic):
+    if session.inputs.renderer.album is not None or session.run.unpredicted_memory is not None:
         return None
     model = session.scorer.model
     table = architecture.stored_table(architecture.embedding(model))
@@ -72,5 +69,5 @@ def _bound(session: Session) -> int | None:
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
     has_chunks = architecture.has_head(model)
     head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0]) if has_chunks else 0
-    beside = reference_bytes(session.run, session.job.trained)
+    beside = session.run.reference_bytes(session.job.trained)
     return session.loaded.dtype.parameters.itemsize * (kept + weights + head) + beside

@@ -43,11 +43,9 @@ EXACT = 1e-3
 
 def ask(session: Session) -> Finding:
     """Is the reference the policy, before the first update?"""
-    reference = session.run.objective.reference
-    if reference is None:
-        return skipped("the loss has no reference")
-    if reference.model is not None:
-        return skipped("reference.model names another model")
+    obstacle = session.run.models().unlike_the_start
+    if obstacle is not None:
+        return skipped(obstacle)
     report = session.once(step).report
     assert report is not None, "asked after loss.reached"
     apart, where, number = _compared(session, report)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.owned import owned_by
-from taut.checks.rollout.opened import roller
+from taut.checks.rollout.opened import online, roller
 from taut.checks.session import Session
 from taut.data.prompts import PromptRow, PromptSet
 from taut.evals.answers import as_answer
@@ -76,12 +76,12 @@ def ask(session: Session) -> Finding:
 
 def _in_training(session: Session) -> Iterator[Finding]:
     """The rewards that are learned from."""
-    online = session.run.objective.online
-    if online is None or not online.rewards:
+    if not session.run.training_rewards:
         return
     panel, train = session.once(roller).panel, session.train
     assert panel is not None and isinstance(train, PromptSet)
-    yield preflight(panel, train.asked, online.guard.max_errors, "", _counter(session))
+    max_errors = online(session).guard.config.max_errors
+    yield preflight(panel, train.asked, max_errors, "", _counter(session))
 
 
 def _in_evaluation(session: Session) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def preflight(
 @owned_by("rewards.gold")
 def _answering(session: Session) -> Answering:
     run, renderer = session.run, session.inputs.renderer
-    make_engine, kind = engine_of(session.built), run.objective.kind
+    make_engine, kind = engine_of(session.built), run.row_kind
     found = build_answering(run.eval.answers, run.data, renderer, make_engine, session.job, kind)
     assert found is not None
     return found

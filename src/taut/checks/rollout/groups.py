@@ -14,10 +14,9 @@ from taut.checks.finding import Finding, failed, passed
 from taut.checks.rollout.opened import groups, obstacle, online, roller
 from taut.checks.session import Session
 from taut.losses import advantages
-from taut.losses.advantages import Estimator
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import PolicyCredit, Rewarded, ShapingConfig, paths_of
+from taut.rl.advantages import Rewarded, paths_of
 from taut.rl.environment import World
 from taut.rl.rollout import Group, scored
 from taut.rl.sampler import Episode
@@ -100,19 +99,19 @@ def _miscredited(session: Session, found: Sequence[Group]) -> list[str]:
     paths = paths_of(judged, 0)
     names = [path.name for path in paths]
     wrong = [f"{name} names {times} paths" for name, times in Counter(names).items() if times > 1]
-    if wrong or not paths or not isinstance(credit, PolicyCredit):
+    if wrong or not paths or not session.is_policy_gradient:
         return wrong
     said = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
     given = credit.trees(paths, said).advantages
-    estimate = credit.ways.estimate
-    if not isinstance(estimate, Estimator) or estimate.compare not in CENTRED:
+    if credit.estimator is None or credit.estimator.compare not in CENTRED:
         return []
     advantage_of = {name: float(advantage_N[0]) for name, advantage_N in given.items()}
-    if estimate.is_whitened:  # all have one offset: the mean over tokens is not that over samples
+    if (
+        credit.estimator.is_whitened
+    ):  # all have one offset: the mean over tokens is not that over samples
         offset = sum(advantage_of.values()) / len(advantage_of)
         advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
-    is_plain = credit.ways.shaping == ShapingConfig() and credit.ways.penalty is None
-    return list(_uncentred(paths, advantage_of, is_plain=is_plain))
+    return list(_uncentred(paths, advantage_of, is_plain=credit.is_plain))
 
 
 def _uncentred(

@@ -80,7 +80,7 @@ def _asked(session: Session) -> dict[str, Any]:
         "alpha": float(saved["lora_alpha"]),
         "rslora": saved.get("use_rslora", False),
         "dora": saved.get("use_dora", False),
-        "dropout": float(saved.get("lora_dropout") or 0.0) if session.run.MAY_BE_NOISY else 0.0,
+        "dropout": float(saved.get("lora_dropout") or 0.0) if session.run.allows_noise else 0.0,
         "targets": saved["target_modules"],
         "modules_to_save": saved.get("modules_to_save") or [],
     }

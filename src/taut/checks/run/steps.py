@@ -83,7 +83,7 @@ def _said(method: Offline, session: Session) -> Finding:
     size, full = len(order.step(last, method.epochs)), order.samples_per_step
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
     times = round(method.cursor(last).samples / order.epoch_size, 2)
-    what = "rows" if session.run.objective.are_compared else "samples"
+    what = "rows" if session.run.compares_answers else "samples"
     said = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
     if order.epoch_size < full:
         often = -(-full // order.epoch_size)

@@ -19,7 +19,7 @@ def ask(session: Session) -> Finding:
     train, stops = session.train, session.stops
     report, number, total = train.report, train.num_with_target(stops.ids), len(train)
     num_whole = report.num_rows - len(report.dropped) - len(report.cut)
-    if session.run.objective.kind != "sft":  # each answer of a row is a sample of its own
+    if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
         names = described(stops, session.renderer.template)[0]
