@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut import losses
-from taut.config import configclass, first_problem, to_dict
+from taut.config import Decision, configclass, first_problem, to_dict
 from taut.data.batching import Rows
 from taut.data.dataset import DataConfig, sources
 from taut.data.prompts import PromptRow, load_prompts
@@ -392,13 +392,13 @@ class Answering:
         return values
 
     @property
-    def decisions(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what was chosen for the user."""
+    def decisions(self) -> list[Decision]:
+        """What was chosen for the user."""
         found = [] if self.panel is None else list(self.panel.decisions)
         if self.left_out:
             first = self.left_out[0]
             value = f"without {len(self.left_out):,} of the prompts"
-            found.append(("eval.answers", value, f"{first.place}: {first.reason}"))
+            found.append(Decision("eval.answers", value, f"{first.place}: {first.reason}"))
         return found
 
     def as_evaluation(self) -> Evaluation:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from taut import losses
+from taut.config import Decision
 from taut.data.batching import Budget, Cursor, Rows, assign, layouts
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory
@@ -58,7 +59,7 @@ class StepSource(Protocol):
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step: with the seed, all that a resumed run needs of them."""
 
-    def open(self) -> Sequence[tuple[str, str, str]]:
+    def open(self) -> Sequence[Decision]:
         """Make ready what it needs besides the model, so that what is not available is refused before training;
         (name, value, reason) of what was settled on the way.
         """
