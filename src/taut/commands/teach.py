@@ -31,14 +31,15 @@ from taut.inference.open import one_device
 from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.methods.distill import require_context, require_same_tokenizer
+from taut.methods.method import RunConfig
+from taut.methods.teacher import require_context, require_same_tokenizer
 from taut.models.architecture import head
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.scorer import Scorer
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
-from taut.run.config import Run, load_language, load_stops, longest_sample
+from taut.run.inputs import load_language, load_stops
 from taut.types import Sample
 from taut.vision.image_store import require_alike
 
@@ -106,7 +107,7 @@ def teach(config: Teach) -> Taught:
             "the held-out file as data.train in a second call"
         )
     device = one_device(config.device)
-    learner = Run(
+    learner = RunConfig(
         model=config.student or config.model,
         data=config.data,
         trust_remote_code=config.trust_remote_code,
@@ -124,7 +125,7 @@ def teach(config: Teach) -> Taught:
         config.data,
         "train",
         language.renderer.stopping_at(stops.ids),
-        longest_sample(learner, language.config),
+        learner.longest_sample(language.config),
     )
     album, trust = language.renderer.album, config.trust_remote_code
     if album is not None and data.report.num_pictures:

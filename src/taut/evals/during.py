@@ -26,7 +26,7 @@ from taut.data.render import Incident, Renderer
 from taut.data.schema import Kind
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
-from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
+from taut.evals.answers import EvalSampling, answer, require_scorable
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.evals.statistics import Calibration, calibrate
 from taut.inference.engine import Engine, require_usable
@@ -445,7 +445,7 @@ def build_answering(
     if panel is not None:
         require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
-    require_usable(prompts_of(rows), engine.context)
+    require_usable([row.as_prompt() for row in rows], engine.context)
     return Answering(config, rows, [part.label for part in parts], panel, engine, job, left_out)
 
 

@@ -248,6 +248,15 @@ class Online:
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
+    def open(self) -> Sequence[tuple[str, str, str]]:
+        """Open engine, rewards and environment."""
+        return self.roller.settled
+
+    @property
+    def state(self) -> Online:
+        """Itself: trees that are not used up, groups to be replayed, and what controllers have learned."""
+        return self
+
     def close(self) -> None:
         """End what generates and judges."""
         if self._ahead is not None:
