@@ -47,8 +47,8 @@ def gap(left: Tensor, right: Tensor) -> float:
 
 
 def drift(left: Tensor, right: Tensor) -> float:
-    """The mean difference, as the alarm of the first step takes it: rounding hardly moves it where tokens are many, and
-    single log-probs differ by a quarter of a nat in bfloat16.
+    """The mean difference, as the monitor of the first step takes it: rounding hardly moves it where tokens are many,
+    and single log-probs differ by a quarter of a nat in bfloat16.
     """
     if not left.numel():
         return 0.0

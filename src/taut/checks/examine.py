@@ -22,7 +22,7 @@ from taut.checks.session import Session
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
 from taut.run.setup import Built
 from taut.train import random_state
-from taut.train.log.events import plain
+from taut.train.log.events import to_json
 
 SHOWN = 3
 """Lines of evidence in the error that stops a run."""
@@ -158,4 +158,4 @@ def as_fields(one: Answered) -> dict[str, Any]:
     """For JSON: in its own types, a number that is not finite as a text, as in the run's log."""
     head = {"name": one.name, "question": one.question}
     fields = {**head, **one.finding.as_fields(), "seconds": round(one.seconds, 3)}
-    return {key: plain(value) for key, value in (fields | {"cause": one.cause}).items()}
+    return {key: to_json(value) for key, value in (fields | {"cause": one.cause}).items()}

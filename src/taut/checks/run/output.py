@@ -55,7 +55,7 @@ def _checkpoints(session: Session) -> int:
     if not (config.every or config.keep_best):
         return 0
     one = sharded.num_bytes(sharded.training_state(session.scorer, job.optimizer))
-    return config.most(job.num_steps) * int(session.ranks.sum([one])[0])
+    return config.max_count(job.num_steps) * int(session.ranks.sum([one])[0])
 
 
 def _models(session: Session) -> int:
