@@ -154,7 +154,7 @@ def assemble(
         fit=fit,
         roles=roles,
         clip_grad_norm=run.optim.clip_grad_norm,
-        alarms=[
+        monitors=[
             FirstStep(alone, TOLERANCE[dtype]),
             Untouched.watching(scorer),
             Spikes(),
