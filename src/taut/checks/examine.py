@@ -21,6 +21,7 @@ from taut.checks.session import Session, Unavailable
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
 from taut.run.setup import Built
 from taut.train import random_state
+from taut.train.log.events import to_json
 
 EVIDENCE_SHOWN = 3
 """Lines of evidence in the error that stops a run."""
