@@ -52,7 +52,7 @@ from taut.plan import (
     without_data,
     workload,
 )
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Packed

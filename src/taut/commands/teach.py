@@ -40,7 +40,7 @@ from taut.models.scorer import Scorer
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
-from taut.run.config import load_language, load_stops
+from taut.run.inputs import load_language, load_stops
 from taut.types import Sample
 from taut.vision.image_store import require_alike
 

@@ -26,7 +26,7 @@ from taut.data.render import Incident, Renderer
 from taut.data.schema import Kind
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
-from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
+from taut.evals.answers import EvalSampling, answer, require_scorable
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.evals.statistics import Calibration, calibrate
 from taut.inference.engine import Engine, require_usable
@@ -40,7 +40,7 @@ from taut.rewards.registry import read_parts
 from taut.train.distributed import Ranks
 from taut.train.oom import require_room
 from taut.train.step_statistics import Planned, Sums
-from taut.train.trainer import Job, made_ready
+from taut.train.trainer import Job, prepare_microbatches
 from taut.types import Packed, Scores, Tree
 
 ROWS_AT_A_TIME = 512
@@ -98,7 +98,7 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
-            planned = made_ready(job, trees, observed, f"held-out loss after step {step}")
+            planned = prepare_microbatches(job, trees, observed, f"held-out loss after step {step}")
             self._add(planned, trees, found, step)
         ranks = job.ranks
         metrics = {"loss": sum(found.terms.means(ranks).values()), **found.metrics.means(ranks)}
@@ -445,7 +445,7 @@ def build_answering(
     if panel is not None:
         require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
-    require_usable(prompts_of(rows), engine.context)
+    require_usable([row.as_prompt() for row in rows], engine.context)
     return Answering(config, rows, [part.label for part in parts], panel, engine, job, left_out)
 
 

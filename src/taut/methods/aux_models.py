@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from taut.config import Decision
 from taut.errors import ModelError
 from taut.losses import Loss
-from taut.methods.inputs import Inputs, Loaded
+from taut.methods.inputs import Inputs, Loaded, MayChange
 from taut.methods.reference import Other, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
 from taut.models import architecture
@@ -42,6 +42,20 @@ from taut.vision.image_store import require_alike
 
 if TYPE_CHECKING:
     from taut.methods.method import RunConfig
+
+
+MAY_CHANGE = MayChange(
+    freely=(
+        "reference.model",  # these are hashed, wherever they lie
+        "distill.teacher",
+        "distill.top_logprobs",
+        "distill.eval_top_logprobs",
+        "critic.model",
+    ),
+    rounding=("reference.file",),
+    schedule=("critic.learning_rate",),
+)
+"""Of their sections, where a method has them."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class AuxModels:
 
     @property
     def not_in_samples(self) -> str | None:
-        """Why the loss cannot be computed from what the policy says of its samples; None: it can."""
+        """Why the loss cannot be computed from the policy's log-probs of its samples; None: it can."""
         if self.teacher is not None:
             return "the loss is measured against a teacher, which is not asked here"
         if self.reference is not None and self.reference.model is not None:

@@ -1,7 +1,7 @@
 """Training on a data set that is there from the start: SFT, preferences, reward models, distillation.
 
-Which rows each step has (data/plan.py), the trees they make (data/groups.py), and the loss. Wiring, no maths. What a
-loss needs of another model is filled in by roles (loop.Role).
+Which rows each step has and the trees they make (data/batching.py), and the loss. Wiring, no maths. What a loss needs
+of another model is filled in by roles (train/trainer.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A teacher: the section ``[distill]``, of ``taut distill`` and ``taut gkd``, the loss it makes, and which models
-can teach. Wiring, no maths: the divergences and their papers are in models/divergence.py.
+can teach. Wiring, no maths: the divergences and their papers are in models/teacher.py.
 
     teacher         a model that gives all of its distribution: any architecture and width, the student's tokenizer.
                     Every rank holds it, whole, in the compute dtype; it runs just before the student
@@ -43,21 +43,22 @@ class DistillConfig:
     teacher: str | None = None
     """Directory (or hub name) of the model to learn from; it has the student's tokenizer."""
     top_logprobs: str | None = None
-    """In place of the teacher: the file that ``taut teach`` made of data.train."""
+    """Instead of a teacher: the file that ``taut teach`` wrote for data.train."""
     eval_top_logprobs: str | None = None
-    """The same of data.eval."""
+    """The same file for data.eval."""
     divergence: Literal["forward", "reverse", "js"] = "forward"
-    """forward: KL(teacher || student), which covers all the teacher does; reverse: KL(student || teacher), which keeps
-    to what it does most; js: both, to their mixture."""
+    """forward: KL(teacher || student), mode-covering; reverse: KL(student || teacher), mode-seeking; js: the
+    generalised Jensen-Shannon divergence."""
     beta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The teacher's share of js's mixture: near 0 it acts as forward, near 1 as reverse; 0.5 where not given."""
+    """For divergence=js: the teacher's share of the mixture. Near 0 it acts as forward, near 1 as reverse; 0.5 if not
+    set."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of both; the term is multiplied by its square, so that gradients keep their size."""
+    """Divides the logits of both models; the term is multiplied by its square, which keeps the scale of gradients."""
     tail: Literal["bucket", "renormalise"] | None = None
-    """Of top_logprobs: what becomes of tokens that are not listed. bucket (where not given): together they are one more
-    outcome; renormalise: the teacher has the listed ones only."""
+    """For top_logprobs: how tokens that are not listed count. bucket (if not set): all together as one more outcome;
+    renormalise: not at all, the listed probabilities are normalised to 1."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the mean negative log-probability of the data's own tokens, beside the divergence."""
+    """Weight of the cross-entropy on the data's own tokens, added to the divergence."""
 
     def __post_init__(self) -> None:
         if self.beta is not None and self.divergence != "js":
@@ -197,7 +198,8 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
 
 
 def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) -> Dataset:
-    """The data with what its file says, where there is one. ``split``: train or eval."""
+    """The data with the teacher's log-probabilities, if the configuration names a file of them. ``split``: train or
+    eval."""
     key = "top_logprobs" if split == "train" else "eval_top_logprobs"
     named = getattr(config, key)
     if named is None:

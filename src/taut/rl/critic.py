@@ -206,7 +206,7 @@ def save_critic(
     """
     if not isinstance(critic, OwnCritic):
         return None
-    state, failure = distributed.whole_state_dict(critic.model, ranks), ""
+    state, failure = distributed.full_state_dict(critic.model, ranks), ""
     if ranks.is_writer:
         whole = state if ranks.size > 1 else None
         try:

@@ -16,7 +16,6 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.errors import ConfigError, DataError, EngineError
-from taut.evals.answers import prompts_of
 from taut.inference.engine import require_text, require_usable
 from taut.inference.local import LocalEngine
 from taut.inference.reward_model import open_rater
@@ -62,10 +61,10 @@ def open_roller(setting: Setting) -> Roller:
     """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
     config, credit, rewards = setting.config, setting.credit, setting.rewards
     require_judgeable(rewards, setting.ranks.size, ahead=config.ahead)
-    prompts = prompts_of(setting.prompts)
+    prompts = [row.as_prompt() for row in setting.prompts]
     if config.engine == "server":
         require_text(prompts)
-    ranks = setting.ranks.apart() if config.ahead else setting.ranks
+    ranks = setting.ranks.on_cpu() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and rewards:
         panel = open_panel(rewards, setting.grading, reserved=RESERVED, open_rater=open_rater)

@@ -45,7 +45,7 @@ from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
-from taut.train.trainer import Job, Lookahead, Method
+from taut.train.trainer import Job, Lookahead, StepSource
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -154,7 +154,7 @@ def assemble(
         fit=fit,
         roles=roles,
         clip_grad_norm=run.optim.clip_grad_norm,
-        alarms=[
+        monitors=[
             FirstStep(alone, TOLERANCE[dtype]),
             Untouched.watching(scorer),
             Spikes(),
@@ -262,7 +262,7 @@ def choose(
 
 
 def _alone(
-    method: Method, model: nn.Module, dtype: torch.dtype, device: torch.device
+    method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """log-probs of some of the first step's samples, run alone through the library's own path."""
     samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}

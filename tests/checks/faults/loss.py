@@ -108,8 +108,8 @@ def a_target_read_one_row_late(place: Place, is_faulty: bool) -> Session:
         apply = scorer.LinearHead.apply
 
         def shifted(*args: Any) -> Any:
-            asked = args[-1]
-            return apply(*args[:-1], asked._replace(target_N=asked.target_N.roll(1)))
+            *inputs, target_N, linear_N = args
+            return apply(*inputs, target_N.roll(1), linear_N)
 
         place.patch.setattr(scorer.LinearHead, "apply", shifted)
     return place.session()
@@ -283,8 +283,8 @@ def weights_that_are_not_the_derivative(place: Place, is_faulty: bool) -> Sessio
 def a_micro_batch_that_is_lost(place: Place, is_faulty: bool) -> Session:
     """The last micro-batch of each step is never computed."""
     if is_faulty:
-        some = trainer.microbatches_of
-        place.patch.setattr(trainer, "microbatches_of", lambda *args: some(*args)[:-1])
+        some = trainer.plan_microbatches
+        place.patch.setattr(trainer, "plan_microbatches", lambda *args: some(*args)[:-1])
     return place.session(batch__tokens_per_microbatch=64)
 
 

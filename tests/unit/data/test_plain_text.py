@@ -20,7 +20,7 @@ from taut.data.prompts import load_prompts
 from taut.data.schema import Answers, Columns, Kind, Stepwise, read_any, recognise
 from taut.errors import DataError
 from taut.methods.method import RunConfig
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.train import distributed
 
 PLAIN = {"prompt": "2 + 3 =", "completion": " 5"}

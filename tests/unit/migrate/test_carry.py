@@ -20,8 +20,9 @@ from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.config import load
 from taut.methods.method import RunConfig
-from taut.migrate.examine import DIALECTS, examine
-from taut.migrate.outcomes import load_table
+from taut.migrate.carry import load_table
+from taut.migrate.dialects import DIALECTS
+from taut.migrate.examine import examine
 
 SWIFT = "swift sft --model some/model --dataset rows.jsonl "
 TRL = "trl sft --model_name_or_path some/model --dataset_name rows.jsonl --assistant_only_loss "

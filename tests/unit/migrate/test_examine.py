@@ -12,8 +12,7 @@ from rich.console import Console
 from taut.config import load
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
-from taut.migrate.examine import examine, main
-from taut.migrate.report import SCHEMA, RecipeReport
+from taut.migrate.examine import SCHEMA, RecipeReport, examine, main
 
 RECIPES = Path(__file__).parent / "recipes"
 SPECS = {
