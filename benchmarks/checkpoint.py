@@ -50,7 +50,7 @@ from sft import matches
 from taut.config import from_mapping
 from taut.demo.fetch import get_model
 from taut.methods.method import RunConfig
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import checkpoint, distributed, sharded
 from taut.train.checkpoint import CheckpointConfig, Checkpoints

@@ -40,7 +40,7 @@ from taut.methods.method import RunConfig
 from taut.models.load import quiet_library
 from taut.plan import Kernels, calibrate, footprint, predict_steps, workload
 from taut.plan.measuring import peak_bytes, tensors_of
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import distributed
 from taut.train.trainer import train_step

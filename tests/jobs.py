@@ -15,7 +15,7 @@ from taut.data.dataset import Dataset
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.run.setup import Built, build
 from taut.train import distributed
 from taut.types import Sample, Tree

@@ -15,7 +15,7 @@ from tests.chats import QUIET, WORDS, write_rows
 import taut
 from taut.config import from_mapping
 from taut.methods import METHODS as RUNS
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.run.setup import Built, build
 from taut.train import distributed
 

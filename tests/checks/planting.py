@@ -17,7 +17,7 @@ import pytest
 from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut.checks import Part
-from taut.checks.finding import Outcome
+from taut.checks.registry import Outcome
 from taut.checks.session import Session
 from taut.config import from_mapping
 from taut.methods import METHODS

@@ -19,7 +19,7 @@ from pathlib import Path
 from taut.checks import Part
 from taut.checks.examine import Answered, Examination, examine
 from taut.checks.report import FINDINGS, as_json, show_end, show_row
-from taut.checks.rollout.opened import close
+from taut.checks.rollouts import close
 from taut.checks.session import Session
 from taut.config import configclass, load
 from taut.errors import ConfigError

@@ -28,7 +28,7 @@ from rich.console import Console
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
 from taut.commands.reading import RowSettings, read_prompts, write_errors
-from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
+from taut.config import Decision, configclass, fields_of, from_mapping, home_path, to_dict
 from taut.data.prompts import PromptRow
 from taut.data.sources import Source
 from taut.errors import CheckFailed, ConfigError, OutputError
@@ -39,7 +39,6 @@ from taut.inference.reward_model import open_rater
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
 from taut.rewards import RewardSpec, open_panel
-from taut.rewards.verifier import Decision
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"

@@ -32,7 +32,7 @@ from taut.commands.reading import (
     source_of,
     write_errors,
 )
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.render import Incident, faults_of_pictures
 from taut.data.schema import (
     ANSWER_LISTS,
@@ -122,7 +122,7 @@ class Scored:
     out: Path | None
     seconds: float
     """Time without loading the model."""
-    decisions: tuple[tuple[str, str, str], ...]
+    decisions: tuple[Decision, ...]
     mean: float
     deviation: float
     """Standard deviation of all scores."""

@@ -48,11 +48,11 @@ from taut.evals.during import (
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
-from taut.methods.inputs import Decision, Inputs, Plan
+from taut.methods.inputs import Inputs, Plan
 from taut.methods.method import RunConfig
 from taut.rewards.in_process import require_judgeable
-from taut.run.config import load_inputs
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
+from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build, engine_of
@@ -596,7 +596,7 @@ def train(run: RunConfig) -> Result:
             if start.finished is None:
                 built = build(run, inputs, start.plan, ranks)
                 with closing(built.job.method) as method:
-                    built.decisions.extend(Decision(*settled) for settled in method.open())
+                    built.decisions.extend(method.open())
                     built.decisions.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     asked = Asked(before_training(built), evaluations, stop_check)
@@ -653,7 +653,7 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
     answering = build_answering(answers, run.data, renderer, make_engine, job, kind)
     if answering is not None:
         found.append(answering.as_evaluation())
-        settled = [Decision(*it) for it in answering.decisions]
+        settled = answering.decisions
         built.decisions.extend(it for it in settled if it not in built.decisions)
     if run.eval.best is None:
         if run.checkpoint.keep_best:

@@ -288,7 +288,7 @@ def row_offsets(line_S: NDArray[np.int64]) -> IntArray:
 # several samples, which stay together (``Dataset.rows``), with values.
 #
 # Does not shuffle, choose fractions, pack or plan. Under torchrun let one rank load first. Imported
-# by ``taut.run.config``, methods, checks and evals.
+# by ``taut.run.inputs``, methods, checks and evals.
 
 Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 6

@@ -1,40 +1,31 @@
-"""The pictures and videos in the columns of a row, put where its messages have a place for them.
+"""Images in rendered text: sizes read, placeholders written as words, and found again among the token ids.
 
-A place is a part ``{"type": "image"}`` without a picture (TRL), or ``<image>`` in a text (llava, LLaMA-Factory,
-ms-swift); ``video`` likewise. The columns ``images``, ``image`` or ``image_url`` (``videos``, ``video``) fill them in
-order, unless a part says which of the column's it is (``index``), and there must be as many as places. Where messages
-have no place at all, the pictures stand before the first question (TRL); conversations of from and value have places or
-are refused, since llava's always have. Of a text with marks nothing changes but that they are taken out, with the one
-newline that sets off those it begins or ends with: ``<image>\\nWhat is this?`` is a picture and ``What is this?``.
+A chat template writes one placeholder for each image. Before anything is tokenised, it is replaced by the words that
+stand for an image of that size (``vision/placeholders.py``); the tokens that features replace are then assigned to the
+images in order:
 
-A row without such a column is left as it is, ``<image>`` in its texts included. Values are not looked at
-(``media.py``). Imported by ``columns.py`` and ``judged.py``.
+    placeholders written = images of the messages        tokens found = sum of the images' tokens
+
+Both are required exactly, so features and tokens cannot get out of step. No text may contain a word that stands for
+images, and no such token is learned: a model does not write images.
+
+How many tokens an image has may depend on the number of images in its row: a prefix of a row counts those of the whole
+row. Reads no file: the image store does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from taut.data.json_io import read_json
-from taut.data.messages import (
-    MEDIA,
-    PICTURES,
-    SOUNDS,
-    VIDEOS,
-    Message,
-    Part,
-    Tool,
-    has_value,
-    text_of,
-)
+from taut.data.messages import MARKS, Message, Tool, text_of
 from taut.errors import DataError, PictureError, RenderError
 from taut.types import IntArray, Media, Picture, Sample
 
@@ -45,217 +36,28 @@ if TYPE_CHECKING:
     from taut.vision.image_store import Album
     from taut.vision.placeholders import Shape
 
-MARKS = {"<image>": "image", "<video>": "video"}
-_MARK = "|".join(MARKS)
-_LEADING = re.compile(rf"(?:(?:{_MARK})\n?)*")
-_TRAILING = re.compile(rf"(?:\n?(?:{_MARK}))*\Z")
-
-
-def usable(
-    named: dict[str, Any], place: str, ignored: Collection[str], prefix: str
-) -> dict[str, Any]:
-    """The row without the columns of pictures that are to be left out. Sound is refused."""
-    kept = {name: it for name, it in named.items() if name not in MEDIA or name not in ignored}
-    for name in SOUNDS:
-        if kept.get(name):
-            raise DataError(
-                f"{place}: the row has {name}; expected text and pictures: sound is not supported; remove it, or name "
-                f"the column in {prefix}ignore_keys"
-            )
-    return kept
-
-
-def refuse_beside_text(named: Mapping[str, Any], place: str, prefix: str) -> None:
-    """A text without a chat template says nowhere where its pictures are."""
-    for name in (*PICTURES, *VIDEOS):
-        if named.get(name):
-            raise DataError(
-                f"{place}: the row has {name}; expected text only where there are no messages; give the prompt as "
-                f"messages, or name the column in {prefix}ignore_keys"
-            )
-
-
-def placed(
-    turns: object, named: Mapping[str, Any], place: str, *, needs_marks: bool = False
-) -> object:
-    """Messages with what the row's columns have for them. What is no message is left to be refused."""
-    columns = {"image": _column(named, PICTURES, place), "video": _column(named, VIDEOS, place)}
-    if not any(columns.values()) or not isinstance(turns, list):
-        return turns
-    turns = [_with_places(turn) for turn in turns]
-    places = [part for turn in turns for part in _parts(turn) if _is_place(part)]
-    if not places and not needs_marks and not any(map(_has_media, turns)):
-        parts = [{"type": kind} for kind, found in columns.items() if found for _ in found[1]]
-        turns = _before_first_question(turns, parts)
-        places = [part for turn in turns for part in _parts(turn) if _is_place(part)]
-    supply = {
-        kind: iter(_in_order([it for it in places if it["type"] == kind], found, kind, place))
-        for kind, found in columns.items()
-    }
-    return [_filled(turn, supply) for turn in turns]
-
-
-def unmarked(text: str) -> str:
-    """A text without the marks of pictures."""
-    return text_of([part for part in _split(text) if part["type"] == "text"])
-
-
-def _column(
-    named: Mapping[str, Any], names: Sequence[str], place: str
-) -> tuple[str, list[Any]] | None:
-    """The name and the values of the column that is there; None: there is none."""
-    found = {name: _listed(named[name], name, place) for name in names if name in named}
-    used = [name for name, values in found.items() if values]
-    if len(used) > 1:
-        raise DataError(
-            f"{place}: the row has {' and '.join(used)}; expected one of them; name the other in data.ignore_keys"
-        )
-    return next(((name, found[name]) for name in (*used, *found)), None)
-
-
-def _listed(value: Any, name: str, place: str) -> list[Any]:
-    """One or several; several as JSON where a CSV file has them. A list in ``video`` is the frames of one."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = read_json(value)
-        except ValueError as error:
-            raise DataError(
-                f"{place}: {name} begins with [ but is not JSON ({error}); expected a path, or a list as JSON"
-            ) from None
-    if isinstance(value, list | tuple) and not (value and name == "video"):
-        return list(value)
-    return [] if value is None or value in ("", {}) else [value]
-
-
-def _split(text: str) -> list[Part]:
-    """The parts of a text with marks."""
-    leading, rest = _cut(_LEADING.match(text), text)
-    trailing, middle = _cut(_TRAILING.search(rest), rest)
-    pieces = [*re.findall(_MARK, leading), *re.split(f"({_MARK})", middle)]
-    return [
-        {"type": MARKS[piece]} if piece in MARKS else {"type": "text", "text": piece}
-        for piece in (*pieces, *re.findall(_MARK, trailing))
-        if piece
-    ]
-
-
-def _cut(found: re.Match[str] | None, text: str) -> tuple[str, str]:
-    """What was found, and the text without it."""
-    assert found is not None, "the patterns match the empty text"
-    return found.group(), text[: found.start()] + text[found.end() :]
-
-
-def _parts(turn: Any) -> list[Any]:
-    content = turn.get("content") if isinstance(turn, dict) else None
-    return content if isinstance(content, list) else []
-
-
-def _is_place(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in MARKS.values() and not has_value(part)
-
-
-def _has_media(turn: Any) -> bool:
-    """Whether a part of it says itself what its picture is."""
-    return any(isinstance(part, dict) and part.get("type") in MEDIA for part in _parts(turn))
-
-
-def _with_places(turn: Any) -> Any:
-    """The turn with a part for each mark in its texts."""
-    content = turn.get("content") if isinstance(turn, dict) else None
-    if isinstance(content, str):
-        content = [content] if re.search(_MARK, content) else None
-    if not isinstance(content, list):
-        return turn
-    parts: list[Any] = []
-    for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        text = part.get("text") if is_text else part
-        parts += _split(text) if isinstance(text, str) and re.search(_MARK, text) else [part]
-    return {**turn, "content": parts}
-
-
-def _before_first_question(turns: list[Any], parts: Sequence[Part]) -> list[Any]:
-    """Where that is a text; else there remains no place."""
-    for index, turn in enumerate(turns):
-        if isinstance(turn, dict) and turn.get("role") == "user":
-            said = turn.get("content")
-            whole = [*parts, {"type": "text", "text": said}]
-            changed = {**turn, "content": whole} if isinstance(said, str) else turn
-            return [*turns[:index], changed, *turns[index + 1 :]]
-    return turns
-
-
-def _in_order(
-    places: Sequence[Part], found: tuple[str, list[Any]] | None, kind: str, place: str
-) -> list[Any]:
-    """What comes into each place."""
-    name, values = found or (f"{kind}s", [])
-    wanted = [
-        part["index"] if isinstance(part.get("index"), int) else number
-        for number, part in enumerate(places)
-    ]
-    if sorted(set(wanted)) != list(range(len(values))):
-        num = len(set(wanted))
-        num = max(wanted) + 1 if num == len(values) else num
-        raise DataError(
-            f"{place}: {name} has {len(values)} and the messages have {num} places for them; expected as many: a "
-            f'<{kind}>, or a part {{"type": "{kind}"}} without a value, for each; correct the row'
-        )
-    for index, value in enumerate(values):
-        if value is None or value == {}:
-            raise PictureError(
-                f"{place}: {name}[{index}] is null; expected what is in its place; remove the row or fill it in"
-            )
-    return [values[index] for index in wanted]
-
-
-def _filled(turn: Any, supply: Mapping[str, Iterator[Any]]) -> Any:
-    if not any(_is_place(part) for part in _parts(turn)):
-        return turn
-    parts = [
-        {**part, part["type"]: next(supply[part["type"]])} if _is_place(part) else part
-        for part in _parts(turn)
-    ]
-    return {**turn, "content": parts}
-
-
-# --------------------------------------------------------------------------------------------------
-# Pictures in messages: looked at, written in words, and found again among the ids.
-#
-# A chat template writes one placeholder for each picture. It is replaced, before anything is tokenised, by the words
-# that stand for a picture of that size (``vision/processor.py``), and the tokens that features take the place of are
-# dealt out to the pictures in their order:
-#
-#     placeholders written = pictures of the messages        tokens found = sum of what the pictures have
-#
-# Both are required exactly, so features and tokens cannot slip against each other. No text may contain a word that
-# stands for pictures, and no such token is learned: a model does not write pictures.
-#
-# How a picture is turned into tokens may depend on how many its row has: a prefix of a row counts those of the whole.
-# Reads no file: the album does. Imported by the rest of ``taut.data``.
-
 T = TypeVar("T")
 BATCH_ROWS, BATCH_BYTES = 256, 2**28
-"""Rows at a time, and bytes of pictures that are with them: frames of videos are large."""
+"""Limits of rows rendered together: their number, and the bytes of images held in them. Frames of videos are large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A picture of a text: where its features come from, and what stands for it."""
+    """An image of a text: where its features come from, and the words that stand for it."""
 
     picture: Picture
     shape: Shape
 
 
 class Pictures:
-    """Pictures on their way through a tokenizer; without an album there must be none."""
+    """Images on their way through a tokenizer. Without an album there must be none."""
 
     def __init__(self, album: Album | None, tokenizer: PreTrainedTokenizerBase) -> None:
         self.album = album
         self.tokenizer = tokenizer
 
     def look(self, rows: Iterable[tuple[str, Sequence[Message]]]) -> None:
-        """Have the album see the pictures of these messages, several at a time: then ``place`` waits for none."""
+        """Let the album read the images of these messages, several at a time, so that ``place`` does not wait."""
         album = self.album
         if album is None:
             return
@@ -265,7 +67,7 @@ class Pictures:
                 first.setdefault(ref, where)
 
         def see(ref: ImageRef) -> None:
-            with suppress(PictureError):  # told where the picture is placed
+            with suppress(PictureError):  # ``place`` raises it
                 album.see(ref, first[ref])
 
         if first:
@@ -275,33 +77,40 @@ class Pictures:
     def place(
         self, messages: Sequence[Message], tools: Sequence[Tool], place: str
     ) -> tuple[Placed, ...]:
-        """The pictures of a whole row. Raises PictureError for one that cannot be had, and RenderError for text that
+        """The images of a whole row. Raises PictureError for one that cannot be used, and RenderError for text that
         would be taken for one.
         """
-        self._require_none_written(messages, tools, place)
+        if self._reserved is not None:
+            for index, message in enumerate(messages):
+                for key, value in message.items():
+                    texts = [text_of(value or "")] if key == "content" else _strings(value)
+                    for text in texts:
+                        self.require_plain(text, f"{place}: messages[{index}].{key}")
+            for text in _strings(tools):
+                self.require_plain(text, f"{place}: tools")
         return self.place_each(messages, place)
 
     def place_each(self, messages: Sequence[Message], place: str) -> tuple[Placed, ...]:
-        """The same, whatever the text."""
-        found = list(located(messages, place))
-        if found and self.album is None:
-            raise RenderError(
-                f"{found[0][1]} is a picture, and the model takes no pictures; expected text; take it out, or name a "
-                "vision-language model"
-            )
-        return tuple(self._placed(ref, where, len(found)) for ref, where in found)
-
-    def _placed(self, ref: ImageRef, where: str, num_pictures: int) -> Placed:
-        assert self.album is not None
-        seen = self.album.see(ref, where)
-        try:
-            shape = self.album.shape(seen, num_pictures)
-        except DataError as error:
-            raise PictureError(f"{where}: {error}") from None
-        return Placed(self.album.picture(seen.source, seen.digest, num_pictures, where), shape)
+        """``place`` without a look at the text."""
+        refs = list(located(messages, place))
+        placed = []
+        for ref, where in refs:
+            if self.album is None:
+                raise RenderError(
+                    f"{where} is a picture, and the model takes no pictures; expected text; take it out, or name a "
+                    "vision-language model"
+                )
+            seen = self.album.see(ref, where)
+            try:
+                shape = self.album.shape(seen, len(refs))
+            except DataError as error:
+                raise PictureError(f"{where}: {error}") from None
+            picture = self.album.picture(seen.source, seen.digest, len(refs), where)
+            placed.append(Placed(picture, shape))
+        return tuple(placed)
 
     def write(self, text: str, placed: Sequence[Placed], place: str) -> str:
-        """A template's text with what stands for each picture in the place of its placeholder."""
+        """A template's text with the words that stand for each image in place of its placeholder."""
         if self.album is None:
             return text
         placeholder = self.album.processor.placeholder
@@ -313,17 +122,17 @@ class Pictures:
                 "nowhere else"
             )
         pairs = zip(placed, rest, strict=True)
-        return before + "".join(one.shape.text + after for one, after in pairs)
+        return before + "".join(image.shape.text + after for image, after in pairs)
 
     def find(
         self, ids: IntArray | Sequence[int], placed: Sequence[Placed], place: str
     ) -> tuple[Media, ...]:
-        """Where the pictures of a text lie among its ids."""
+        """The position of each image of a text among its ids."""
         if self.album is None:
             return ()
         processor = self.album.processor
         at = np.flatnonzero(np.asarray(ids) == processor.image_id)
-        stops = np.cumsum([one.shape.num_tokens for one in placed], dtype=np.int64)
+        stops = np.cumsum([image.shape.num_tokens for image in placed], dtype=np.int64)
         expected = int(stops[-1]) if placed else 0
         if at.size != expected:
             raise RenderError(
@@ -332,46 +141,32 @@ class Pictures:
             )
         return tuple(
             Media(
-                one.picture,
-                int(at[stop - one.shape.num_tokens]),
+                image.picture,
+                int(at[stop - image.shape.num_tokens]),
                 int(at[stop - 1]) + 1,
-                one.shape.grid,
+                image.shape.grid,
                 processor.is_two_way,
             )
-            for one, stop in zip(placed, stops.tolist(), strict=True)
+            for image, stop in zip(placed, stops.tolist(), strict=True)
         )
 
     def learnable(self, ids_T: IntArray, at: IntArray, media: Sequence[Media]) -> IntArray:
-        """The positions among ``at`` that are no part of a picture."""
+        """The positions among ``at`` that are not part of an image."""
         if self.album is None:
             return at
-        is_outside = ~np.isin(ids_T, self._ids)
-        for one in media:
-            is_outside[one.start : one.stop] = False
+        is_outside = ~np.isin(ids_T, self._reserved_ids)
+        for image in media:
+            is_outside[image.start : image.stop] = False
         return at[is_outside[at]]
 
     def require_plain(self, text: str, where: str) -> None:
-        """That no word in a text stands for a picture."""
-        found = self._reserved.search(text) if self._reserved else None
-        if found is not None:
+        """Refuse a text with a word that stands for an image."""
+        word = self._reserved.search(text) if self._reserved else None
+        if word is not None:
             raise RenderError(
-                f"{where} has {found[0]!r}, which stands for pictures or sound in this model's prompts; expected text "
+                f"{where} has {word[0]!r}, which stands for pictures or sound in this model's prompts; expected text "
                 'without it; write a picture as {"type": "image", "image": PATH}, or take the word out'
             )
-
-    def _require_none_written(
-        self, messages: Sequence[Message], tools: Sequence[Tool], place: str
-    ) -> None:
-        if self._reserved is None:
-            return
-        for index, message in enumerate(messages):
-            for key, value in message.items():
-                where = f"{place}: messages[{index}].{key}"
-                texts = [text_of(value or "")] if key == "content" else _strings(value)
-                for text in texts:
-                    self.require_plain(text, where)
-        for text in _strings(tools):
-            self.require_plain(text, f"{place}: tools")
 
     @cached_property
     def _reserved(self) -> re.Pattern[str] | None:
@@ -381,33 +176,33 @@ class Pictures:
         return re.compile("|".join(re.escape(word) for word in sorted(words, key=len)[::-1]))
 
     @cached_property
-    def _ids(self) -> IntArray:
-        """The tokens that are such a word."""
+    def _reserved_ids(self) -> IntArray:
+        """The ids of the tokens that are reserved words."""
         assert self.album is not None
-        known = self.tokenizer.get_added_vocab()
+        vocabulary = self.tokenizer.get_added_vocab()
         processor = self.album.processor
-        own = [known[word] for word in processor.reserved if word in known]
-        return np.array([processor.image_id, *own])
+        ids = [vocabulary[word] for word in processor.reserved if word in vocabulary]
+        return np.array([processor.image_id, *ids])
 
 
 def in_batches(
     rows: Iterable[T], pictures_of: Callable[[T], Iterable[ImageRef]]
 ) -> Iterator[list[T]]:
-    """Rows to be rendered together: many, or as many as hold ``BATCH_BYTES`` of pictures with them."""
+    """Batches of rows to be rendered together: ``BATCH_ROWS``, or fewer that hold ``BATCH_BYTES`` of images."""
     batch: list[T] = []
-    held = 0
+    num_bytes = 0
     for row in rows:
         batch.append(row)
-        held += sum(len(it.value) for it in pictures_of(row) if it.kind == "bytes")
-        if len(batch) == BATCH_ROWS or held >= BATCH_BYTES:
+        num_bytes += sum(len(ref.value) for ref in pictures_of(row) if ref.kind == "bytes")
+        if len(batch) == BATCH_ROWS or num_bytes >= BATCH_BYTES:
             yield batch
-            batch, held = [], 0
+            batch, num_bytes = [], 0
     if batch:
         yield batch
 
 
 def located(messages: Sequence[Message], place: str) -> Iterator[tuple[ImageRef, str]]:
-    """The pictures of messages, each with the place that errors call it by."""
+    """The images of messages, each with its place for errors."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
@@ -416,27 +211,29 @@ def located(messages: Sequence[Message], place: str) -> Iterator[tuple[ImageRef,
 
 
 def within(media: Sequence[Media], start: int, stop: int) -> tuple[Media, ...]:
-    """The pictures that lie wholly in [start, stop), as they lie in it."""
+    """The images wholly inside [start, stop), positions counted from ``start``."""
     return tuple(
-        replace(one, start=one.start - start, stop=one.stop - start)
-        for one in media
-        if start <= one.start and one.stop <= stop
+        replace(image, start=image.start - start, stop=image.stop - start)
+        for image in media
+        if start <= image.start and image.stop <= stop
     )
 
 
 def uncut(media: Sequence[Media], stop: int) -> int:
-    """``stop``, or where the picture begins that it would cut."""
-    return next((one.start for one in media if one.start < stop < one.stop), stop)
+    """``stop``, or the start of the image that it would cut."""
+    return next((image.start for image in media if image.start < stop < image.stop), stop)
 
 
 def is_same_input(left: Sample, right: Sample) -> bool:
-    """Whether a model is given the same: ids and pictures."""
-    pictures = [[(it.start, it.picture.digest) for it in one.media] for one in (left, right)]
-    return pictures[0] == pictures[1] and np.array_equal(left.ids_T, right.ids_T)
+    """Whether two samples have the same ids and images."""
+    left_images, right_images = (
+        [(image.start, image.picture.digest) for image in sample.media] for sample in (left, right)
+    )
+    return left_images == right_images and np.array_equal(left.ids_T, right.ids_T)
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Every text in a value of JSON, keys included."""
+    """Every text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

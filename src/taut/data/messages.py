@@ -1,18 +1,28 @@
-"""Pictures and videos in the content of messages, in the shapes that data have them, brought into one.
+"""Validated rows: a conversation, a prompt with its completion, or a document; and their messages, images included.
+
+Strict on purpose: an unknown role, an unknown key of a message, empty content or a value of the wrong type is a
+DataError that names file and line; nothing is guessed and nothing is dropped. Tool calls and tools become the one shape
+that chat templates expect: ``{"type": "function", "function": {"name", "arguments": object}}``.
+
+Content given as a list of text parts is joined. Content with an image stays a list of parts:
 
     {"type": "text", "text": str}       {"type": "image", "image": ImageRef}
 
-A picture is a part of the content: ``{"type": "image", "image": VALUE}``, with ``path``, ``url``, ``bytes``, ``base64``
-or ``source`` in place of ``image``, or ``{"type": "image_url", "image_url": {"url": VALUE}}``. A VALUE is a path, an
-address, a data URL, bytes, a PIL picture, or an object of these; text under ``bytes``, ``base64``, ``data`` is base64.
+In the data, an image is a part ``{"type": "image", "image": VALUE}``, with ``path``, ``url``, ``bytes``, ``base64`` or
+``source`` in place of ``image``, or ``{"type": "image_url", "image_url": {"url": VALUE}}``. A VALUE is a path, an
+address, a data URL, bytes, a PIL image, or an object of these; text under ``bytes``, ``base64``, ``data`` is base64.
 
-A video (``{"type": "video", "video": FILE or list of VALUES}``) becomes its frames, each a picture with its time in a
-text before it, as Qwen3-VL writes it: ``<1.5 seconds>``. A list of frames has ``fps`` or ``timestamps`` beside it.
+A video (``{"type": "video", "video": FILE or list of VALUES}``) becomes its frames, each an image with its time in a
+text before it, as Qwen3-VL writes it: ``<1.5 seconds>``. A list of frames needs ``fps`` or ``timestamps`` next to it.
 
-Pictures are for the model to read: an assistant's turn has none. Sound is refused. A value that can be no picture is a
-PictureError, which may be left out; a shape that is none of these is a DataError. Nothing is opened but videos: a file
-that is not there keeps its name for whoever opens it. Does not know columns (``placing.py``). Imported by the rest of
-``taut.data``.
+Images may also be in columns of the row (``place_media``): ``images``, ``image`` or ``image_url`` (``videos``,
+``video``, ``video_url``) fill the places that the messages have for them, which are parts ``{"type": "image"}`` without
+an image (TRL), or ``<image>`` in a text (llava, LLaMA-Factory, ms-swift).
+
+Assistant turns have no images, since the model reads and does not write them. Audio is refused. A value that cannot be
+an image is a PictureError, whose row may be left out; a shape that is none of these is a DataError. No image file is
+opened here, only videos. Does not know formats (``schema.py``), nor which order of roles a chat template accepts
+(``chat_template.py``).
 """
 
 from __future__ import annotations
@@ -36,298 +46,15 @@ from taut.data.json_io import did_you_mean, listed, read_json, shown
 from taut.errors import DataError, PictureError
 from taut.vision.content import Frame, ImageRef, ImagesConfig, frames_of, png_of
 
-Part: TypeAlias = dict[str, Any]
-
-PICTURES = ("images", "image", "image_url")
-VIDEOS = ("videos", "video", "video_url")
-SOUNDS = ("audio", "audios", "input_audio", "audio_url")
-MEDIA = (*PICTURES, *VIDEOS, *SOUNDS)
-"""Columns, keys of messages and types of parts that are not text."""
-ENCODED = ("bytes", "base64", "data")
-"""Keys whose text is base64."""
-VALUES = ("image", "image_url", "video", "video_url", "path", "url", "source", *ENCODED)
-"""Keys that hold a picture or a video."""
-NOTES = ("type", "text", "index", "media_type", "mime_type")
-"""What else a part may have: nothing of it is needed once the picture is found."""
-TIMES = ("fps", "timestamps")
-
-
-class Finding(NamedTuple):
-    """How pictures and the frames of videos are found."""
-
-    folder: str = ""
-    """Where relative paths are tried first, before the working directory."""
-    fps: float = 2.0
-    """Frames a second that are taken of a video's file."""
-    max_frames: int = 64
-    """Frames a video may have; of a file so many are taken, evenly spread."""
-    prefix: str = "data."
-    """What stands before settings in the configuration, for messages."""
-    images: ImagesConfig = ImagesConfig()
-    """Limits of videos, and of pictures in memory."""
-
-
-HERE = Finding()
-"""Relative to the working directory."""
-
-
-def read_content(
-    content: object, where: str, role: str, finding: Finding, ignored: Collection[str]
-) -> str | list[Part]:
-    """The content of a message: a text, or the parts of one that has a picture."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise DataError(
-            f"{where}.content is {shown(content)}; expected a string or a list of text parts and pictures"
-        )
-    parts: list[Part] = []
-    try:
-        for index, part in enumerate(content):
-            parts += _read_part(part, f"{where}.content[{index}]", finding, ignored)
-    except RecursionError:
-        raise DataError(
-            f"{where}.content is nested too deeply; expected a list of text parts and pictures; correct the row"
-        ) from None
-    if all(part["type"] == "text" for part in parts):
-        return text_of(parts)
-    if role == "assistant":
-        raise DataError(
-            f"{where} is an assistant message with a picture; expected text: the model reads pictures and does not "
-            "write them; put it into a user, tool or system message"
-        )
-    return parts
-
-
-def text_of(content: str | Sequence[Part]) -> str:
-    """What a content says, without its pictures."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
-
-
-def images_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
-    """The pictures of messages, in order of appearance."""
-    lists = [it["content"] for it in messages if isinstance(it.get("content"), list)]
-    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
-
-
-def named(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for people to read: a picture is its name, in brackets."""
-    return [{**it, "content": _named(it.get("content"))} for it in messages]
-
-
-def _named(content: object) -> object:
-    if not isinstance(content, list):
-        return content
-    return "".join(
-        it["text"] if it["type"] == "text" else f"[picture {it['image'].name}]" for it in content
-    )
-
-
-def has_value(part: Mapping[str, Any]) -> bool:
-    """Whether a part has its picture with it. Arrow has an empty object where there is none."""
-    return any(part.get(name) is not None and part[name] != {} for name in VALUES)
-
-
-def _read_part(part: object, where: str, finding: Finding, ignored: Collection[str]) -> list[Part]:
-    if isinstance(part, str):
-        return [{"type": "text", "text": part}]
-    if not isinstance(part, dict):
-        raise DataError(f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}}')
-    kind, text = part.get("type"), part.get("text")
-    if kind == "text" and isinstance(text, str):
-        return [{"type": "text", "text": text}]
-    given = {key: it for key, it in part.items() if key in VALUES or key not in ignored}
-    if kind in PICTURES:
-        return [{"type": "image", "image": _read_object(given, where, finding)}]
-    if kind in VIDEOS:
-        return [it for frame in _frames(given, where, finding) for it in _frame_parts(frame)]
-    if kind in SOUNDS:
-        raise DataError(
-            f"{where} is of type {kind}; expected text or pictures: sound is not supported; remove the row"
-        )
-    raise DataError(
-        f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}} or {{"type": "image", "image": ...}}'
-    )
-
-
-def _read_object(given: Mapping[str, Any], where: str, finding: Finding) -> ImageRef:
-    """The picture in an object that has one of VALUES; of bytes and the path they are from, the bytes."""
-    unknown = [key for key, it in given.items() if it is not None and key not in (*VALUES, *NOTES)]
-    if unknown:
-        raise DataError(
-            f"{where} has {listed(unknown)} beside a picture; expected one of {', '.join(VALUES)}; what holds for all "
-            f"pictures is set in {finding.prefix}images; remove it, or name it in {finding.prefix}ignore_keys"
-        )
-    found = [name for name in VALUES if has_value({name: given.get(name)})]
-    if set(found) == {"bytes", "path"}:
-        found = ["bytes"]
-    if len(found) != 1:
-        has = " and ".join(found) if found else "no picture"
-        raise DataError(
-            f"{where} has {has}; expected one of {', '.join(VALUES)}; a part without a picture takes the next one of "
-            "the row's column images"
-        )
-    value = given[found[0]]
-    if found[0] in ENCODED and isinstance(value, str):
-        return ImageRef("bytes", _decoded(value, where))
-    return _read_value(value, where, finding)
-
-
-def _read_value(value: object, where: str, finding: Finding) -> ImageRef:
-    """The reference to a picture, or to the file of a video."""
-    if isinstance(value, ImageRef):
-        return value
-    if isinstance(value, dict):
-        return _read_object(value, where, finding)
-    if isinstance(value, Image.Image):
-        limit = finding.images.limit_pixels
-        if value.width * value.height > limit:  # it may not be decoded yet
-            raise PictureError(
-                f"{where} is a picture of {value.width:,} x {value.height:,} pixels; expected at most {limit:,}; "
-                f"make it smaller or raise {finding.prefix}images.limit_pixels"
-            )
-        try:
-            return png_of(value)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise PictureError(
-                f"{where} is a picture that cannot be read ({error}); expected a whole one; remove the row"
-            ) from None
-    if isinstance(value, bytes | bytearray):
-        return ImageRef("bytes", _filled(bytes(value), where))
-    if isinstance(value, str | Path) and str(value):
-        return _read_address(str(value), where, finding)
-    raise DataError(
-        f"{where} is {shown(value)}; expected a picture: a path, an address, a data URL, bytes or a PIL picture"
-    )
-
-
-def _read_address(value: str, where: str, finding: Finding) -> ImageRef:
-    if value[:8].lower().startswith(("http://", "https://")):
-        return ImageRef("url", value)
-    if value.startswith("data:"):
-        head, _, raw = value.partition(",")
-        if not head.endswith(";base64"):
-            raise PictureError(f"{where} is the data URL {shown(value)}; expected one in base64")
-        return ImageRef("bytes", _decoded(raw, where))
-    if value.startswith("file:"):
-        value = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", value))
-    elif re.match(r"\w+://", value):
-        raise PictureError(
-            f"{where} is at {ImageRef('url', value).name}; expected a path, or an address of http or https; fetch it "
-            "first"
-        )
-    try:
-        path = home_path(value)
-        is_elsewhere = not (finding.folder / path).exists() and path.exists()
-    except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
-        raise PictureError(
-            f"{where} is {shown(value)}, which can be no path; expected a path, an address or a data URL; base64 alone "
-            'goes under its own key: {"type": "image", "base64": ...}'
-        ) from None
-    return ImageRef("file", str(path if is_elsewhere else finding.folder / path))
-
-
-def _decoded(text: str, where: str) -> bytes:
-    if text.startswith("data:"):
-        text = text.partition(",")[2]
-    try:
-        raw = base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise PictureError(f"{where} is no base64 ({error}); expected an encoded picture") from None
-    return _filled(raw, where)
-
-
-def _filled(raw: bytes, where: str) -> bytes:
-    if not raw:
-        raise PictureError(
-            f"{where} is empty; expected an encoded picture; remove it or fill it in"
-        )
-    return raw
-
-
-def _frames(given: Mapping[str, Any], where: str, finding: Finding) -> Sequence[Frame]:
-    """The frames of a video: those of a file, or those that are listed."""
-    inner = given.get("video")
-    if isinstance(inner, dict):  # as a column may have it: the frames, and when they are
-        given = {**{key: it for key, it in given.items() if key != "video"}, **inner}
-    times = {key: given[key] for key in TIMES if given.get(key) is not None}
-    rest = {key: it for key, it in given.items() if key not in TIMES}
-    value = rest.get("video")
-    if isinstance(value, list | tuple):
-        _read_object({**rest, "video": b" "}, where, finding)  # there is nothing beside them
-        return _listed_frames(value, times, where, finding)
-    if "timestamps" in times:
-        raise DataError(
-            f"{where} has timestamps beside a file; expected them beside a list of frames; remove them"
-        )
-    fps = _number(times.get("fps", finding.fps), f"{where}.fps")
-    film = _read_object(rest, where, finding)
-    try:
-        return frames_of(film, fps, finding.max_frames, where, finding.images)
-    except PictureError as error:
-        raise PictureError(str(error).replace("data.images.", f"{finding.prefix}images.")) from None
-
-
-def _listed_frames(
-    values: Sequence[Any], times: Mapping[str, Any], where: str, finding: Finding
-) -> list[Frame]:
-    num = len(values)
-    if not 0 < num <= finding.max_frames:
-        raise DataError(
-            f"{where} has {num} frames; expected 1 to {finding.max_frames}; give fewer, or raise "
-            f"{finding.prefix}images.max_frames"
-        )
-    if len(times) != 1:
-        raise DataError(
-            f"{where} has {' and '.join(times) or 'neither fps nor timestamps'}; expected one of them, which say when "
-            "each frame is shown"
-        )
-    if "fps" in times:
-        rate = _number(times["fps"], f"{where}.fps")
-        seconds = [index / rate for index in range(num)]
-    else:
-        marks = times["timestamps"]
-        if not isinstance(marks, list | tuple) or len(marks) != num:
-            raise DataError(
-                f"{where}.timestamps is {shown(marks)}; expected a list of the seconds of {num} frames"
-            )
-        seconds = [_number(it, f"{where}.timestamps[{i}]", least=0.0) for i, it in enumerate(marks)]
-    images = [_read_value(it, f"{where}.video[{i}]", finding) for i, it in enumerate(values)]
-    return [Frame(*pair) for pair in zip(seconds, images, strict=True)]
-
-
-def _number(value: object, where: str, least: float = 1e-3) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value < math.inf:  # type: ignore[operator]
-        raise DataError(f"{where} is {shown(value)}; expected a number of at least {least:g}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _frame_parts(frame: Frame) -> list[Part]:
-    return [
-        {"type": "text", "text": f"<{frame.seconds:.1f} seconds>"},
-        {"type": "image", "image": frame.image},
-    ]
-
-
-# --------------------------------------------------------------------------------------------------
-# What a row of data is once validated: a conversation, a prompt with its completion, or a
-# document.
-#
-# Strict on purpose: an unknown role, an unknown key of a message, empty content or a value of the wrong kind is a
-# DataError that names file and line; nothing is guessed and nothing is dropped. Content given as a list of text parts
-# is joined; one that has a picture stays a list of parts (``media.py``). Tool calls and tools are brought into the
-# one shape that chat templates expect: ``{"type": "function", "function": {"name", "arguments": object}}``.
-#
-# Does not know files, columns (``columns.py``) or chat templates (``render.py``), which decide what
-# order of roles they accept. Imported by the rest of ``taut.data`` and by whoever renders prompts.
+# -- rows
 
 Message: TypeAlias = dict[str, Any]
-"""A message as chat templates read it: role, content, and what else it carries; never ``train``. Content is a text, or
-a list of parts where it has a picture."""
+"""A message as chat templates read it: role, content and optional keys; never ``train``. Content is a text, or a list
+of parts where it has an image."""
+Part: TypeAlias = dict[str, Any]
+"""A part of a message's content: text or an image."""
 Tool: TypeAlias = dict[str, Any]
+"""A function or a call of one, wrapped as ``{"type": "function", "function": {...}}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +108,46 @@ KEYS_OF_ROLE = {
 }
 MESSAGE_KEYS = {"role", "content", "train"}.union(*KEYS_OF_ROLE.values())
 
+PICTURES = ("images", "image", "image_url")
+VIDEOS = ("videos", "video", "video_url")
+SOUNDS = ("audio", "audios", "input_audio", "audio_url")
+MEDIA = (*PICTURES, *VIDEOS, *SOUNDS)
+"""Columns, keys of messages and types of parts that are not text."""
+ENCODED = ("bytes", "base64", "data")
+"""Keys whose text is base64."""
+VALUES = ("image", "image_url", "video", "video_url", "path", "url", "source", *ENCODED)
+"""Keys that hold an image or a video."""
+NOTES = ("type", "text", "index", "media_type", "mime_type")
+"""Other keys that a part may have; they are not needed once the image is known."""
+TIMES = ("fps", "timestamps")
+MARKS = {"<image>": "image", "<video>": "video"}
+"""Marks in texts -> the type of part whose place they are."""
+_MARK = "|".join(MARKS)
+_LEADING = re.compile(rf"(?:(?:{_MARK})\n?)*")
+_TRAILING = re.compile(rf"(?:\n?(?:{_MARK}))*\Z")
+
+
+class MediaOptions(NamedTuple):
+    """How images and the frames of videos are read."""
+
+    folder: str = ""
+    """Folder that relative paths are tried in first, before the working directory."""
+    fps: float = 2.0
+    """Frames taken per second of a video file."""
+    max_frames: int = 64
+    """Largest number of frames of a video; of a longer file so many are taken, evenly spread."""
+    prefix: str = "data."
+    """Prefix of the settings in the configuration, for messages."""
+    images: ImagesConfig = ImagesConfig()
+    """Limits of videos, and of images in memory."""
+
+
+DEFAULT_MEDIA = MediaOptions()
+"""Paths are relative to the working directory."""
+
+
+# -- messages
+
 
 def read_conversation(
     value: object,
@@ -390,12 +157,12 @@ def read_conversation(
     ignore: Collection[str] = (),
     first_learned: int = 0,
     column: str = "messages",
-    finding: Finding = HERE,
+    media: MediaOptions = DEFAULT_MEDIA,
 ) -> Conversation:
     """Validate a list of messages.
 
-    Assistant turns from ``first_learned`` on may be learned, but for those with train: false. ``finding``: where the
-    pictures are that messages name.
+    Assistant turns from ``first_learned`` on may be learned, except those with train: false. ``ignore``: keys of
+    messages that may be present and are not used; ``column``: the name of the list in errors.
     """
     items = parse_if_text(value, f"{place}: {column}")
     if not isinstance(items, list) or not items:
@@ -404,7 +171,7 @@ def read_conversation(
     learned: list[int] = []
     excluded: list[int] = []
     for index, item in enumerate(items):
-        message, train = _read_message(item, f"{place}: {column}[{index}]", ignore, finding)
+        message, train = _read_message(item, f"{place}: {column}[{index}]", ignore, media)
         messages.append(message)
         if message["role"] == "assistant" and not train:
             excluded.append(index)
@@ -414,114 +181,51 @@ def read_conversation(
     return Conversation(place, tuple(messages), tuple(learned), tuple(excluded), functions)
 
 
-def read_text(value: object, where: str) -> str:
-    """A string that is not blank."""
-    if not isinstance(value, str):
-        raise DataError(f"{where} is {shown(value)}; expected a string")
-    if not value.strip():
-        raise DataError(f"{where} is empty; expected text; remove the row or fill it in")
-    return value
-
-
-def read_list(value: object, where: str) -> list[Any]:
-    """A list, or its JSON."""
-    items = parse_if_text(value, where)
-    if not isinstance(items, list):
-        raise DataError(f"{where} is {shown(items)}; expected a list")
-    return items
-
-
-def read_number(value: object, where: str) -> float:
-    """A finite number, or its text as CSV files have it."""
-    found = parse_if_text(value, where)
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise DataError(f"{where} is {shown(value)}; expected a number")
-    if not abs(found) <= sys.float_info.max:
-        raise DataError(f"{where} is {shown(value)}; expected a finite number")
-    return float(found)
-
-
-def read_label(value: object, where: str) -> float:
-    """True or false, or their text as CSV files have it."""
-    texts = {"true": True, "false": False}
-    found = texts.get(value.strip().lower()) if isinstance(value, str) else value
-    if not isinstance(found, bool):
-        raise DataError(f"{where} is {shown(value)}; expected true (a good answer) or false")
-    return float(found)
-
-
-def read_fraction(value: object, where: str) -> float:
-    """True, false, or how much of it is true."""
-    number = float(value) if isinstance(value, bool) else read_number(value, where)
-    if not 0 <= number <= 1:
-        raise DataError(f"{where} is {shown(value)}; expected true, false or a number from 0 to 1")
-    return number
-
-
-def read_tools(value: object, place: str) -> tuple[Tool, ...]:
-    """The functions on offer, each wrapped as ``{"type": "function", "function": {...}}``."""
-    if value is None or value == "":
-        return ()
-    items = parse_if_text(value, f"{place}: tools")
-    if not isinstance(items, list):
-        raise DataError(
-            f"{place}: tools is {shown(items)}; expected a list of function descriptions"
-        )
-    require_json(items, f"{place}: tools")
-    return tuple(_read_function(item, f"{place}: tools[{i}]") for i, item in enumerate(items))
-
-
-def parse_if_text(value: object, where: str) -> object:
-    """JSON held in a string (as CSV files have it) is parsed; all else is returned as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return read_json(value)
-    except ValueError as error:
-        raise DataError(
-            f"{where} is text but not JSON ({error}); expected a list or its JSON"
-        ) from None
-
-
-def require_json(value: object, where: str) -> None:
-    """That templates can write it as JSON: Arrow also has NaN, bytes and times."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON ({error}); expected what JSON can hold") from None
-
-
 def _read_message(
-    item: object, where: str, ignore: Collection[str], finding: Finding
+    item: object, where: str, ignore: Collection[str], media: MediaOptions
 ) -> tuple[Message, bool]:
+    """The message as templates read it, and whether it may be learned."""
     if not isinstance(item, dict):
         raise DataError(f"{where} is {shown(item)}; expected an object with role and content")
-    given = {key: value for key, value in item.items() if value is not None and key not in ignore}
-    role = given.get("role")
+    item = {key: value for key, value in item.items() if value is not None and key not in ignore}
+    role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
-        found = shown(role) if "role" in given else "missing"
-        raise DataError(f"{where}.role is {found}; expected system, user, assistant or tool{hint}")
-    _check_keys(given, role, where)
-    content = read_content(given.get("content"), where, role, finding, ignore)
+        value = shown(role) if "role" in item else "missing"
+        raise DataError(f"{where}.role is {value}; expected system, user, assistant or tool{hint}")
+    _check_keys(item, role, where)
+    content = read_content(item.get("content"), where, role, media, ignore)
     message: Message = {"role": role, "content": content}
-    for key in sorted(KEYS_OF_ROLE[role] & given.keys()):
-        is_calls = key == "tool_calls"
-        message[key] = _read_calls(given[key], where) if is_calls else given[key]
-        if not is_calls and not isinstance(given[key], str):
-            raise DataError(f"{where}.{key} is {shown(given[key])}; expected a string")
-    if message.get("tool_calls") == []:
-        del message["tool_calls"]
+    for key in sorted(KEYS_OF_ROLE[role] & item.keys()):
+        if key == "tool_calls":
+            calls = parse_if_text(item[key], f"{where}.tool_calls")
+            if not isinstance(calls, list):
+                raise DataError(f"{where}.tool_calls is {shown(calls)}; expected a list of calls")
+            if calls:
+                message[key] = [
+                    read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+                ]
+        elif isinstance(item[key], str):
+            message[key] = item[key]
+        else:
+            raise DataError(f"{where}.{key} is {shown(item[key])}; expected a string")
     is_empty = isinstance(content, str) and not content.strip()
     if is_empty and role != "tool" and "tool_calls" not in message:
         raise DataError(
             f"{where}.content is empty; expected text; remove the message or fill it in"
         )
-    return message, _read_train(given, role, where)
+    train = item.get("train", True)
+    if not isinstance(train, bool):
+        raise DataError(f"{where}.train is {shown(train)}; expected true or false")
+    if "train" in item and train and role != "assistant":
+        raise DataError(
+            f"{where}.train is true on a {role} message; expected it on assistant messages only"
+        )
+    return message, train
 
 
-def _check_keys(given: Message, role: str, where: str) -> None:
-    for key in given:
+def _check_keys(item: Message, role: str, where: str) -> None:
+    for key in item:
         if key in MEDIA:
             raise DataError(
                 f"{where} has {key}; expected pictures as parts of its content, or in a column of the "
@@ -544,22 +248,17 @@ def _check_keys(given: Message, role: str, where: str) -> None:
             )
 
 
-def _read_train(given: Message, role: str, where: str) -> bool:
-    train = given.get("train", True)
-    if not isinstance(train, bool):
-        raise DataError(f"{where}.train is {shown(train)}; expected true or false")
-    if "train" in given and train and role != "assistant":
-        raise DataError(
-            f"{where}.train is true on a {role} message; expected it on assistant messages only"
-        )
-    return train
-
-
-def _read_calls(value: object, where: str) -> list[Tool]:
-    items = parse_if_text(value, f"{where}.tool_calls")
+def read_tools(value: object, place: str) -> tuple[Tool, ...]:
+    """The available functions, each wrapped as ``{"type": "function", "function": {...}}``."""
+    if value is None or value == "":
+        return ()
+    items = parse_if_text(value, f"{place}: tools")
     if not isinstance(items, list):
-        raise DataError(f"{where}.tool_calls is {shown(items)}; expected a list of calls")
-    return [read_call(item, f"{where}.tool_calls[{i}]") for i, item in enumerate(items)]
+        raise DataError(
+            f"{place}: tools is {shown(items)}; expected a list of function descriptions"
+        )
+    _require_json(items, f"{place}: tools")
+    return tuple(_read_function(item, f"{place}: tools[{i}]") for i, item in enumerate(items))
 
 
 def read_call(item: object, where: str) -> Tool:
@@ -572,7 +271,7 @@ def read_call(item: object, where: str) -> Tool:
     arguments = parse_if_text(arguments, f"{where}.arguments")
     if not isinstance(arguments, dict):
         raise DataError(f"{where}.arguments is {shown(arguments)}; expected an object or its JSON")
-    require_json(call, where)
+    _require_json(call, where)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -591,3 +290,515 @@ def _read_function(item: object, where: str) -> Tool:
     if not isinstance(name, str) or not name:
         raise DataError(f"{where}.name is {shown(name)}; expected the name of a function")
     return {**wrapped, "type": "function", "function": function}
+
+
+def _require_json(value: object, where: str) -> None:
+    """Refuse what templates cannot write as JSON: Arrow also has NaN, bytes and times."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON ({error}); expected what JSON can hold") from None
+
+
+# -- single values
+
+
+def parse_if_text(value: object, where: str) -> object:
+    """JSON held in a string (as CSV files have it) is parsed; any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_json(value)
+    except ValueError as error:
+        raise DataError(
+            f"{where} is text but not JSON ({error}); expected a list or its JSON"
+        ) from None
+
+
+def read_text(value: object, where: str) -> str:
+    """A string that is not blank."""
+    if not isinstance(value, str):
+        raise DataError(f"{where} is {shown(value)}; expected a string")
+    if not value.strip():
+        raise DataError(f"{where} is empty; expected text; remove the row or fill it in")
+    return value
+
+
+def read_list(value: object, where: str) -> list[Any]:
+    """A list, or its JSON."""
+    items = parse_if_text(value, where)
+    if not isinstance(items, list):
+        raise DataError(f"{where} is {shown(items)}; expected a list")
+    return items
+
+
+def read_number(value: object, where: str) -> float:
+    """A finite number, or its text as CSV files have it."""
+    number = parse_if_text(value, where)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise DataError(f"{where} is {shown(value)}; expected a number")
+    if not abs(number) <= sys.float_info.max:
+        raise DataError(f"{where} is {shown(value)}; expected a finite number")
+    return float(number)
+
+
+def read_label(value: object, where: str) -> float:
+    """True or false, or their text as CSV files have it."""
+    texts = {"true": True, "false": False}
+    label = texts.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(label, bool):
+        raise DataError(f"{where} is {shown(value)}; expected true (a good answer) or false")
+    return float(label)
+
+
+def read_fraction(value: object, where: str) -> float:
+    """True, false, or a number from 0 to 1."""
+    number = float(value) if isinstance(value, bool) else read_number(value, where)
+    if not 0 <= number <= 1:
+        raise DataError(f"{where} is {shown(value)}; expected true, false or a number from 0 to 1")
+    return number
+
+
+# -- content with images
+
+
+def text_of(content: str | Sequence[Part]) -> str:
+    """The text of a content, without its images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
+    """The images of messages, in order of appearance."""
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    return [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+
+
+def named(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for people to read: an image is its name, in brackets."""
+    return [
+        {
+            **message,
+            "content": "".join(
+                part["text"] if part["type"] == "text" else f"[picture {part['image'].name}]"
+                for part in content
+            ),
+        }
+        if isinstance(content := message.get("content"), list)
+        else {**message, "content": content}
+        for message in messages
+    ]
+
+
+def read_content(
+    content: object, where: str, role: str, media: MediaOptions, ignored: Collection[str]
+) -> str | list[Part]:
+    """The content of a message: a text, or a list of parts where it has an image."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise DataError(
+            f"{where}.content is {shown(content)}; expected a string or a list of text parts and pictures"
+        )
+    parts: list[Part] = []
+    try:
+        for index, part in enumerate(content):
+            parts += _read_part(part, f"{where}.content[{index}]", media, ignored)
+    except RecursionError:
+        raise DataError(
+            f"{where}.content is nested too deeply; expected a list of text parts and pictures; correct the row"
+        ) from None
+    if all(part["type"] == "text" for part in parts):
+        return text_of(parts)
+    if role == "assistant":
+        raise DataError(
+            f"{where} is an assistant message with a picture; expected text: the model reads pictures and does not "
+            "write them; put it into a user, tool or system message"
+        )
+    return parts
+
+
+def _read_part(
+    part: object, where: str, media: MediaOptions, ignored: Collection[str]
+) -> list[Part]:
+    if isinstance(part, str):
+        return [{"type": "text", "text": part}]
+    if not isinstance(part, dict):
+        raise DataError(f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}}')
+    kind, text = part.get("type"), part.get("text")
+    if kind == "text" and isinstance(text, str):
+        return [{"type": "text", "text": text}]
+    used = {key: value for key, value in part.items() if key in VALUES or key not in ignored}
+    if kind in PICTURES:
+        return [{"type": "image", "image": _read_object(used, where, media)}]
+    if kind in VIDEOS:
+        return [
+            frame_part
+            for frame in _read_video(used, where, media)
+            for frame_part in (
+                {"type": "text", "text": f"<{frame.seconds:.1f} seconds>"},
+                {"type": "image", "image": frame.image},
+            )
+        ]
+    if kind in SOUNDS:
+        raise DataError(
+            f"{where} is of type {kind}; expected text or pictures: sound is not supported; remove the row"
+        )
+    raise DataError(
+        f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}} or {{"type": "image", "image": ...}}'
+    )
+
+
+def _has_value(part: Mapping[str, Any]) -> bool:
+    """Whether a part holds its image. Arrow has an empty object where there is none."""
+    return any(part.get(name) is not None and part[name] != {} for name in VALUES)
+
+
+def _read_object(part: Mapping[str, Any], where: str, media: MediaOptions) -> ImageRef:
+    """The image in an object that has one of VALUES. Of bytes and the path they are from, the bytes are used."""
+    unknown = [
+        key for key, value in part.items() if value is not None and key not in (*VALUES, *NOTES)
+    ]
+    if unknown:
+        raise DataError(
+            f"{where} has {listed(unknown)} next to a picture; expected one of {', '.join(VALUES)}; what holds for all "
+            f"pictures is set in {media.prefix}images; remove it, or name it in {media.prefix}ignore_keys"
+        )
+    present = [name for name in VALUES if _has_value({name: part.get(name)})]
+    if set(present) == {"bytes", "path"}:
+        present = ["bytes"]
+    if len(present) != 1:
+        has = " and ".join(present) if present else "no picture"
+        raise DataError(
+            f"{where} has {has}; expected one of {', '.join(VALUES)}; a part without a picture takes the next one of "
+            "the row's column images"
+        )
+    value = part[present[0]]
+    if present[0] in ENCODED and isinstance(value, str):
+        return _decode_base64(value, where)
+    return _read_value(value, where, media)
+
+
+def _read_value(value: object, where: str, media: MediaOptions) -> ImageRef:
+    """The reference to an image, or to the file of a video."""
+    if isinstance(value, ImageRef):
+        return value
+    if isinstance(value, dict):
+        return _read_object(value, where, media)
+    if isinstance(value, Image.Image):
+        limit = media.images.limit_pixels
+        if value.width * value.height > limit:  # it may not be decoded yet
+            raise PictureError(
+                f"{where} is a picture of {value.width:,} x {value.height:,} pixels; expected at most {limit:,}; "
+                f"make it smaller or raise {media.prefix}images.limit_pixels"
+            )
+        try:
+            return png_of(value)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise PictureError(
+                f"{where} is a picture that cannot be read ({error}); expected a whole one; remove the row"
+            ) from None
+    if isinstance(value, bytes | bytearray):
+        return _encoded_image(bytes(value), where)
+    if isinstance(value, str | Path) and str(value):
+        return _read_address(str(value), where, media)
+    raise DataError(
+        f"{where} is {shown(value)}; expected a picture: a path, an address, a data URL, bytes or a PIL picture"
+    )
+
+
+def _read_address(value: str, where: str, media: MediaOptions) -> ImageRef:
+    if value[:8].lower().startswith(("http://", "https://")):
+        return ImageRef("url", value)
+    if value.startswith("data:"):
+        if not value.partition(",")[0].endswith(";base64"):
+            raise PictureError(f"{where} is the data URL {shown(value)}; expected one in base64")
+        return _decode_base64(value, where)
+    if value.startswith("file:"):
+        value = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", value))
+    elif re.match(r"\w+://", value):
+        raise PictureError(
+            f"{where} is at {ImageRef('url', value).name}; expected a path, or an address of http or https; fetch it "
+            "first"
+        )
+    try:
+        path = home_path(value)
+        is_elsewhere = not (media.folder / path).exists() and path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
+        raise PictureError(
+            f"{where} is {shown(value)}, which can be no path; expected a path, an address or a data URL; base64 alone "
+            'goes under its own key: {"type": "image", "base64": ...}'
+        ) from None
+    return ImageRef("file", str(path if is_elsewhere else media.folder / path))
+
+
+def _decode_base64(text: str, where: str) -> ImageRef:
+    """The image in base64, or in a data URL."""
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        content = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"{where} is no base64 ({error}); expected an encoded picture") from None
+    return _encoded_image(content, where)
+
+
+def _encoded_image(content: bytes, where: str) -> ImageRef:
+    if not content:
+        raise PictureError(
+            f"{where} is empty; expected an encoded picture; remove it or fill it in"
+        )
+    return ImageRef("bytes", content)
+
+
+def _read_video(part: Mapping[str, Any], where: str, media: MediaOptions) -> Sequence[Frame]:
+    """The frames of a video: those of a file, or a list of frames."""
+    inner = part.get("video")
+    if isinstance(inner, dict):  # as a column may have it: the frames and their times
+        part = {**{key: value for key, value in part.items() if key != "video"}, **inner}
+    times = {key: part[key] for key in TIMES if part.get(key) is not None}
+    rest = {key: value for key, value in part.items() if key not in TIMES}
+    frames = rest.get("video")
+    if isinstance(frames, list | tuple):
+        _read_object({**rest, "video": b" "}, where, media)  # refuses other keys
+        return _read_frames(frames, times, where, media)
+    if "timestamps" in times:
+        raise DataError(
+            f"{where} has timestamps next to a file; expected them next to a list of frames; remove them"
+        )
+    fps = _read_seconds(times.get("fps", media.fps), f"{where}.fps", least=1e-3)
+    file = _read_object(rest, where, media)
+    try:
+        return frames_of(file, fps, media.max_frames, where, media.images)
+    except PictureError as error:
+        raise PictureError(str(error).replace("data.images.", f"{media.prefix}images.")) from None
+
+
+def _read_frames(
+    values: Sequence[Any], times: Mapping[str, Any], where: str, media: MediaOptions
+) -> list[Frame]:
+    num = len(values)
+    if not 0 < num <= media.max_frames:
+        raise DataError(
+            f"{where} has {num} frames; expected 1 to {media.max_frames}; give fewer, or raise "
+            f"{media.prefix}images.max_frames"
+        )
+    if len(times) != 1:
+        raise DataError(
+            f"{where} has {' and '.join(times) or 'neither fps nor timestamps'}; expected one of them, which say when "
+            "each frame is shown"
+        )
+    if "fps" in times:
+        fps = _read_seconds(times["fps"], f"{where}.fps", least=1e-3)
+        seconds = [index / fps for index in range(num)]
+    else:
+        timestamps = times["timestamps"]
+        if not isinstance(timestamps, list | tuple) or len(timestamps) != num:
+            raise DataError(
+                f"{where}.timestamps is {shown(timestamps)}; expected a list of the seconds of {num} frames"
+            )
+        seconds = [
+            _read_seconds(value, f"{where}.timestamps[{index}]", least=0.0)
+            for index, value in enumerate(timestamps)
+        ]
+    images = [_read_value(value, f"{where}.video[{i}]", media) for i, value in enumerate(values)]
+    return [Frame(*frame) for frame in zip(seconds, images, strict=True)]
+
+
+def _read_seconds(value: object, where: str, least: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:  # type: ignore[operator]
+        raise DataError(f"{where} is {shown(value)}; expected a number of at least {least:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+# -- images in columns of the row
+
+
+def drop_ignored_media(
+    named: dict[str, Any], place: str, ignored: Collection[str], prefix: str
+) -> dict[str, Any]:
+    """The row without the ignored columns of images. Audio is refused."""
+    kept = {name: it for name, it in named.items() if name not in MEDIA or name not in ignored}
+    for name in SOUNDS:
+        if kept.get(name):
+            raise DataError(
+                f"{place}: the row has {name}; expected text and pictures: sound is not supported; remove it, or name "
+                f"the column in {prefix}ignore_keys"
+            )
+    return kept
+
+
+def refuse_media_with_text(named: Mapping[str, Any], place: str, prefix: str) -> None:
+    """Refuse images next to a plain text, which has no places for them."""
+    for name in (*PICTURES, *VIDEOS):
+        if named.get(name):
+            raise DataError(
+                f"{place}: the row has {name}; expected text only where there are no messages; give the prompt as "
+                f"messages, or name the column in {prefix}ignore_keys"
+            )
+
+
+def place_media(
+    messages: object, row: Mapping[str, Any], place: str, *, needs_marks: bool = False
+) -> object:
+    """The messages with the images and videos of the row's columns in their places.
+
+    The columns fill the places in order, unless a part names the number of its image (``index``); there must be as many
+    as places. Messages without any place get the images before the first question (TRL); with ``needs_marks`` they are
+    refused, since llava's conversations always have marks. A mark is taken out of its text, with the one newline that
+    sets it off at the beginning or end: ``<image>\\nWhat is this?`` is an image and ``What is this?``.
+
+    A row without such columns is returned unchanged, ``<image>`` in its texts included. What is no message is left for
+    ``read_conversation`` to refuse; values are read there too.
+    """
+    columns = {
+        "image": _media_column(row, PICTURES, place),
+        "video": _media_column(row, VIDEOS, place),
+    }
+    if not any(columns.values()) or not isinstance(messages, list):
+        return messages
+    messages = [_with_places(message) for message in messages]
+    places = [part for message in messages for part in _parts(message) if _is_place(part)]
+    has_media = any(
+        isinstance(part, dict) and part.get("type") in MEDIA
+        for message in messages
+        for part in _parts(message)
+    )
+    if not needs_marks and not has_media:
+        places = [{"type": kind} for kind, column in columns.items() if column for _ in column[1]]
+        messages = _put_before_first_question(messages, places)
+        places = [part for message in messages for part in _parts(message) if _is_place(part)]
+    supply = {
+        kind: iter(_in_order([it for it in places if it["type"] == kind], column, kind, place))
+        for kind, column in columns.items()
+    }
+    return [
+        {
+            **message,
+            "content": [
+                {**part, part["type"]: next(supply[part["type"]])} if _is_place(part) else part
+                for part in _parts(message)
+            ],
+        }
+        if any(map(_is_place, _parts(message)))
+        else message
+        for message in messages
+    ]
+
+
+def remove_marks(text: str) -> str:
+    """The text without the marks of images."""
+    return text_of([part for part in _split_at_marks(text) if part["type"] == "text"])
+
+
+def _media_column(
+    row: Mapping[str, Any], names: Sequence[str], place: str
+) -> tuple[str, list[Any]] | None:
+    """The name and the values of the column that is present; None where there is none."""
+    columns = {name: _list_of_media(row[name], name, place) for name in names if name in row}
+    filled = [name for name, values in columns.items() if values]
+    if len(filled) > 1:
+        raise DataError(
+            f"{place}: the row has {' and '.join(filled)}; expected one of them; name the other in data.ignore_keys"
+        )
+    return next(((name, columns[name]) for name in (*filled, *columns)), None)
+
+
+def _list_of_media(value: Any, name: str, place: str) -> list[Any]:
+    """One value or several; CSV files have several as JSON. A list in ``video`` is the frames of one video."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = read_json(value)
+        except ValueError as error:
+            raise DataError(
+                f"{place}: {name} begins with [ but is not JSON ({error}); expected a path, or a list as JSON"
+            ) from None
+    if isinstance(value, list | tuple) and not (value and name == "video"):
+        return list(value)
+    return [] if value is None or value in ("", {}) else [value]
+
+
+def _parts(message: Any) -> list[Any]:
+    content = message.get("content") if isinstance(message, dict) else None
+    return content if isinstance(content, list) else []
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in MARKS.values() and not _has_value(part)
+
+
+def _with_places(message: Any) -> Any:
+    """The message with a part for each mark in its texts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        content = [content] if re.search(_MARK, content) else None
+    if not isinstance(content, list):
+        return message
+    parts: list[Any] = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if is_text else part
+        has_mark = isinstance(text, str) and re.search(_MARK, text)
+        parts += _split_at_marks(text) if has_mark else [part]
+    return {**message, "content": parts}
+
+
+def _split_at_marks(text: str) -> list[Part]:
+    """The parts of a text with marks."""
+    leading = _LEADING.match(text)
+    assert leading is not None, "the pattern matches the empty text"
+    rest = text[leading.end() :]
+    trailing = _TRAILING.search(rest)
+    assert trailing is not None, "the pattern matches the empty text"
+    pieces = [
+        *re.findall(_MARK, leading.group()),
+        *re.split(f"({_MARK})", rest[: trailing.start()]),
+        *re.findall(_MARK, trailing.group()),
+    ]
+    return [
+        {"type": MARKS[piece]} if piece in MARKS else {"type": "text", "text": piece}
+        for piece in pieces
+        if piece
+    ]
+
+
+def _put_before_first_question(messages: list[Any], places: Sequence[Part]) -> list[Any]:
+    """The messages with these places before the first user's text; without any where its content is no text."""
+    for index, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("role") == "user":
+            text = message.get("content")
+            if isinstance(text, str):
+                content = [*places, {"type": "text", "text": text}]
+                messages = [
+                    *messages[:index],
+                    {**message, "content": content},
+                    *messages[index + 1 :],
+                ]
+            break
+    return messages
+
+
+def _in_order(
+    places: Sequence[Part], column: tuple[str, list[Any]] | None, kind: str, where: str
+) -> list[Any]:
+    """The value that comes into each place."""
+    name, values = column or (f"{kind}s", [])
+    wanted = [
+        part["index"] if isinstance(part.get("index"), int) else number
+        for number, part in enumerate(places)
+    ]
+    if sorted(set(wanted)) != list(range(len(values))):
+        num = len(set(wanted))
+        num = max(wanted) + 1 if num == len(values) else num
+        raise DataError(
+            f"{where}: {name} has {len(values)} and the messages have {num} places for them; expected as many: a "
+            f'<{kind}>, or a part {{"type": "{kind}"}} without a value, for each; correct the row'
+        )
+    for index, value in enumerate(values):
+        if value is None or value == {}:
+            raise PictureError(
+                f"{where}: {name}[{index}] is null; expected what is in its place; remove the row or fill it in"
+            )
+    return [values[index] for index in wanted]

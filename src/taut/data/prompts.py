@@ -82,6 +82,10 @@ class PromptRow:
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
 
+    def as_prompt(self) -> Prompt:
+        """The row as an engine takes it."""
+        return Prompt(self.id, self.ids_T, media=self.media)
+
 
 class _Read(NamedTuple):
     """A row that is not rendered yet."""

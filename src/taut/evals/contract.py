@@ -32,7 +32,7 @@ from taut.config import configclass
 from taut.data.cache import default_directory
 from taut.data.chat_template import Text
 from taut.data.messages import (
-    HERE,
+    DEFAULT_MEDIA,
     Completion,
     Conversation,
     Document,
@@ -152,7 +152,7 @@ class Question:
         given = message["content"]
         if not isinstance(given, list):
             return given  # type: ignore[no-any-return]
-        return read_content(given, self.id, message["role"], HERE, ())
+        return read_content(given, self.id, message["role"], DEFAULT_MEDIA, ())
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,10 @@ def built_in_rows(renderer: Renderer) -> list[Row]:
 
 def _about_a_picture() -> Conversation:
     content = [{"type": "image", "image": drawn(0)}, {"type": "text", "text": ABOUT_A_PICTURE}]
-    asked = {"role": "user", "content": read_content(content, "built-in:picture", "user", HERE, ())}
+    asked = {
+        "role": "user",
+        "content": read_content(content, "built-in:picture", "user", DEFAULT_MEDIA, ()),
+    }
     told = {"role": "assistant", "content": "White, red and blue."}
     return Conversation("built-in:picture", (asked, told), learned=(1,))
 

@@ -36,8 +36,8 @@ class Methods(Mapping[str, "type[RunConfig]"]):
 
     def __getitem__(self, name: str) -> type[RunConfig]:
         module, _, attribute = self.entries[name].place.partition(":")
-        found: type[RunConfig] = getattr(import_module(module), attribute)
-        return found
+        method: type[RunConfig] = getattr(import_module(module), attribute)
+        return method
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -69,7 +69,7 @@ METHODS = Methods(
             "taut.methods.cpo:Cpo", "train on preferences and good answers, contrastively"
         ),
         "distill": Entry(
-            "taut.methods.distill:Distill", "train on what a teacher says of your data"
+            "taut.methods.distill:Distill", "distill a teacher into the model, on your data"
         ),
         "grpo": Entry(
             "taut.methods.grpo:Grpo",
@@ -84,7 +84,7 @@ METHODS = Methods(
             "taut.methods.best_of_n:BestOfN", "fine-tune on the best of the model's own answers"
         ),
         "gkd": Entry(
-            "taut.methods.gkd:Gkd", "train on what a teacher says of the model's own answers"
+            "taut.methods.gkd:Gkd", "on-policy distillation: a teacher on the model's own answers"
         ),
     }
 )

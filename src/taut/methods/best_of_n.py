@@ -1,5 +1,5 @@
 """Rejection sampling (RAFT, arXiv 2304.06767): the best of several answers to a prompt, learned as they are. Which
-answers those are is in online/credit.py.
+answers those are is in rl/advantages.py.
 """
 
 from __future__ import annotations

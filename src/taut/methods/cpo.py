@@ -1,5 +1,5 @@
 """Contrastive preference optimisation (CPO, arXiv 2401.08417): DPO with a uniform reference and fine-tuning on
-preferred answers, on pairs. The formula is in losses/reference_free.py.
+preferred answers, on pairs. The formula is in losses/preference.py.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class CpoConfig:
     """CPO: DPO with a uniform reference and fine-tuning on preferred answers, on pairs."""
 
     beta: Positive = 0.1
-    """How much a nat of log-probability counts."""
+    """Scale of the implicit reward, beta * log-probability."""
     loss: CpoVariant = "sigmoid"
     """sigmoid, hinge, or ipo (on log-probabilities per token)."""
     sft_weight: NotNegative = 1.0
     """Weight of the mean negative log-probability of the preferred answers' tokens."""
     label_smoothing: NotNegative = 0.0
-    """How often a pair is thought to be the wrong way round: loss=sigmoid only."""
+    """Assumed probability that a pair is labelled the wrong way round; for loss=sigmoid only."""
     entropy: bool = False
-    """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
+    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
         require_valid_loss("cpo", self)

@@ -23,10 +23,10 @@ from taut.train.optim import DefaultRates
 
 @configclass
 class GkdRollout(RolloutConfig):
-    """How completions are drawn, and how long they are trained on."""
+    """How completions are sampled, and for how many steps a rollout is trained on."""
 
     n: Annotated[int, Field(ge=1)] = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
 
 
 @configclass
@@ -34,8 +34,8 @@ class GkdConfig(DistillConfig):
     """On-policy distillation."""
 
     divergence: Literal["forward", "reverse", "js"] = "reverse"
-    """reverse: KL(student || teacher), which keeps to what the teacher does most; forward: KL(teacher || student); js:
-    both, to their mixture."""
+    """reverse: KL(student || teacher), mode-seeking; forward: KL(teacher || student), mode-covering; js: the
+    generalised Jensen-Shannon divergence."""
 
     def __post_init__(self) -> None:
         for key in ("top_logprobs", "eval_top_logprobs", "tail"):

@@ -1,5 +1,5 @@
 """Group relative policy optimisation (GRPO, arXiv 2402.03300) and its family: the answers to a prompt are compared
-with each other, there is no critic. The formulas are in losses/advantages.py and what methods/policy.py names.
+with each other, there is no critic. The formulas are in losses/{advantages,policy}.py.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ Advantage: TypeAlias = Literal[
 
 @configclass
 class GrpoConfig(PolicyConfig):
-    """GRPO and its family: the answers to a prompt are compared with each other, there is no critic."""
+    """GRPO and its variants: the answers to a prompt are compared with each other, without a critic."""
 
     section: ClassVar[str] = "grpo"
 
     advantage: Advantage = "group"
-    """group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, or pass_at_k."""
+    """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, or
+    pass_at_k."""
     pass_k: Annotated[int, Field(ge=1)] | None = None
-    """Of advantage=pass_at_k: the best of how many is to be raised, at most the size of a group; 4 where not given."""
+    """For advantage=pass_at_k: the k whose pass@k is maximised, at most the size of a group; 4 if not set."""
 
     @property
     def estimator(self) -> Estimator:
         """How rewards become advantages."""
-        found = ESTIMATORS[self.advantage]
+        estimator = ESTIMATORS[self.advantage]
         if self.pass_k is not None:
-            return replace(found, compare=partial(pass_at_k, k=self.pass_k))
-        return found
+            return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
+        return estimator
 
     def _keys(self) -> Iterator[Key]:
         yield from PolicyConfig._keys(self)

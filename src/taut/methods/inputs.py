@@ -1,7 +1,7 @@
 """What a run consists of before it is a job, as methods see it: the tokenizer and data (``Inputs``), the loaded
 model (``Loaded``), the order of its steps (``Plan``). ``Decision`` is what was settled for the user.
 
-Types alone: ``taut.run.config`` and ``taut.run.setup`` make them.
+Types alone: ``run.inputs`` and ``run.setup`` make them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Chosen
+from taut.config import Decision
 from taut.data.batching import Cursor
 from taut.data.dataset import Dataset
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.models.load import context_length
 from taut.models.precision import ChosenDtype
-from taut.train.trainer import Method
+from taut.train.trainer import StepSource
 
 
-class Decision(NamedTuple):
-    """Something settled for the user, and why."""
+class MayChange(NamedTuple):
+    """The configuration keys that a resumed run may have another value of, and what follows. A key stands for all below
+    it. Every other key makes it another run.
+    """
 
-    name: str
-    value: str
-    reason: str
+    freely: tuple[str, ...] = ()
+    """They have no part in the steps, or what they name is compared by content."""
+    rounding: tuple[str, ...] = ()
+    """Losses are equal up to rounding, no longer bit for bit."""
+    schedule: tuple[str, ...] = ()
+    """The steps to come have another learning rate."""
+
+    def plus(self, other: MayChange) -> MayChange:
+        """These keys and others."""
+        return MayChange(*(own + more for own, more in zip(self, other, strict=True)))
 
 
 class Language(NamedTuple):
@@ -90,7 +100,7 @@ class Loaded(NamedTuple):
 class Plan(NamedTuple):
     """Which samples each step has, and how many steps there are."""
 
-    method: Method
+    method: StepSource
     """The source of steps: fixed data, or roll-outs."""
     num_steps: int
     cursor: Cursor

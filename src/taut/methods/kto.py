@@ -1,5 +1,5 @@
 """Kahneman-Tversky optimisation (KTO, arXiv 2402.01306) and its neighbours: answers that are good or bad by
-themselves, against a reference. The formulas are in losses/unpaired.py.
+themselves, against a reference. The formulas are in losses/preference.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 @configclass
 class KtoConfig:
-    """KTO and its neighbours, on answers that are good or bad by themselves."""
+    """KTO and its variants, on single answers labelled good or bad."""
 
     beta: Positive = 0.1
-    """How much a nat of log-ratio counts: larger keeps the policy closer to the reference."""
+    """Scale of the implicit reward, beta * log-ratio: a larger value keeps the policy closer to the
+    reference."""
     loss: UnpairedVariant = "kto"
-    """kto, bco or apo_zero (which takes no reference point)."""
+    """kto, bco or apo_zero (which has no reference point)."""
     desirable_weight: Positive = 1.0
     """Weight of answers labelled good."""
     undesirable_weight: Positive = 1.0
-    """Weight of the others. The paper advises 1 to 4/3 for weight times number of the good over that of the others."""
+    """Weight of answers labelled bad. The paper recommends a ratio of 1 to 4/3 between (weight times number of good
+    answers) and the same product of bad ones."""
     entropy: bool = False
-    """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
+    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Unpaired:
         """The loss."""

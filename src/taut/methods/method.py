@@ -7,8 +7,7 @@ policy and where its steps come from. Every member has a default, which is that 
 method states what is different about it and no more. No other room asks which method a run has: it asks these
 members.
 
-May import rl (online), evals, the training loop, models, losses, data and rewards. ``run``, ``build`` and all above
-them import it.
+May import rl, evals, inference, train and what is below them. ``run`` and all above it import it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from taut.config import ComputeDtype, configclass, read_toml, to_dict
+from taut.config import ComputeDtype, Decision, configclass, read_toml, to_dict
 from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
 from taut.data.render import Renderer
@@ -36,8 +35,8 @@ from taut.inference.local import LocalEngine
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
-from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Decision, Inputs, Language, Loaded, Plan
+from taut.methods.aux_models import MAY_CHANGE, AuxModels
+from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
 from taut.methods.offline import Offline
 from taut.methods.teacher import with_lists
 from taut.models.load import context_length
@@ -67,19 +66,19 @@ else:
 
 @configclass
 class EvalConfig:
-    """When held-out loss is measured (where data.eval is given): always at the end, and"""
+    """Evaluation while training. It always runs at the end as well."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: only at the end."""
     best: str | None = None
-    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, NAME_pass_K, or
-    where answers are judged rewards/accuracy, rewards/margin, accuracy, score/margin."""
+    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, NAME_pass_K, or for data
+    with judged answers rewards/accuracy, rewards/margin, accuracy, score/margin."""
     answers: AnswersConfig = AnswersConfig()
 
 
 @configclass
 class ChecksConfig:
-    """Which checks are asked."""
+    """Which checks run before training."""
 
     skip: list[str] = field(default_factory=list)
     """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
@@ -87,7 +86,7 @@ class ChecksConfig:
 
 @configclass
 class RunConfig:
-    """A training run: the keys that all methods have, and what a method answers."""
+    """A training run: the keys that all methods have, and the questions that a method answers."""
 
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
@@ -97,40 +96,82 @@ class RunConfig:
     """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates: then rows of data are prompts."""
+    may_change: ClassVar[MayChange] = MAY_CHANGE.plus(
+        MayChange(
+            freely=(
+                "out",
+                "resume",
+                "overwrite",
+                "steps",
+                "epochs",
+                "check",
+                "checks",
+                "log",
+                "checkpoint",
+                "contract",
+                "save",
+                "divergence",
+                "stop",
+                "eval",
+                "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
+                "model",  # its files are hashed, wherever they lie
+                "data.cache",
+                "data.apply_chat_template",  # what it makes of the data is compared
+                "data.eval",
+                "dtype",  # what came of it is compared
+            ),
+            rounding=(
+                "device",
+                "attention",
+                "activation_checkpointing",
+                "batch.tokens_per_microbatch",
+                "batch.share_prefixes",
+                "batch.min_saved_tokens",
+            ),
+            schedule=(
+                "optim.learning_rate",
+                "optim.rates",
+                "optim.schedule",
+                "optim.warmup_steps",
+                "optim.warmup_ratio",
+                "optim.min_learning_rate_ratio",
+            ),
+        )
+    )
+    """The keys that a resume may change (taut/run/fingerprint.py)."""
 
     method: MethodName = "sft"
-    """Which command trains it: for ``taut check``, ``show`` and ``plan``, which are given runs of any."""
+    """The training method: for ``taut check``, ``show`` and ``plan``, which take a run of any method."""
     model: str
     """Directory (or hub name) of the model to start from."""
     out: str | None = None
-    """Directory the run is written to; refused if it has anything in it, unless resume or overwrite.
-    ``taut show`` needs none."""
+    """Directory of the run's output; refused if it is not empty, unless resume or overwrite is set. ``taut show`` needs
+    none."""
     data: DataConfig
     steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps; the data go round as often as needed. Exclusive with epochs."""
+    """Optimizer steps; the data are repeated as often as needed. Exclusive with epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Times round the data; 1 where steps is not given."""
+    """Passes over the data; 1 if steps is not set."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of everything drawn at random: order, adapter initialisation, noise."""
+    """Random seed: of the order of samples, adapter initialisation and noise."""
     dtype: ComputeDtype | None = None
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32. bf16,
     fp32 and fp64 are accepted as names of these."""
     check: Literal["quick", "off"] = "quick"
-    """What ``taut check`` asks before training: its quick part, seconds; or nothing, which the run's log records.
-    checks.skip leaves out single checks."""
+    """Which part of ``taut check`` runs before training: quick (seconds), or off, which is logged. checks.skip leaves
+    out single checks."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
-    """auto, reference, varlen or flex; asked for by name and not to be had is an error."""
+    """Attention backend: auto, reference, varlen or flex. A backend that is named and not available is an error."""
     activation_checkpointing: bool = False
-    """Compute each layer again in backward instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of keeping its activations."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)
     """Parameters not to train: vision_tower, projector, language_model, globs over names, or /regular expressions/."""
     resume: bool = False
-    """Go on from the newest checkpoint in out; from step 1 where there is none, not at all where the run
-    is finished."""
+    """Continue from the newest checkpoint in out; from step 1 if there is none; a finished run is left as it is."""
     overwrite: bool = False
     """Replace the run that is in out."""
     batch: BatchConfig = BatchConfig()
@@ -337,13 +378,13 @@ class RunConfig:
     def input_files(self) -> list[str]:
         """Every file and directory that the run reads: the output directory must hold none of them."""
         answers = self.eval.answers
-        asked = replace(self.data, train=None, eval=answers.data, template=None, cache=None)
+        questions = replace(self.data, train=None, eval=answers.data, template=None, cache=None)
         return [
             self.model,
             *([self.lora.adapter] if self.lora.adapter else []),
             *self.models().paths,
             *input_paths(self.data),
-            *input_paths(asked),
+            *input_paths(questions),
             *map(str, files_of(answers.rewards)),
             *files_read(answers.rewards),
         ]
@@ -364,7 +405,7 @@ class RunConfig:
     # -- generation
 
     def sampling(self, seed: int) -> Sampling:
-        """How completions are drawn where the model that trains is asked; in training, where it generates."""
+        """How completions of the model that trains are sampled."""
         return Sampling(seed=seed)
 
     # -- held-out measurements
@@ -384,7 +425,7 @@ class RunConfig:
         return []
 
     def questions(self, data: Dataset) -> Sequence[Sample] | Sequence[Prompt]:
-        """What the trained model is asked, to see whether its answers end."""
+        """The prompts on which the trained model is tested for ending its answers."""
         return Good(self.rows_of(data))
 
     @property
@@ -416,6 +457,6 @@ def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig
     for text in overrides:
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name
-    if name not in list(METHODS):  # what a file says need not be a text
+    if name not in list(METHODS):  # the value in a file may be of any type
         raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; correct it")
     return METHODS[name]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
 from taut.data.prompts import Asking, PromptSet, load_prompt_set
@@ -22,7 +22,7 @@ from taut.evals.during import AnswersConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.io.console import counted
-from taut.methods.inputs import Decision, Inputs, Language, Loaded, Plan
+from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
@@ -48,9 +48,16 @@ class OnlineMethod(RunConfig):
 
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
+    may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
+        MayChange(
+            # where the engine is, and how it is called
+            freely=("grading", "guard", "rollout.url", "rollout.server"),
+            rounding=("rollout.local",),
+        )
+    )
     is_judged: ClassVar[bool] = True
     """Whether rewards are what is learned from."""
-    unwatched: ClassVar[Sequence[str]] = (
+    unread_guard_keys: ClassVar[Sequence[str]] = (
         "warn_difference",
         "max_difference",
         "warn_effective",
@@ -65,8 +72,8 @@ class OnlineMethod(RunConfig):
 
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
-    """What judges completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
-    empty where an environment rewards."""
+    """Rewards of completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
+    empty with an environment that gives rewards."""
     grading: PanelConfig = PanelConfig()
     guard: GuardConfig = GuardConfig()
 
@@ -82,7 +89,7 @@ class OnlineMethod(RunConfig):
                 f"rollout.refills={self.rollout.refills} with rollout.n=1: a single answer has none that its reward "
                 "could differ from; expected rollout.n of 2 or more; raise it, or take rollout.refills out"
             )
-        for name in self.unwatched:
+        for name in self.unread_guard_keys:
             if getattr(self.guard, name) != getattr(GuardConfig, name):
                 raise ConfigError(
                     f"guard.{name}={getattr(self.guard, name):g} watches policy gradients, and "
@@ -95,7 +102,7 @@ class OnlineMethod(RunConfig):
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
-    # -- what a method that generates says besides
+    # -- what such a method answers besides
 
     def make_credit(self) -> Credit:
         """Makes what judged completions become: it has a state."""

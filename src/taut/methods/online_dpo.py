@@ -22,10 +22,10 @@ from taut.train.optim import DefaultRates
 
 @configclass
 class PairsRollout(RolloutConfig):
-    """How completions are drawn, and how long they are trained on."""
+    """How completions are sampled, and for how many steps a rollout is trained on."""
 
     n: Annotated[int, Field(ge=2)] = 2
-    """Completions of each prompt; the best and the worst of them are a pair."""
+    """Completions per prompt; the best and the worst of them are a pair."""
 
 
 @configclass

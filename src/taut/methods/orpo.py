@@ -1,5 +1,5 @@
 """Odds ratio preference optimisation (ORPO, arXiv 2403.07691): fine-tuning on preferred answers with an odds ratio
-against the others, on pairs, without a reference. The formula is in losses/reference_free.py.
+against the others, on pairs, without a reference. The formula is in losses/preference.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class OrpoConfig:
     """ORPO: fine-tuning on preferred answers with an odds ratio against the others, on pairs, without a reference."""
 
     beta: Positive = 0.1
-    """Weight of the odds ratio beside the fine-tuning term: the paper's lambda."""
+    """Weight of the odds-ratio term relative to the fine-tuning term: the paper's lambda."""
     entropy: bool = False
-    """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
+    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Loss:
         """The loss."""

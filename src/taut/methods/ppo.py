@@ -1,5 +1,5 @@
 """Proximal policy optimisation (PPO, arXiv 1707.06347): each token is compared with what a critic expected. The
-formulas are in losses/{advantages,value}.py and what methods/policy.py names; the critic is in methods/critic.py.
+formulas are in losses/{advantages,policy}.py; the critic is in rl/critic.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError
 from taut.losses.policy import Critic
 from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Decision
 from taut.methods.method import MethodName
 from taut.methods.policy import PolicyConfig, PolicyMethod, Positive, Share
 from taut.rewards.registry import listed
@@ -29,24 +28,24 @@ AT_A_CUT = ("stop", "length_overlong")
 
 @configclass
 class PpoConfig(PolicyConfig):
-    """PPO: each token is compared with what a critic expected."""
+    """PPO: each token is compared with the value that a critic predicted."""
 
     section: ClassVar[str] = "ppo"
 
     gamma: Share = 1.0
-    """What a reward is worth one token earlier."""
+    """Discount factor per token."""
     lam: Share = 0.95
-    """GAE's lambda: 1 trusts what came of it, 0 the critic's next word."""
+    """GAE's lambda: 1 uses the observed returns alone, 0 the critic's next value alone."""
     whiten_advantages: bool = True
-    """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
+    """Normalise the advantages of a rollout's tokens to mean 0 and standard deviation 1."""
     bootstrap_cut: bool = False
-    """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
-    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
-    environment's turns stay."""
+    """Replace the reward of a truncated answer by the critic's value of the state in which it was cut, as if the answer
+    went on. false: a truncated answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and
+    rewards of an environment's turns stay."""
     value_coef: Positive = 0.1
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2
-    """How far a value may go from what it was when the roll-out was made before it counts no more."""
+    """Clip range of the value loss: how far a value may move from its value at rollout time. None: no clipping."""
 
     @property
     def critic_term(self) -> Critic:
@@ -56,12 +55,12 @@ class PpoConfig(PolicyConfig):
 
 @configclass
 class PpoRollout(RolloutConfig):
-    """How completions are drawn, and how long they are trained on."""
+    """How completions are sampled, and for how many steps a rollout is trained on."""
 
     n: Annotated[int, Field(ge=1)] = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     minibatches: Annotated[int, Field(ge=1)] = 4
-    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts."""
+    """Optimizer steps per pass over a rollout, which has batch.samples_per_step prompts for each of them."""
 
 
 @configclass

@@ -2,7 +2,7 @@
 
 ``PairMethod`` is the base of DPO, ORPO, SimPO and CPO. ``DpoConfig`` is the section ``[dpo]``, of ``taut dpo`` and
 ``taut online-dpo``. Wiring, no maths: the formulas and their papers are in
-losses/{margins,preference,reference_free}.py.
+losses/preference.py.
 
 Whether a reference is needed follows from the loss: ``"ref_logp_N" in loss.needs``. Values without a meaning are
 refused by the loss itself, in the words of these keys.
@@ -36,7 +36,7 @@ DpoVariant: TypeAlias = Literal[
     "aot",
     "aot_unpaired",
 ]
-"""The names of losses.margins.VARIANTS; a test holds them to it."""
+"""The names of losses.preference.VARIANTS; a test holds them to it."""
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 
@@ -69,30 +69,33 @@ class DpoConfig:
     """DPO and its family, on pairs."""
 
     beta: Positive = 0.1
-    """How much a nat of log-ratio counts: larger keeps the policy closer to the reference. IPO's tau."""
+    """Scale of the implicit reward, beta * log-ratio: a larger value keeps the policy closer to the
+    reference. IPO's tau."""
     loss: DpoVariant | list[DpoVariant] = "sigmoid"
     """sigmoid (DPO), ipo, hinge (SLiC), robust, exo, discopop, nca, bco, sppo, apo_zero, apo_down, aot, aot_unpaired;
     of a list the weighted sum (MPO)."""
     loss_weights: list[Positive] | None = None
-    """A weight for each of loss; 1 each where not given."""
+    """One weight for each of loss; 1 each if not set."""
     sft_weight: NotNegative = 0.0
     """Weight of the mean negative log-probability of the preferred answers' tokens (RPO, MPO)."""
     label_smoothing: NotNegative = 0.0
-    """How often a pair is thought to be the wrong way round: sigmoid (cDPO), robust, exo (its epsilon), aot."""
+    """Assumed probability that a pair is labelled the wrong way round: for sigmoid (cDPO), robust, exo (its epsilon),
+    aot."""
     length_normalised: bool = False
-    """Divide each answer's log-ratio by its number of tokens; ipo always does."""
+    """Divide each answer's log-ratio by its number of tokens; ipo always does so."""
     divergence: Divergence = "reverse_kl"
-    """What ties the policy to the reference (f-DPO): reverse_kl (plain DPO), forward_kl, js or alpha."""
+    """Divergence from the reference that is penalised (f-DPO): reverse_kl (plain DPO), forward_kl, js or alpha."""
     alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of divergence=alpha: near 0 it is reverse_kl, near 1 forward_kl; 0.5 where not given."""
+    """For divergence=alpha: near 0 it is reverse_kl, near 1 forward_kl; 0.5 if not set."""
     margin: NotNegative = 0.0
-    """How much of the data's margin is taken off a pair's difference of rewards (ODPO); 0: margins are not read."""
+    """Weight of the data's margin, which is subtracted from the difference of a pair's rewards (ODPO). 0: margins are
+    not read."""
     discopop_tau: Positive | None = None
-    """Of loss=discopop: how sharply it goes from one branch to the other; 0.05 where not given."""
+    """For loss=discopop: temperature of the transition between its two branches; 0.05 if not set."""
     reference_free: bool = False
-    """Compare log-probabilities themselves; no reference is read."""
+    """Compare the log-probabilities themselves, without a reference."""
     entropy: bool = False
-    """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
+    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
         names = self._names

@@ -1,5 +1,5 @@
 """Reward models: a scalar head on a language model. The formulas and their papers are in losses/reward.py, the head
-is in models/{heads,reward}.py.
+is in models/{heads,reward_model}.py.
 
     bradley_terry   pairs of answers (data of the kind preference); one score at the end of each
     regression      answers with a score (scored); one score at the end
@@ -29,14 +29,14 @@ class RewardConfig:
     """A reward model."""
 
     loss: Literal["bradley_terry", "regression", "process"] = "bradley_terry"
-    """bradley_terry: of two answers the better has the higher score; regression: the data's score is given; process:
-    each step's label is."""
+    """bradley_terry: on pairs, the better answer gets the higher score; regression: on answers with a score; process:
+    on answers whose steps are labelled."""
     margin: NotNegative = 0.0
-    """How much of the data's margin the difference of scores is to exceed; 0: margins are not read."""
+    """Weight of the data's margin, which the difference of a pair's scores has to exceed. 0: margins are not read."""
     centring: NotNegative = 0.0
-    """How strongly the scores of a pair are drawn to a sum of 0, which differences leave free."""
+    """Weight of the squared sum of a pair's scores, which keeps scores centred at 0; differences alone do not."""
     bias: bool = False
-    """Whether the head has a bias. Transformers then reads the model with AutoModelForTokenClassification."""
+    """Whether the head has a bias. Transformers then loads the model with AutoModelForTokenClassification."""
 
     def __post_init__(self) -> None:
         if self.loss != "bradley_terry":

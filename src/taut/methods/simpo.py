@@ -1,5 +1,5 @@
 """SimPO (arXiv 2405.14734) and AlphaPO: log-probabilities per token with a target margin, on pairs, without a
-reference. The formula is in losses/reference_free.py.
+reference. The formula is in losses/preference.py.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ class SimpoConfig:
     """SimPO and AlphaPO: log-probabilities per token with a target margin, on pairs, without a reference."""
 
     beta: Positive = 2.0
-    """How much a nat per token counts; the paper's values begin at 2."""
+    """Scale of the implicit reward, beta * mean log-probability of a token; the paper's values begin at
+    2."""
     gamma: NotNegative = 1.0
-    """The difference of rewards aimed at; the paper tries 0.3 to 1.6."""
+    """Target margin between the rewards of a pair; the paper tries 0.3 to 1.6."""
     alpha: float = 0.0
     """AlphaPO's shape of the reward: (1 - p^-alpha) / alpha; 0: log p, which is SimPO."""
     label_smoothing: NotNegative = 0.0
-    """How often a pair is thought to be the wrong way round."""
+    """Assumed probability that a pair is labelled the wrong way round."""
     sft_weight: NotNegative = 0.0
     """Weight of the mean negative log-probability of the preferred answers' tokens."""
     entropy: bool = False
-    """Report the entropy of the policy on the answers' tokens, which costs a pass over the logits."""
+    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
         require_valid_loss("simpo", self)

@@ -1,5 +1,5 @@
 """A teacher: the section ``[distill]``, of ``taut distill`` and ``taut gkd``, the loss it makes, and which models
-can teach. Wiring, no maths: the divergences and their papers are in models/divergence.py.
+can teach. Wiring, no maths: the divergences and their papers are in models/teacher.py.
 
     teacher         a model that gives all of its distribution: any architecture and width, the student's tokenizer.
                     Every rank holds it, whole, in the compute dtype; it runs just before the student
@@ -16,7 +16,7 @@ from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import select
-from taut.config import configclass, home_path, user_path
+from taut.config import Decision, configclass, home_path, user_path
 from taut.data.dataset import Dataset
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
 from taut.errors import ConfigError, ModelError
@@ -27,12 +27,12 @@ from taut.models.load import (
     context_length,
     load_config,
     load_model,
-    load_tokenizer,
     require_language_model,
 )
 from taut.models.scorer import Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import ListedTeacher, ModelTeacher
+from taut.models.tokens import require_same_tokenizer
 from taut.types import Divergence
 
 
@@ -43,21 +43,22 @@ class DistillConfig:
     teacher: str | None = None
     """Directory (or hub name) of the model to learn from; it has the student's tokenizer."""
     top_logprobs: str | None = None
-    """In place of the teacher: the file that ``taut teach`` made of data.train."""
+    """Instead of a teacher: the file that ``taut teach`` wrote for data.train."""
     eval_top_logprobs: str | None = None
-    """The same of data.eval."""
+    """The same file for data.eval."""
     divergence: Literal["forward", "reverse", "js"] = "forward"
-    """forward: KL(teacher || student), which covers all the teacher does; reverse: KL(student || teacher), which keeps
-    to what it does most; js: both, to their mixture."""
+    """forward: KL(teacher || student), mode-covering; reverse: KL(student || teacher), mode-seeking; js: the
+    generalised Jensen-Shannon divergence."""
     beta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The teacher's share of js's mixture: near 0 it acts as forward, near 1 as reverse; 0.5 where not given."""
+    """For divergence=js: the teacher's share of the mixture. Near 0 it acts as forward, near 1 as reverse; 0.5 if not
+    set."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of both; the term is multiplied by its square, so that gradients keep their size."""
+    """Divides the logits of both models; the term is multiplied by its square, which keeps the scale of gradients."""
     tail: Literal["bucket", "renormalise"] | None = None
-    """Of top_logprobs: what becomes of tokens that are not listed. bucket (where not given): together they are one more
-    outcome; renormalise: the teacher has the listed ones only."""
+    """For top_logprobs: how tokens that are not listed count. bucket (if not set): all together as one more outcome;
+    renormalise: not at all, the listed probabilities are normalised to 1."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the mean negative log-probability of the data's own tokens, beside the divergence."""
+    """Weight of the cross-entropy on the data's own tokens, added to the divergence."""
 
     def __post_init__(self) -> None:
         if self.beta is not None and self.divergence != "js":
@@ -141,7 +142,7 @@ class Chosen(NamedTuple):
     """A teacher, and what was settled about it: name, value, reason."""
 
     teacher: Teacher
-    decisions: list[tuple[str, str, str]]
+    decisions: list[Decision]
 
 
 def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
@@ -149,10 +150,17 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
     path = config.teacher
     if path is None:
         reason = "what taut teach made of data.train; no teacher is held"
-        return Chosen(ListedTeacher(), [("distill.teacher", str(config.top_logprobs), reason)])
-    num_ids = require_same_tokenizer(
-        path, setting.tokenizer, "distill.teacher", setting.trust_remote_code
+        return Chosen(
+            ListedTeacher(), [Decision("distill.teacher", str(config.top_logprobs), reason)]
+        )
+    vocabulary = require_same_tokenizer(
+        path,
+        setting.tokenizer,
+        "distill.teacher",
+        setting.trust_remote_code,
+        may_have_more=False,
     )
+    num_ids = 1 + max(vocabulary.values())
     settings = load_config(path, setting.trust_remote_code)
     require_language_model(path, settings, "distill.teacher")
     require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
@@ -172,7 +180,9 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
             "it once with taut teach, and set distill.top_logprobs"
         )
     decisions = [
-        ("distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})")
+        Decision(
+            "distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})"
+        )
     ]
     num_theirs = head(model).weight.shape[0]
     if min(num_theirs, setting.num_rows) < num_ids:
@@ -183,39 +193,19 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
     if num_theirs == setting.num_rows:
         return Chosen(ModelTeacher(model), decisions)
     sizes = f"the teacher has {num_theirs:,} rows and the student {setting.num_rows:,}"
-    decisions.append(("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
+    decisions.append(Decision("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
     return Chosen(ModelTeacher(model, num_ids), decisions)
 
 
 def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) -> Dataset:
-    """The data with what its file says, where there is one. ``split``: train or eval."""
+    """The data with the teacher's log-probabilities, if the configuration names a file of them. ``split``: train or
+    eval."""
     key = "top_logprobs" if split == "train" else "eval_top_logprobs"
     named = getattr(config, key)
     if named is None:
         return data
     path = user_path(named, f"distill.{key}")
     return WithTeacher(data, read_top_logprobs(path, data, num_rows))
-
-
-def require_same_tokenizer(
-    path: str, tokenizer: PreTrainedTokenizerBase, key: str, trust_remote_code: bool
-) -> int:
-    """How many ids the tokenizer has. Raises ModelError where an id is another token for the teacher at ``path``."""
-    theirs = load_tokenizer(path, trust_remote_code).get_vocab()
-    mine = tokenizer.get_vocab()
-    differing = mine.items() ^ theirs.items()
-    if differing:
-        token, index = min(differing, key=lambda item: item[1])
-        has, lacks = (
-            ("the student's", "the teacher's")
-            if mine.get(token) == index
-            else ("the teacher's", "the student's")
-        )
-        raise ModelError(
-            f"{key}={path}: {has} tokenizer has {token!r} at {index} and {lacks} has not; expected the same "
-            "tokenizer: a divergence compares token by token; name a teacher of the student's family"
-        )
-    return 1 + max(mine.values())
 
 
 def require_context(named: str, context: int | None, longest: int) -> None:

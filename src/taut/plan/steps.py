@@ -33,7 +33,7 @@ from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
 from taut.rl.sampler import Episode
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
-from taut.train.trainer import Method
+from taut.train.trainer import StepSource
 from taut.types import IntArray, Packed, Sample, Tree
 
 NUM_STEPS = 5
@@ -205,7 +205,7 @@ def _made_up(length: int) -> Sample:
 # Imports build and below. ``steps`` calls it.
 
 
-def prepared(method: Method, config: PreTrainedConfig, step: int) -> list[Tree]:
+def prepared(method: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
     """The trees of a step (counted from 1)."""
     assert isinstance(method, Online), "the source of steps of a run that generates"
     number = (step - 1) // method.config.updates

@@ -29,6 +29,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from taut.config import Decision
 from taut.data.batching import Cursor, Order, Rows
 from taut.data.prompts import PromptSet
 from taut.losses import Loss
@@ -248,7 +249,7 @@ class Online:
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
-    def open(self) -> Sequence[tuple[str, str, str]]:
+    def open(self) -> Sequence[Decision]:
         """Open engine, rewards and environment."""
         return self.roller.settled
 

@@ -22,11 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from taut.config import to_dict, user_path
+from taut.config import Decision, to_dict, user_path
 from taut.data.dataset import Dataset
 from taut.errors import ConfigError, OutputError
 from taut.io import files
-from taut.methods.inputs import Decision
 from taut.methods.reference import STREAM, Recorded
 from taut.run.fingerprint import differences, identity_of
 from taut.run.setup import Built

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.select import Chosen, select
+from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
 from taut.errors import ModelError
 from taut.inference.local import LocalEngine
-from taut.methods.inputs import Decision, Inputs, Loaded, Plan
+from taut.methods.inputs import Inputs, Loaded, Plan
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
@@ -44,7 +45,7 @@ from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
-from taut.train.trainer import Job, Lookahead, Method
+from taut.train.trainer import Job, Lookahead, StepSource
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -261,7 +262,7 @@ def choose(
 
 
 def _alone(
-    method: Method, model: nn.Module, dtype: torch.dtype, device: torch.device
+    method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """log-probs of some of the first step's samples, run alone through the library's own path."""
     samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from taut import losses
+from taut.config import Decision
 from taut.data.batching import Budget, Cursor, Rows, assign, layouts
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory
@@ -40,8 +41,8 @@ SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
 
 
-class Method(Protocol):
-    """The interface of a training method to the loop."""
+class StepSource(Protocol):
+    """Where steps come from, as far as the loop knows: fixed data, or rollouts."""
 
     @property
     def loss(self) -> Loss:
@@ -59,7 +60,7 @@ class Method(Protocol):
     def cursor(self, step: int) -> Cursor:
         """The position in the data after a step: with the seed, all that a resume needs."""
 
-    def open(self) -> Sequence[tuple[str, str, str]]:
+    def open(self) -> Sequence[Decision]:
         """Make ready what it needs besides the model, so that what is not available is refused before training;
         (name, value, reason) of what was settled on the way.
         """
@@ -127,7 +128,7 @@ class Job:
     """Everything a run needs, built by taut.run.setup."""
 
     scorer: nn.Module
-    method: Method
+    method: StepSource
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     num_steps: int

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from taut.data.messages import Conversation, Document, Finding, images_of, read_content, text_of
+from taut.data.messages import (
+    Conversation,
+    Document,
+    MediaOptions,
+    images_of,
+    read_content,
+    text_of,
+)
 from taut.data.schema import Answers, Columns, Stepwise, read_any, read_prompt, read_row
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, PictureError
@@ -199,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ask(PLACE)], "images": "[a"}, r"images begins with \[ but is not JSON"),
     ({"messages": [ask({"type": "image", "image": 3})]}, r"content\[0\] is 3; expected a picture"),
     ({"messages": [ask({"type": "image", "path": "a", "url": "b"})]}, "has path and url; expected one"),
-    ({"messages": [ask({"type": "image", "image": "a", "max_pixels": 9})]}, "has max_pixels beside"),
+    ({"messages": [ask({"type": "image", "image": "a", "max_pixels": 9})]}, "has max_pixels next to"),
     ({"messages": [ask({"type": "audio", "audio": "a"})]}, "of type audio; .* sound is not supported"),
     ({"messages": [ask("x"), ANSWER], "audios": ["a"]}, "the row has audios; .* sound is not supported"),
     ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "has images; expected text only"),
@@ -288,18 +295,18 @@ def test_a_video_over_a_limit_names_the_row_and_the_key(tmp_path: Path) -> None:
     pictures = [Image.new("RGB", (16, 16), (number * 20,) * 3) for number in range(9)]
     pictures[0].save(held, "GIF", save_all=True, append_images=pictures[1:])
     content = [{"type": "video", "video": held.getvalue()}]
-    finding = Finding(prefix="", images=ImagesConfig(limit_video_pixels=99))
+    media = MediaOptions(prefix="", images=ImagesConfig(limit_video_pixels=99))
     found = r"^d:1\[0\]\.content\[0\]: the video .* 9 frames .*; cut it, .* raise images\.limit_video_pix"
     with pytest.raises(PictureError, match=found):
-        read_content(content, "d:1[0]", "user", finding, ())
+        read_content(content, "d:1[0]", "user", media, ())
 
 
 def test_a_picture_in_memory_over_a_limit_names_the_row_and_the_key() -> None:
     content = [{"type": "image", "image": Image.new("L", (4, 5))}]
-    finding = Finding(images=ImagesConfig(limit_pixels=19))
+    media = MediaOptions(images=ImagesConfig(limit_pixels=19))
     found = r"^d:1\.content\[0\] is a picture of 4 x 5 pixels; expected at most 19; .*data\.images\.limit_"
     with pytest.raises(PictureError, match=found):
-        read_content(content, "d:1", "user", finding, ())
+        read_content(content, "d:1", "user", media, ())
 
 
 def test_frames_of_a_file(tmp_path: Path) -> None:
@@ -320,8 +327,8 @@ FILMS: list[tuple[dict[str, Any], str]] = [
     ({"video": ["a"], "fps": 0}, "fps is 0; expected a number"),
     ({"video": ["a"], "timestamps": [0, 1]}, "timestamps is a list of 2; expected .* 1 frames"),
     ({"video": ["a"] * 65, "fps": 1}, "has 65 frames; expected 1 to 64"),
-    ({"video": ["a"], "fps": 1, "nframes": 3}, "has nframes beside"),
-    ({"video": "a.gif", "timestamps": [0]}, "timestamps beside a file"),
+    ({"video": ["a"], "fps": 1, "nframes": 3}, "has nframes next to"),
+    ({"video": "a.gif", "timestamps": [0]}, "timestamps next to a file"),
 ]
 
 

@@ -197,8 +197,8 @@ REFUSED: list[tuple[Kind, object, str]] = [
         {**TEXTS, "chosen_score": 1, "score_chosen": 1},
         "chosen_score and score_chosen",
     ),
-    ("preference", {**TEXTS, "system": "s"}, "system is there beside plain texts"),
-    ("preference", {**TEXTS, "tools": [1]}, "tools is there beside plain texts"),
+    ("preference", {**TEXTS, "system": "s"}, "system comes with plain texts"),
+    ("preference", {**TEXTS, "tools": [1]}, "tools comes with plain texts"),
     ("preference", {**TEXTS, "images": ["a.png"]}, "the row has images; expected text only"),
     ("preference", {**TEXTS, "chosen": ""}, "chosen is empty"),
     ("preference", {**TEXTS, "chosen": 5}, "chosen is 5 and rejected is '6'; expected texts only"),
@@ -264,7 +264,7 @@ REFUSED: list[tuple[Kind, object, str]] = [
     ("stepwise", {"prompt": "a", **STEPS, "labels": [1, 2]}, r"labels\[1\] is 2; expected true"),
     ("stepwise", {"prompt": "a", **STEPS, "completions": ["a", ""]}, r"completions\[1\] is empty"),
     ("stepwise", {"prompt": "a", **STEPS, "completions": ["a", 5]}, r"completions\[1\] is 5"),
-    ("stepwise", {"prompt": "a", **STEPS, "system": "s"}, "system is there beside plain texts"),
+    ("stepwise", {"prompt": "a", **STEPS, "system": "s"}, "system comes with plain texts"),
 ]
 
 

@@ -16,7 +16,7 @@ from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
 from taut.plan import Kernels, predict_steps, workload
-from taut.run.config import load_inputs
+from taut.run.inputs import load_inputs
 from taut.train import distributed
 
 RANKS = distributed.start("cpu")
