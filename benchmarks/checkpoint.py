@@ -129,8 +129,7 @@ def make(model: Path, work: Path, keys: dict[str, Any], threads: int) -> Trainer
     run = from_mapping(RunConfig, {**fixed, "device": "cpu", "batch.samples_per_step": 2, **keys})
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, run.plan(inputs.train), ranks)
-    built.job.emit = lambda kind, **fields: None
+    built = build(run, inputs, run.plan(inputs.train), ranks, emit=lambda kind, **fields: None)
     return Trainer(built.job, work)
 
 

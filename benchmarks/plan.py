@@ -24,6 +24,7 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,7 @@ def one(name: str, folder: Path) -> dict[str, Any]:
 
     before = _resident()
     built = build(run, inputs, run.plan(inputs.train), ranks)
-    job = built.job
-    job.alarms, job.emit = (), lambda *_, **__: None
+    job = replace(built.job, monitors=(), emit=lambda kind, **fields: None)
     train_step(job, 1)
     taken = []
     for _ in range(ROUNDS + 1):

@@ -57,7 +57,9 @@ def make(
     run = from_mapping(RunConfig, {**QUIET, **fixed, **dotted})
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, run.plan(inputs.train), ranks)
     events: list[dict[str, Any]] = []
-    built.job.emit = lambda kind, **fields: events.append({"kind": kind, **fields})
-    return built, events
+
+    def emit(kind: str, **fields: Any) -> None:
+        events.append({"kind": kind, **fields})
+
+    return build(run, inputs, run.plan(inputs.train), ranks, emit), events

@@ -112,9 +112,7 @@ def make(keys: Mapping[str, Any]) -> Built:
     run = from_mapping(RUNS[keys["method"]], keys)
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, run.plan(inputs.train), ranks)
-    built.job.emit = lambda kind, **fields: None
-    return built
+    return build(run, inputs, run.plan(inputs.train), ranks, emit=lambda kind, **fields: None)
 
 
 def _drawn(num_rows: int, seed: int) -> list[tuple[str, str, str]]:

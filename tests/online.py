@@ -94,7 +94,9 @@ def make(keys: Mapping[str, Any]) -> tuple[Built, list[dict[str, Any]]]:
     run = from_mapping(METHODS[keys["method"]], keys)
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, run.plan(inputs.train), ranks)
     told: list[dict[str, Any]] = []
-    built.job.emit = lambda kind, **fields: told.append({"kind": kind, **fields})
-    return built, told
+
+    def emit(kind: str, **fields: Any) -> None:
+        told.append({"kind": kind, **fields})
+
+    return build(run, inputs, run.plan(inputs.train), ranks, emit), told

@@ -218,7 +218,7 @@ def with_signal(at: str, which: signal.Signals, *words: str, ignored: str = "", 
     [
         ("taut.config:load", signal.SIGTERM),  # the command line is read
         ("numpy:save", signal.SIGHUP),  # tokenised rows go to the cache
-        ("taut.run.setup:assemble", signal.SIGUSR1),
+        ("taut.run.setup:join_models", signal.SIGUSR1),
         ("taut.commands.train:before_training", signal.SIGTERM),  # checks
         ("taut.commands.train:before_training", signal.SIGINT),
     ],

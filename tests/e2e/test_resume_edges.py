@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_latest_is_right_after_a_kill_before_it_was_replaced(
             raise SystemExit
         real(path, text)
 
-    def looked(*_: object) -> None:
+    def looked(*_: object, **__: object) -> None:
         raise SystemExit
 
     with monkeypatch.context() as patched:
@@ -50,7 +50,7 @@ def test_latest_is_right_after_a_kill_before_it_was_replaced(
             go("out", **keys)
     assert (folder / "latest").read_text() == "step-000002\n"
     with monkeypatch.context() as patched:
-        patched.setattr(lifecycle, "train", looked)
+        patched.setattr(lifecycle, "run_steps", looked)
         with pytest.raises(SystemExit):
             go("out", resume=True, **keys)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000004"]
@@ -93,17 +93,16 @@ def test_the_best_of_an_abandoned_schedule_goes_though_the_resume_is_killed(
     keys = {"data__eval": str(held_out), "eval__every": 1, "eval__best": "loss"}
     keys |= {"checkpoint__every": 4, "optim__learning_rate": 1e-3}
     out = tmp_path / "out"
-    real = lifecycle.train
+    real = lifecycle.run_steps
 
     def killed(*_: object) -> None:
         raise SystemExit
 
-    def killed_after(job: Any) -> None:
-        job.after_step = [*job.after_step, lambda step: killed() if step == 5 else None]
-        real(job)
+    def killed_after(job: Any, after_step: Sequence[Callable[[int], None]]) -> None:
+        real(job, [*after_step, lambda step: killed() if step == 5 else None])
 
     for place, act, changed in (
-        ("train", killed_after, {}),
+        ("run_steps", killed_after, {}),
         ("_emit_start", killed, {"steps": 9, "resume": True}),
     ):
         with monkeypatch.context() as patched:

@@ -49,7 +49,7 @@ def gap(scorer: Scorer, completions: list[Completion]) -> float:
 def test_ids_that_text_would_not_give_back_are_scored_as_they_were_sampled(tmp_path: Path) -> None:
     """Class 18: decoding and tokenising again changes most completions here, and none of what is scored."""
     built, _ = jobs.make(tmp_path, dtype="float32")
-    found = engine_of(built)().generate([PROMPT], SAMPLING)
+    found = engine_of(built.inputs, built.models, built.job.ranks)().generate([PROMPT], SAMPLING)
     tokenizer = built.inputs.tokenizer
     drifted = [
         tokenizer(tokenizer.decode(one.ids_N), add_special_tokens=False)["input_ids"]
@@ -68,7 +68,7 @@ def test_the_engine_draws_from_the_weights_of_the_last_step(
     built, _ = jobs.make(tmp_path, dtype="float32", optim__learning_rate=0.1, **keys)
     job: Job = built.job
     job.monitors = ()
-    engine = engine_of(built)()
+    engine = engine_of(built.inputs, built.models, built.job.ranks)()
     before = engine.generate([PROMPT], SAMPLING)
     for step in (1, 2):
         train_step(job, step)

@@ -83,7 +83,7 @@ def test_errors_printed_lines_and_events_have_none(tmp_path: Path) -> None:
     Printer(stream).write(f"{url}\n")
     assert stream.getvalue() == "http://***@host:80/path\n"
     fields: dict[str, Any] = {"model": Path(url), "decisions": [("model", url, {"why": url})]}
-    with RunLog.open(tmp_path, LogConfig(console=False)) as log:
+    with RunLog().open(tmp_path, LogConfig(console=False)) as log:
         log.emit("start", **fields)
     assert SECRET not in (tmp_path / "events.jsonl").read_text()
     assert read_events(tmp_path / "events.jsonl")[0]["decisions"][0][0] == "model"

@@ -263,7 +263,8 @@ def rewards_know_right_answers(session: Session) -> Finding:
 @owned_by("rewards.gold")
 def _answering(session: Session) -> Answering:
     run, renderer = session.run, session.inputs.renderer
-    make_engine, kind = engine_of(session.built), run.row_kind
+    make_engine = engine_of(session.inputs, session.built.models, session.ranks)
+    kind = run.row_kind
     built = build_answering(run.eval.answers, run.data, renderer, make_engine, session.job, kind)
     assert built is not None
     return built
@@ -632,7 +633,10 @@ def sampled(session: Session) -> Sampled:
     if session.is_scalar:
         return Sampled(None, "a reward model generates nothing", [], [])
     try:
-        engine: Any = roller(session).engine if session.is_generated else engine_of(session.built)()
+        if session.is_generated:
+            engine: Any = roller(session).engine
+        else:
+            engine = engine_of(session.inputs, session.built.models, session.ranks)()
     except ModelError as error:
         return Sampled(None, str(error).partition(";")[0], [], [])
     assert isinstance(engine, LocalEngine | ServerEngine)

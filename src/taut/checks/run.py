@@ -436,7 +436,7 @@ def saved_model_bytes(session: Session) -> int:
     """Bytes of the models that exist at a time, the one being written included."""
     has_adapters = is_adapted(session.scorer.model)
     saved = [p for p in session.scorer.parameters() if not (has_adapters and p.requires_grad)]
-    model = session.built.saved_dtype.itemsize * sum(p.numel() for p in saved)
+    model = session.built.models.saved_dtype.itemsize * sum(p.numel() for p in saved)
     adapter = 4 * sum(p.numel() for p in session.job.trained) if has_adapters else 0
     count = 1 if session.run.eval.best is None else 2
     return model * count + adapter if session.run.save.merged else adapter * count
@@ -510,7 +510,7 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(session.scorer, samples)
-    before = Trained(model, None, samples, logps, session.built.saved_dtype)
+    before = Trained(model, None, samples, logps, session.built.models.saved_dtype)
     with saving(
         model,
         inputs.tokenizer,

@@ -45,7 +45,7 @@ from taut.models.scorer import Scorer
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
 from taut.run.inputs import inputs_of, load_language, load_stops
-from taut.run.setup import Adapted, Built, adapt, assemble, load
+from taut.run.setup import Adapted, Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Job
@@ -143,7 +143,7 @@ class Session:
             train=inputs.train,
             eval=inputs.eval,
             inputs=inputs,
-            loaded=built.loaded,
+            loaded=built.models.loaded,
             built=built,
         )
         return session
@@ -233,9 +233,10 @@ class Session:
     @owned_by("model.trains")
     def built(self) -> Built:
         """All of it, ready to train."""
-        adapted = self.adapted
-        plan = self.run.plan(self.train)
-        return assemble(self.run, self.inputs, plan, self.ranks, self.loaded, adapted, trains=False)
+        run, inputs = self.run, self.inputs
+        models = join_models(run, inputs, self.ranks, self.loaded, self.adapted)
+        job = build_trainer(run, inputs, models, run.plan(self.train), self.ranks)
+        return Built(run, inputs, models, job, [*inputs.decisions, *models.decisions])
 
     @property
     def adapted_decisions(self) -> list[Decision]:

@@ -76,7 +76,7 @@ from taut.train.run_dir import (
     require_usable,
 )
 from taut.train.signals import Interrupt, Interrupts
-from taut.train.trainer import Job, run_steps, use_budget
+from taut.train.trainer import Job, go_on_from, run_steps, use_budget
 
 
 class Finish(TypedDict):
@@ -233,15 +233,13 @@ class Asked(NamedTuple):
     stop_check: StopCheck
 
 
-def execute(built: Built, start: Start, lock: Lock, asked: Asked, interrupts: Interrupts) -> Ended:
+def execute(built: Built, start: Start, lock: Lock, asked: Asked, log: RunLog) -> Ended:
     """Claim the directory of ``lock``, train, measure and save."""
     run, job, out = built.run, built.job, lock.out
-    job.interrupts = interrupts
     if job.ranks.is_writer:
         _claim(built, start, lock)
     job.ranks.barrier()
-    with RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log:
-        job.emit = log.emit
+    with log.open(out, run.log, is_writer=job.ranks.is_writer):
         checkpoints = _checkpoints(built, out, start, asked.evaluations)
         try:
             _emit_start(built, asked.examination)
@@ -320,8 +318,7 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
     if saved is not None:
         checkpoints.resume(saved)
         is_measured = saved.meta.is_measured
-        job.done, job.followed = from_step, from_step - (not is_measured)
-        job.loss = saved.meta.loss
+        go_on_from(job, from_step, saved.meta.loss, is_measured=is_measured)
     written = all_events(out / EVENTS) if job.ranks.is_writer else []
     cuts = [event for event in written if event["kind"] == "budget"]
     job.fit.replay(job.ranks.gather(cuts)[0])
@@ -361,8 +358,7 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
 
     data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
     watch = ChangedSources(data, job)
-    job.after_step = [measure, watch, checkpoints]
-    run_steps(job)
+    run_steps(job, after_step=[measure, watch, checkpoints])
     with job.interrupts.at_once(job.ranks):
         metrics, stops = _asked_at_end(job, checkpoints, evaluations, stop_check)
         job.interrupts.agree(job.ranks)
@@ -594,7 +590,8 @@ def train(run: RunConfig) -> Result:
             start = look(run, out, inputs, ranks)
             model = out / run.save.result
             if start.finished is None:
-                built = build(run, inputs, start.plan, ranks)
+                log = RunLog()
+                built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
                 with closing(built.job.method) as method:
                     built.decisions.extend(method.open())
                     built.decisions.extend(run.held_out_decisions())
@@ -602,7 +599,7 @@ def train(run: RunConfig) -> Result:
                     asked = Asked(before_training(built), evaluations, stop_check)
                     keep_reference(built)
                     preparation.close()  # from here on a signal saves the state
-                    ended = execute(built, start, lock, asked, interrupts)
+                    ended = execute(built, start, lock, asked, log)
                 result = Result(out, model, *ended)
             else:
                 result = _as_finished(out, model, start.finished)
@@ -632,7 +629,8 @@ def _stop_check(built: Built) -> StopCheck:
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.has_scalar_head:
         return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
-    questions, engine = run.questions(data), engine_of(built)
+    questions = run.questions(data)
+    engine = engine_of(inputs, built.models, built.job.ranks)
     check = prepare(run.stop, questions, inputs.stops.ids, engine, built.job, run.seed)
     return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
@@ -647,7 +645,7 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
         raise ConfigError(
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
-    answers, make_engine = run.held_out_answers, engine_of(built)
+    answers, make_engine = run.held_out_answers, engine_of(inputs, built.models, job.ranks)
     require_judgeable(answers.rewards, job.ranks.size)
     renderer, kind = inputs.renderer, run.row_kind
     answering = build_answering(answers, run.data, renderer, make_engine, job, kind)

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.config import Decision
 from taut.errors import ModelError
-from taut.losses import Loss
 from taut.methods.inputs import Inputs, Loaded, MayChange
-from taut.methods.reference import Other, ReferenceConfig, Start
+from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
 from taut.models import architecture
+from taut.models.critic import Critic
 from taut.models.load import (
     context_length,
     load_config,
@@ -28,7 +28,7 @@ from taut.models.load import (
     load_skeleton,
     require_language_model,
 )
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.tokens import require_same_tokenizer
 from taut.rl.critic import CriticConfig, build_critic
@@ -137,49 +137,33 @@ class AuxModels:
 
     # -- loading
 
-    def attach(
-        self, run: RunConfig, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
-    ) -> list[Decision]:
-        """Give the scorer its teacher and its critic, before it is sharded."""
-        decisions = []
-        if self.teacher is not None:
-            decisions += self._attach_teacher(self.teacher, run, inputs, loaded, scorer, ranks)
-        if self.critic is not None:
-            decisions += self._attach_critic(self.critic, run, inputs, loaded, scorer, ranks)
-        return decisions
-
-    def _attach_teacher(
-        self,
-        config: DistillConfig,
-        run: RunConfig,
-        inputs: Inputs,
-        loaded: Loaded,
-        scorer: Scorer,
-        ranks: Ranks,
-    ) -> list[Decision]:
+    def load_teacher(
+        self, run: RunConfig, inputs: Inputs, loaded: Loaded, policy: nn.Module, ranks: Ranks
+    ) -> tuple[Teacher | None, list[Decision]]:
+        """The teacher of a policy with its adapters; None where there is none."""
+        config = self.teacher
+        if config is None:
+            return None, []
         if config.teacher is not None:
             require_same_pictures(run, inputs, config.teacher, "distill.teacher")
         setting = Setting(
             tokenizer=inputs.tokenizer,
-            num_rows=architecture.head(scorer.model).weight.shape[0],
+            num_rows=architecture.head(policy).weight.shape[0],
             longest=inputs.longest,
             dtype=loaded.dtype.dtype,
             device=ranks.device,
             attention=run.attention,
             trust_remote_code=run.trust_remote_code,
         )
-        scorer.teacher, decisions = load_teacher(config, setting)
-        return decisions
+        return load_teacher(config, setting)
 
-    def _attach_critic(
-        self,
-        config: CriticConfig,
-        run: RunConfig,
-        inputs: Inputs,
-        loaded: Loaded,
-        scorer: Scorer,
-        ranks: Ranks,
-    ) -> list[Decision]:
+    def load_critic(
+        self, run: RunConfig, inputs: Inputs, loaded: Loaded, policy: nn.Module, ranks: Ranks
+    ) -> tuple[Critic | None, list[Decision]]:
+        """The critic of a policy with its adapters, not yet sharded; None where there is none."""
+        config = self.critic
+        if config is None:
+            return None, []
         new_ids = inputs.new_ids
         if config.model is not None:
             theirs = require_same_inputs(run, inputs, config.model, "critic.model", new_ids)
@@ -187,7 +171,7 @@ class AuxModels:
             context = context_length(load_config(config.model, run.trust_remote_code))
             require_context(f"critic.model={config.model}", context, inputs.longest)
         setting = CriticSetting(
-            policy=scorer.model,
+            policy=policy,
             path=run.model,
             dtype=loaded.dtype.dtype,
             device=ranks.device,
@@ -199,8 +183,7 @@ class AuxModels:
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
         )
-        scorer.critic, decisions = build_critic(config, setting)
-        return decisions
+        return build_critic(config, setting)
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
         """How fast the critic learns, where there is one."""
@@ -209,19 +192,26 @@ class AuxModels:
         return self.critic.pace(run.optim, highest(run.resolved_optim))
 
     def build_roles(
+        self, run: RunConfig, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
+    ) -> tuple[list[Role], list[Decision]]:
+        """The reference, once the scorer is sharded, and why this one. One that is to be kept in a file computes its
+        log-probs until they are.
+        """
+        if self.reference is None:
+            return [], []
+        role, decision = self._build_reference(self.reference, run, inputs, loaded, scorer, ranks)
+        return [role if self.reference.file is None else Recorded(role)], [decision]
+
+    def _build_reference(
         self,
+        config: ReferenceConfig,
         run: RunConfig,
-        loss: Loss,
         inputs: Inputs,
         loaded: Loaded,
         scorer: Scorer,
         ranks: Ranks,
-    ) -> tuple[list[Role], list[Decision]]:
-        """The reference, once the scorer is sharded, and why this one."""
-        config = self.reference
-        if config is None:
-            return [], []
-        wants = Wants(temperature=loss.wants.temperature)
+    ) -> tuple[Role, Decision]:
+        wants = Wants(temperature=run.loss().wants.temperature)
         if config.model is not None:
             key = "reference.model"
             try:
@@ -232,16 +222,15 @@ class AuxModels:
             require_same_inputs(run, inputs, config.model, key)
             other = Scorer(_load_reference(run, config.model, inputs, loaded, ranks))
             distributed.shard(other, architecture.layers(other.model), ranks)
-            return [Other(other, wants)], [
-                Decision("reference", config.model, "named by reference.model")
-            ]
+            decision = Decision("reference", config.model, "named by reference.model")
+            return Other(other, wants), decision
         trained = [p for p in scorer.model.parameters() if p.requires_grad]
         start = Start(scorer, trained, config, wants)
         if config.update_every:
             scorer.reference = start  # so that a checkpoint holds it
             value = f"the policy, every {config.update_every} steps"
             reason = f"moves {config.update_mix:g} of the way (reference.update_every, update_mix)"
-            return [start], [Decision("reference", value, reason)]
+            return start, Decision("reference", value, reason)
         if run.lora.rank and not run.lora.adapter:
             value = "the base model"
             reason = "the policy without what LoRA adds: its adapters' start"
@@ -249,7 +238,7 @@ class AuxModels:
             value, reason = "lora.adapter as it is", "the policy at the start, adapter included"
         else:
             value, reason = "a frozen copy", "the policy at the start"
-        return [start], [Decision("reference", value, reason)]
+        return start, Decision("reference", value, reason)
 
 
 def _load_reference(

@@ -1,26 +1,33 @@
-"""What a run consists of before it is a job, as methods see it: the tokenizer and data (``Inputs``), the loaded
-model (``Loaded``), the order of its steps (``Plan``). ``Decision`` is what was settled for the user.
+"""What a run consists of before there is a trainer, as methods see it: the tokenizer and data (``Inputs``), the models
+(``Models``, of which ``Loaded`` is the first part), the order of its steps (``Plan``).
 
 Types alone: ``run.inputs`` and ``run.setup`` make them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Chosen
 from taut.config import Decision
-from taut.data.batching import Cursor
+from taut.data.batching import Budget, Cursor
 from taut.data.dataset import Dataset
+from taut.data.packing import PackPolicy
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.models.load import context_length
+from taut.models.noise import Noise
 from taut.models.precision import ChosenDtype
-from taut.train.trainer import StepSource
+from taut.models.scorer import Scorer
+from taut.train.trainer import Role, StepSource
 
 
 class MayChange(NamedTuple):
@@ -94,6 +101,32 @@ class Loaded(NamedTuple):
     attention: Chosen
     one_sample: str | None
     """Why this model has to run one sample at a time; None: it packs."""
+    decisions: list[Decision]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy with its adapters and the models next to it, sharded: the second half of a run."""
+
+    scorer: Scorer
+    """The policy, with a teacher, a critic and a reference that moves: what checkpoints hold, and what forwards run."""
+    loaded: Loaded
+    """The policy as it was loaded, with the dtype and attention that are in force for all models."""
+    roles: Sequence[Role]
+    """Models whose outputs the loss reads beside the policy's: a reference."""
+    noise: Noise | None
+    policy: PackPolicy
+    """How samples share prefixes."""
+    budget: Budget
+    """How a step is divided among ranks and micro-batches."""
+    library_logps: Mapping[str, Tensor]
+    """Sample id -> log-probs of the library's own forward; empty where the first step is not compared."""
+    compute: Callable[[], AbstractContextManager[Any]]
+    """The precision context of a forward."""
+    compute_backward: Callable[[], AbstractContextManager[Any]]
+    """The precision context of a backward."""
+    saved_dtype: torch.dtype
+    """The dtype that the final weights are saved in: that of the checkpoint they came from."""
     decisions: list[Decision]
 
 

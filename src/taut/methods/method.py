@@ -36,14 +36,13 @@ from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
 from taut.methods.aux_models import MAY_CHANGE, AuxModels
-from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
+from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.offline import Offline
 from taut.methods.teacher import with_lists
 from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
 from taut.models.reward_model import NewHead
-from taut.models.scorer import Scorer
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
 from taut.rewards.in_process import files_read, models_of
@@ -54,7 +53,7 @@ from taut.train.log import LogConfig
 from taut.train.monitors import DivergenceConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
-from taut.train.trainer import Job
+from taut.train.trainer import Job, Monitor, StepSource
 from taut.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -363,13 +362,12 @@ class RunConfig:
         longest = int(train.lengths.max()) if self.observes_mismatched else None
         return Plan(Offline(rows, order, epochs, self.loss(), longest), num_steps, cursor)
 
+    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+        """What else examines each step before its update."""
+        return ()
+
     def connect(
-        self,
-        job: Job,
-        scorer: Scorer,
-        inputs: Inputs,
-        loaded: Loaded,
-        make_engine: Callable[..., LocalEngine],
+        self, job: Job, inputs: Inputs, models: Models, make_engine: Callable[..., LocalEngine]
     ) -> None:
         """Give the source of steps what it works with, where it needs more than data."""
 

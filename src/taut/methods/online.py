@@ -22,11 +22,10 @@ from taut.evals.during import AnswersConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.io.console import counted
-from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
+from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.models.scorer import Scorer
 from taut.rewards.in_process import files_read
 from taut.rewards.panel import PanelConfig
 from taut.rewards.registry import RewardSpec, files_of
@@ -35,7 +34,7 @@ from taut.rl.advantages import Credit
 from taut.rl.monitors import Guard, GuardConfig
 from taut.rl.online import Crew, Online
 from taut.rl.rollout import RolloutConfig
-from taut.train.trainer import Job
+from taut.train.trainer import Job, Monitor, StepSource
 from taut.types import Prompt
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
@@ -167,15 +166,15 @@ class OnlineMethod(RunConfig):
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
+    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+        """The guard, which also looks at each roll-out."""
+        assert isinstance(method, Online)
+        return [method.guard]
+
     def connect(
-        self,
-        job: Job,
-        scorer: Scorer,
-        inputs: Inputs,
-        loaded: Loaded,
-        make_engine: Callable[..., LocalEngine],
+        self, job: Job, inputs: Inputs, models: Models, make_engine: Callable[..., LocalEngine]
     ) -> None:
-        """Engine, rewards and environment, opened when they are first needed; and the guard."""
+        """Engine, rewards and environment, opened when they are first needed."""
         online = job.method
         assert isinstance(online, Online)
         setting = setup.Setting(
@@ -190,15 +189,14 @@ class OnlineMethod(RunConfig):
             renderer=inputs.renderer,
             stops=inputs.stops,
             context=context_length(inputs.config),
-            scorer=scorer,
-            compute=job.compute,
-            dtype=loaded.dtype.dtype,
+            scorer=models.scorer,
+            compute=models.compute,
+            dtype=models.loaded.dtype.dtype,
             seed=self.seed,
             ranks=job.ranks,
         )
         roles = job.roles if self.scores_reference_first else ()
         online.join(Crew(job, roles, partial(setup.open_roller, setting)))
-        job.monitors = [*job.monitors, online.guard]
 
     # -- files
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.train import distributed
+from taut.train.trainer import Role
 from taut.types import Packed, Wants
 
 STREAM = "ref_logp_N"
@@ -146,21 +147,31 @@ class Other:
 
 
 class Recorded:
-    """log-probs kept from before training, by sample."""
+    """A reference whose log-probs are kept in a file: ``live`` computes them until they are recorded, and is then let
+    go.
+    """
 
     gives = STREAM
 
-    def __init__(self, find: Callable[[str], Tensor]) -> None:
-        self._find = find
+    def __init__(self, live: Role) -> None:
+        self._live: Role | None = live
+        self._find: Callable[[str], Tensor] | None = None
+
+    def record(self, find: Callable[[str], Tensor]) -> None:
+        """Take log-probs from ``find``, by sample, from here on."""
+        self._live, self._find = None, find
 
     def active(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return nullcontext() if self._live is None else self._live.active()
 
     def tensors(self) -> list[Tensor]:
-        """It holds log-probs alone, on the host."""
-        return []
+        """What ``live`` holds; recorded log-probs are on the host."""
+        return [] if self._live is None else self._live.tensors()
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
+        if self._find is None:
+            assert self._live is not None
+            return self._live.streams(packed)
         return {STREAM: torch.cat([self._find(name) for name in packed.sample_ids])}
 
     def follow(self, step: int) -> None:

@@ -29,7 +29,7 @@ from taut.io import files
 from taut.methods.reference import STREAM, Recorded
 from taut.run.fingerprint import differences, identity_of
 from taut.run.setup import Built
-from taut.train.trainer import Role, fill_streams
+from taut.train.trainer import fill_streams
 
 HEADER = "taut"
 """Where the identity and the digest are, as JSON, in one entry: the order of several is not fixed."""
@@ -61,8 +61,9 @@ def keep_reference(built: Built) -> None:
     for name, data in splits.items():
         _require_size(path, name, kept, data)
         table = dict(_by_sample(data, kept[name])) | table
-    roles: list[Role] = [Recorded(table.__getitem__)]
-    job.roles = roles
+    (role,) = built.models.roles
+    assert isinstance(role, Recorded)
+    role.record(table.__getitem__)
     reason += "; no reference is held while training"
     built.decisions.append(Decision("reference.file", str(path), reason))
 

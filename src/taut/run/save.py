@@ -81,7 +81,7 @@ def save_model(
     failure = ""
     if ranks.is_writer:
         sharded = state if ranks.size > 1 else None
-        trained = Trained(built.scorer.model, sharded, samples, logps, built.saved_dtype)
+        trained = Trained(built.scorer.model, sharded, samples, logps, built.models.saved_dtype)
         try:
             _write(built, directory, trained, questions)
         except TautError as error:
@@ -108,7 +108,7 @@ def _save_critic(built: Built, critic: Critic, directory: Path, checkpoints: Che
             built.job.ranks,
             stop_ids=inputs.stops.ids,
             template=inputs.renderer.template.template,
-            dtype=built.saved_dtype,
+            dtype=built.models.saved_dtype,
         )
     except OutputError as error:
         rescued = checkpoints.rescue(built.job.done, built.job.random)
@@ -171,7 +171,7 @@ def _saving_model(
         directory,
         stop_ids=inputs.stops.ids,
         template=inputs.renderer.template.template,
-        dtype=built.saved_dtype,
+        dtype=built.models.saved_dtype,
         state_dict=state,
     )
 

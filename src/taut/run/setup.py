@@ -1,8 +1,8 @@
-"""``build``: a configuration and its inputs -> a run that is ready to train.
+"""A configuration and its inputs -> models -> a trainer that is ready to train.
 
-It reads in the order things happen: dtype, attention, model, adapters, sharding, optimizer, job. Its parts can be had
-one by one, so that ``checks`` can say which of them fails. Nothing is written. What is chosen for the user is a
-``Decision`` with its reason.
+``load_models`` makes the models and ``build_trainer`` the trainer. The steps of ``load_models`` can be called one by
+one, so that ``checks`` can say which of them fails. Nothing is written. What is chosen for the user is a ``Decision``
+with its reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
 from taut.errors import ModelError
 from taut.inference.local import LocalEngine
-from taut.methods.inputs import Inputs, Loaded, Plan
+from taut.methods.inputs import Inputs, Loaded, Models, Plan
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
@@ -45,7 +45,8 @@ from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
-from taut.train.trainer import Job, Lookahead, StepSource
+from taut.train.signals import Interrupts
+from taut.train.trainer import Job, Lookahead, StepSource, emit_nowhere
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -64,20 +65,42 @@ class Built:
 
     run: RunConfig
     inputs: Inputs
-    scorer: Scorer
+    models: Models
     job: Job
-    loaded: Loaded
     decisions: list[Decision]
-    saved_dtype: torch.dtype
-    """What the final weights are saved in: the dtype of the checkpoint they came from."""
+    """What was settled for the user so far; what is opened later adds to it."""
+
+    @property
+    def scorer(self) -> Scorer:
+        return self.models.scorer
 
 
-def build(run: RunConfig, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
-    """Load, wrap and shard the model; everything is in force or refused when this returns."""
+def build(
+    run: RunConfig,
+    inputs: Inputs,
+    plan: Plan,
+    ranks: Ranks,
+    emit: Callable[..., None] = emit_nowhere,
+    interrupts: Interrupts | None = None,
+) -> Built:
+    """The models and the trainer of a run; everything is in force or refused when this returns."""
+    models = load_models(run, inputs, plan, ranks)
+    job = build_trainer(run, inputs, models, plan, ranks, emit, interrupts)
+    return Built(run, inputs, models, job, [*inputs.decisions, *models.decisions])
+
+
+# --------------------------------------------------------------------------------------------------
+# Models: loaded, adapted, joined with those next to the policy, sharded.
+
+
+def load_models(run: RunConfig, inputs: Inputs, plan: Plan, ranks: Ranks) -> Models:
+    """The policy with its adapters, and the models next to it, sharded. A run from its first step also gets the
+    library's own log-probs of some of the first step's samples, which its first step is compared with.
+    """
     loaded = load(run, inputs, ranks)
     adapted = adapt(run, inputs, loaded.model)
     require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
-    return assemble(run, inputs, plan, ranks, loaded, adapted, trains=True)
+    return join_models(run, inputs, ranks, loaded, adapted, compared=plan)
 
 
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
@@ -97,29 +120,28 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     return Loaded(model, dtype, chosen, one_sample, decisions)
 
 
-def assemble(
+def join_models(
     run: RunConfig,
     inputs: Inputs,
-    plan: Plan,
     ranks: Ranks,
     loaded: Loaded,
     adapted: Adapted,
     *,
-    trains: bool,
-) -> Built:
-    """A loaded and adapted model, sharded and made a job. What its first step is compared with is computed where it
-    ``trains``.
+    compared: Plan | None = None,
+) -> Models:
+    """A loaded and adapted policy and the models next to it, sharded. ``compared``: the steps whose first one is
+    compared with the library; None: none is.
     """
     model, reasons = adapted
-    decisions = [*inputs.decisions, *loaded.decisions, *reasons]
+    decisions = [*loaded.decisions, *reasons]
     dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
-    scorer = Scorer(model)
-    method, num_steps, cursor = plan
     noise = install_noise(model, run.noise, run.seed)
-    is_compared = trains and noise is None and cursor == START and not run.has_scalar_head
+    is_compared = noise is None and not run.has_scalar_head
     # What is generated is compared with its engine instead.
     is_compared = is_compared and not run.generates
-    alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
+    library = {}
+    if compared is not None and compared.cursor == START and is_compared:
+        library = _library_logps(compared.method, model, dtype, ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     _recompute(run, model, dtype, ranks)
@@ -128,44 +150,84 @@ def assemble(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
             f"{run.command()} compares samples; expected a model that packs"
         )
-    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    fit = build_fit(
-        run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
-    )
-    models = run.models()
-    decisions.extend(models.attach(run, inputs, loaded, scorer, ranks))
-    distributed.shard(scorer, shards_of(scorer), ranks)
-    pace, rates = models.critic_pace(run), rates_of(run, scorer)
-    optimizer = build_optimizer(scorer, run.resolved_optim, pace, rates)
-    roles, reasons = models.build_roles(run, method.loss, inputs, loaded, scorer, ranks)
+    beside = run.models()
+    teacher, reasons = beside.load_teacher(run, inputs, loaded, model, ranks)
     decisions.extend(reasons)
+    critic, reasons = beside.load_critic(run, inputs, loaded, model, ranks)
+    decisions.extend(reasons)
+    scorer = Scorer(model, teacher, critic)
+    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
+    distributed.shard(scorer, shards_of(scorer), ranks)
+    roles, reasons = beside.build_roles(run, inputs, loaded, scorer, ranks)
+    decisions.extend(reasons)
+    return Models(
+        scorer=scorer,
+        loaded=loaded,
+        roles=roles,
+        noise=noise,
+        policy=policy,
+        budget=budget,
+        library_logps=library,
+        compute=partial(compute_context, dtype, ranks.device),
+        compute_backward=partial(backward_context, dtype),
+        saved_dtype=checkpoint_dtype(inputs.config),
+        decisions=decisions,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The trainer: all that the loop works with.
+
+
+def build_trainer(
+    run: RunConfig,
+    inputs: Inputs,
+    models: Models,
+    plan: Plan,
+    ranks: Ranks,
+    emit: Callable[..., None] = emit_nowhere,
+    interrupts: Interrupts | None = None,
+) -> Job:
+    """The trainer of a run, whole: nothing is assigned to it from here on, and only the loop advances it. ``emit``
+    writes events, once the output directory is claimed.
+    """
+    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
+    method, num_steps, _ = plan
+    pace, rates = run.models().critic_pace(run), rates_of(run, scorer)
+    reads_ahead = album is not None and not run.generates
     job = Job(
         scorer=scorer,
         method=method,
-        optimizer=optimizer,
+        optimizer=build_optimizer(scorer, run.resolved_optim, pace, rates),
         learning_rate=partial(learning_rate, total=num_steps, config=run.resolved_optim),
         num_steps=num_steps,
-        budget=budget,
-        policy=policy,
+        budget=models.budget,
+        policy=models.policy,
         ranks=ranks,
-        compute=partial(compute_context, dtype, ranks.device),
-        compute_backward=partial(backward_context, dtype),
-        noise=noise,
-        fit=fit,
-        roles=roles,
+        compute=models.compute,
+        compute_backward=models.compute_backward,
+        noise=models.noise,
+        fit=build_fit(
+            run.batch,
+            ranks,
+            one_sample=loaded.one_sample,
+            recomputes=run.activation_checkpointing,
+        ),
+        roles=models.roles,
         clip_grad_norm=run.optim.clip_grad_norm,
         monitors=[
-            FirstStep(alone, TOLERANCE[dtype]),
+            FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),
             Untouched.watching(scorer),
             Spikes(),
             Divergence(run.divergence),
+            *run.monitors(method),
         ],
+        before_step=[Lookahead(album)] if album is not None and reads_ahead else [],
+        emit=emit,
+        interrupts=Interrupts() if interrupts is None else interrupts,
     )
-    built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
-    run.connect(job, scorer, inputs, loaded, engine_of(built))
-    if inputs.renderer.album is not None and not run.generates:
-        job.before_step = [Lookahead(job, inputs.renderer.album)]
-    return built
+    run.connect(job, inputs, models, engine_of(inputs, models, ranks))
+    return job
 
 
 def shards_of(scorer: Scorer) -> list[nn.Module]:
@@ -192,16 +254,16 @@ def _recompute(run: RunConfig, model: nn.Module, dtype: torch.dtype, ranks: Rank
         )
 
 
-def engine_of(built: Built) -> Callable[..., LocalEngine]:
+def engine_of(inputs: Inputs, models: Models, ranks: Ranks) -> Callable[..., LocalEngine]:
     """Makes an engine on the weights that train."""
     return partial(
         LocalEngine,
-        built.scorer,
-        built.inputs.tokenizer,
-        built.inputs.stops.ids,
-        context=context_length(built.inputs.config),
-        compute=built.job.compute,
-        ranks=built.job.ranks,
+        models.scorer,
+        inputs.tokenizer,
+        inputs.stops.ids,
+        context=context_length(inputs.config),
+        compute=models.compute,
+        ranks=ranks,
     )
 
 
@@ -261,7 +323,7 @@ def choose(
     return dtype, chosen, decisions
 
 
-def _alone(
+def _library_logps(
     method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """log-probs of some of the first step's samples, run alone through the library's own path."""

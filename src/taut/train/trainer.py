@@ -123,9 +123,16 @@ class Monitor(Protocol):
     def __call__(self, report: StepReport, job: Job) -> None: ...
 
 
+def emit_nowhere(kind: str, **fields: Any) -> None:
+    """Refuse an event: a run that only looks has no log."""
+    raise AssertionError(f"an event without a log: {kind} {fields}")
+
+
 @dataclass
 class Job:
-    """Everything a run needs, built by taut.run.setup."""
+    """Everything that the loop works with, made whole by ``build_trainer`` (taut/run/setup.py). Nothing is assigned to
+    it from outside: this module alone advances ``budget`` and the fields from ``done`` on.
+    """
 
     scorer: nn.Module
     method: StepSource
@@ -144,20 +151,18 @@ class Job:
     roles: Sequence[Role] = ()
     clip_grad_norm: float | None = None
     monitors: Sequence[Monitor] = ()
-    before_step: Sequence[Callable[[int], None]] = ()
+    before_step: Sequence[Callable[[int, Job], None]] = ()
     """Preparation of the next step, e.g. reading images."""
-    after_step: Sequence[Callable[[int], None]] = ()
-    """Evaluation and checkpoints: called with the finished step."""
-    done: int = 0
-    """The last step whose update the weights have."""
-    followed: int = 0
-    """The last step after which ``after_step`` was called."""
-    loss: float = float("nan")
-    """The loss of the last step that was not skipped."""
+    emit: Callable[..., None] = emit_nowhere
+    """Writes an event: ``emit(kind, **fields)``."""
     interrupts: Interrupts = field(default_factory=Interrupts)
-    emit: Callable[..., None] = field(init=False)
-    """Writes an event: ``emit(kind, **fields)``. Set once the output directory is claimed."""
     trained: list[nn.Parameter] = field(init=False)
+    done: int = field(default=0, init=False)
+    """The last step whose update the weights have."""
+    followed: int = field(default=0, init=False)
+    """The last step after which ``after_step`` was called."""
+    loss: float = field(default=float("nan"), init=False)
+    """The loss of the last step that was not skipped."""
     random: random_state.State = field(init=False)
     """The generators' state at the start of the current step, or of the ``after_step`` calls."""
 
@@ -165,12 +170,20 @@ class Job:
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def run_steps(job: Job) -> None:
-    """Take all remaining steps with their ``after_step`` calls. Raises Interrupt with the current step undone."""
+def go_on_from(job: Job, step: int, loss: float, *, is_measured: bool) -> None:
+    """Begin after ``step``, whose weights are restored. ``is_measured``: what follows the step was done as well."""
+    job.done, job.followed = step, step - (not is_measured)
+    job.loss = loss
+
+
+def run_steps(job: Job, after_step: Sequence[Callable[[int], None]] = ()) -> None:
+    """Take all remaining steps. ``after_step``: evaluation and checkpoints, called with each finished step. Raises
+    Interrupt with the current step undone.
+    """
     while True:
         job.random = random_state.capture(job.ranks.device)
         if job.followed < job.done:
-            for act in job.after_step:
+            for act in after_step:
                 act(job.done)
             job.followed = job.done
         elif job.done < job.num_steps:
@@ -231,8 +244,8 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
 
 def train_step(job: Job, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
-    for act in job.before_step:
-        act(step)
+    for prepare in job.before_step:
+        prepare(step, job)
     trees = job.method.prepare(step)
     if not trees:
         return _skipped(job, step)
@@ -439,14 +452,13 @@ class Lookahead:
     already. Each rank reads its own.
     """
 
-    job: Job
     album: Album
     expected: int = 0
     """The last step whose images are requested already."""
 
-    def __call__(self, step: int) -> None:
+    def __call__(self, step: int, job: Job) -> None:
         first = max(step, self.expected + 1)
-        self.expected = min(step + 1, self.job.num_steps)
+        self.expected = min(step + 1, job.num_steps)
         for number in range(first, self.expected + 1):
-            packs = plan_microbatches(self.job.method.prepare(number), self.job)
+            packs = plan_microbatches(job.method.prepare(number), job)
             self.album.expect([medium.picture for packed in packs for medium in packed.media])

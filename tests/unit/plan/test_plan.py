@@ -108,7 +108,7 @@ def test_predicted_bytes_are_those_of_the_live_tensors(
     built, _ = make(tmp_path, architecture, **keys)
     inputs = built.inputs
     work = workload(built.run, inputs, 1)
-    kernels = Kernels(built.loaded.dtype.dtype, built.loaded.attention.implementation)
+    kernels = Kernels(built.models.loaded.dtype.dtype, built.models.loaded.attention.implementation)
     predicted = predict(built.run, inputs.config, kernels, work.largest, is_first=is_first)
     measured = measure(built, work.largest, is_first=is_first)
     true = measured_parts(built, work.largest, is_first=is_first)

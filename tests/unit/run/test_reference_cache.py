@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from taut.methods.reference import STREAM, Recorded, Start
 from taut.run import reference_cache
 from taut.run.reference_cache import keep_reference
 from taut.run.setup import Built
-from taut.train.trainer import filled
+from taut.train.trainer import Role, fill_streams
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,11 @@ def built(place: Path) -> Built:
 @pytest.fixture
 def fresh(built: Built, tmp_path: Path) -> Built:
     """The same with a file of its own, and with a file that is there."""
-    job, run = replace(built.job), built.run
+    (role,) = built.models.roles
+    roles, run = [copy.copy(role)], built.run
+    models, job = replace(built.models, roles=roles), replace(built.job, roles=roles)
     run = replace(run, reference=replace(run.reference, file=str(tmp_path / "kept.safetensors")))
-    return replace(built, job=job, run=run)
+    return replace(built, models=models, job=job, run=run)
 
 
 def file_of(built: Built) -> Path:
@@ -63,16 +65,16 @@ def streams(built: Built) -> list[torch.Tensor]:
         replace(t, samples=tuple(replace(s, group=i) for s in t.samples))
         for i, t in enumerate(both)
     ]
-    return [packed.streams[STREAM] for packed, _ in filled(built.job, numbered, "here")]
+    return [packed.streams[STREAM] for packed, _ in fill_streams(built.job, numbered, "here")]
 
 
 def test_the_file_holds_what_the_reference_says(fresh: Built) -> None:
-    (start,) = fresh.job.roles
-    assert isinstance(start, Start)
-    wanted = streams(fresh)
-    keep_reference(fresh)
     (role,) = fresh.job.roles
     assert isinstance(role, Recorded)
+    assert isinstance(role._live, Start)
+    wanted = streams(fresh)
+    keep_reference(fresh)
+    assert role._live is None, "no reference is held while training"
     for found, number in zip(streams(fresh), wanted, strict=True):
         torch.testing.assert_close(found, number, rtol=1e-12, atol=0)
     with safe_open(file_of(fresh), framework="pt") as file:
@@ -88,10 +90,12 @@ def test_the_file_holds_what_the_reference_says(fresh: Built) -> None:
 def test_one_that_is_there_is_used_and_one_that_is_gone_is_made_again(
     fresh: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = fresh.job.roles
+    (role,) = fresh.job.roles
+    assert isinstance(role, Recorded)
+    live = role._live
     keep_reference(fresh)
     first, found = file_of(fresh).read_bytes(), streams(fresh)
-    fresh.job.roles = roles
+    role._live, role._find = live, None
     file_of(fresh).unlink()
     keep_reference(fresh)
     assert file_of(fresh).read_bytes() == first
@@ -227,4 +231,6 @@ def test_numbers_are_found_by_sample_in_the_order_of_rows() -> None:
     table = {"0.0": torch.tensor([3.0]), "0.1": torch.tensor([1.0, 2.0])}
     packed = plain_pairs([(2, 1)])
     assert packed.sample_ids == ("0.1", "0.0")
-    assert Recorded(table.__getitem__).streams(packed)[STREAM].tolist() == [1.0, 2.0, 3.0]
+    role = Recorded(cast(Role, None))
+    role.record(table.__getitem__)
+    assert role.streams(packed)[STREAM].tolist() == [1.0, 2.0, 3.0]

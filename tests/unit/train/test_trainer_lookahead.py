@@ -45,7 +45,7 @@ def prepare(step: int) -> list[Tree]:
 
 def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
     album = Expecting()
-    Lookahead(cast(Job, job_of(rank, size)), cast(Album, album))(step)
+    Lookahead(cast(Album, album))(step, cast(Job, job_of(rank, size)))
     return album.names
 
 
@@ -82,7 +82,7 @@ def test_a_step_that_is_expected_is_not_planned_again() -> None:
         budget=Budget(100),
         policy=PackPolicy(),
     )
-    lookahead = Lookahead(cast(Job, job), cast(Album, Expecting()))
+    lookahead = Lookahead(cast(Album, Expecting()))
     for step in (2, 3):
-        lookahead(step)
+        lookahead(step, cast(Job, job))
     assert planned == [2, 3]

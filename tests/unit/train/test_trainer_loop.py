@@ -233,8 +233,7 @@ def test_train_tells_each_step_and_calls_what_follows(tmp_path: Path) -> None:
     job = built.job
     job.done, job.followed, job.num_steps = 2, 2, 5
     called: list[int] = []
-    job.after_step = [called.append]
-    run_steps(job)
+    run_steps(job, after_step=[called.append])
     assert called == [3, 4, 5]
     steps = [event for event in events if event["kind"] == "step"]
     assert [event["step"] for event in steps] == [3, 4, 5]

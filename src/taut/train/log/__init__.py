@@ -73,15 +73,22 @@ class Sink(Protocol):
 class RunLog:
     """Passes every event to every sink."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink] | None = None) -> None:
+        self._is_open = sinks is not None
+        self._sinks: list[Sink] = []
+        self._record: EventLog | None = None
+        self._take(sinks or [])
+
+    def _take(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._record = next((sink for sink in sinks if isinstance(sink, EventLog)), None)
 
-    @classmethod
-    def open(cls, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
-        """The sinks of a run in ``out``; none on ranks that do not write."""
+    def open(self, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
+        """Open the sinks of a run in ``out``; none on ranks that do not write. No event can be emitted before."""
+        assert not self._is_open, "a log is opened once"
+        self._is_open = True
         if not is_writer:
-            return cls([])
+            return self
         record = EventLog(out / "events.jsonl")
         sinks: list[Sink] = []
         if config.tensorboard:
@@ -97,10 +104,12 @@ class RunLog:
 
             sinks.append(ConsoleReport(config.every))
         # the record comes last, so that a warning about a lost report precedes the end event
-        return cls([*sinks, record])
+        self._take([*sinks, record])
+        return self
 
     def emit(self, kind: Kind, **fields: Any) -> None:
         """Send an event to every sink."""
+        assert self._is_open, f"an event before the log is opened: {kind}"
         assert kind in KINDS, f"unknown kind of event: {kind}"
         restored = None if self._record is None else self._record.restore()
         if restored is not None:

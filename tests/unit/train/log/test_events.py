@@ -220,7 +220,7 @@ def test_all_sinks_are_closed_whichever_fails() -> None:
 
 
 def test_ranks_that_do_not_write_write_nothing(tmp_path: Path) -> None:
-    with RunLog.open(tmp_path, LogConfig(tensorboard=True), is_writer=False) as log:
+    with RunLog().open(tmp_path, LogConfig(tensorboard=True), is_writer=False) as log:
         log.emit("step", step=1)
     assert not list(tmp_path.iterdir())
 
@@ -230,7 +230,7 @@ def test_a_record_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     precious.write_text("no line of a run")
     (tmp_path / "events.jsonl").symlink_to(precious)
     with pytest.raises(OutputError, match=r"cannot write .*events\.jsonl: it is a symbolic link"):
-        RunLog.open(tmp_path, LogConfig(console=False))
+        RunLog().open(tmp_path, LogConfig(console=False))
     assert precious.read_text() == "no line of a run"
 
 

@@ -317,11 +317,11 @@ def write(sink: Sink, *events: Event) -> None:
 def test_the_sinks_that_were_asked_for_are_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with RunLog.open(tmp_path, LogConfig(tensorboard=True, console=False)) as log:
+    with RunLog().open(tmp_path, LogConfig(tensorboard=True, console=False)) as log:
         log.emit("warning", detail="w")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "tensorboard"]
     assert capsys.readouterr().out == ""
-    with RunLog.open(tmp_path, LogConfig()) as log:
+    with RunLog().open(tmp_path, LogConfig()) as log:
         log.emit("warning", detail="w")
     assert capsys.readouterr().out == "warning: w\n"
 
@@ -372,7 +372,7 @@ def test_a_report_that_fails_does_not_end_the_run(
     monkeypatch.setattr(log_config, "find_spec", lambda _: True)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
     config = LogConfig(console=False, tensorboard=True, wandb="p")
-    with RunLog.open(tmp_path, config) as log:
+    with RunLog().open(tmp_path, config) as log:
         for sink in log._sinks:
             if isinstance(sink, TensorBoard):
                 monkeypatch.setattr(sink._writer, "flush", _full)
