@@ -7,9 +7,9 @@ trained) train on their own next to the frozen tables, through peft's trainable 
 them. A reward model's scalar head trains whole. The output head takes no adapter: it is scored in chunks, not called.
 
 ``plain_model`` returns a model of the library with the adapter merged, separate from the one in training, for saving.
-``put_on`` loads a LoRA adapter in peft's format, made by taut or elsewhere, with the modules and rows it trained whole
-and the rows by which it enlarged the vocabulary. An adapter whose tensors are not those that its settings call for is
-refused.
+``load_adapter`` loads a LoRA adapter in peft's format, made by taut or elsewhere, with the modules and rows that it
+trained whole and the rows by which it enlarged the vocabulary. An adapter whose tensors are not those that its settings
+call for is refused.
 
 peft is imported in this file only, and only when an adapter is used.
 """
@@ -173,7 +173,7 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
     return settings
 
 
-def put_on(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
+def load_adapter(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
     """Put an adapter with these settings on a model loaded in full precision."""
     table = architecture.stored_table(architecture.embedding(model))
     assert table is not None, "an embedding has a weight"
@@ -221,7 +221,7 @@ def describe_targets(model: nn.Module, config: LoraConfig) -> tuple[str, str]:
         reason = "the settings of lora.adapter"
     elif config.targets == ALL:
         reason = f"{ALL}: the language model's; name vision_tower or projector in lora.targets to adapt them too"
-    return architecture.counted(adapted), reason
+    return architecture.count_by_part(adapted), reason
 
 
 def task_of(model: nn.Module) -> str:
@@ -410,12 +410,12 @@ def _target_names(
     }
     names: dict[str, None] = {}
     for target in targets:
-        is_part = target in architecture.WORDS
+        is_part = target in architecture.PARTS
         is_end = not is_part and not any(sign in target for sign in "*?[/")
         if is_end:
             matches = [name for name in linear if ends_with(name, target)]
         else:
-            matches = architecture.matching(model, target, list(linear), _TARGETS)
+            matches = architecture.match_pattern(model, target, list(linear), _TARGETS)
         if is_part:
             matches = [name for name in matches if linear[name] is not head]
         if not matches:
@@ -463,7 +463,7 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 def _outermost_modules(model: PreTrainedModel, part: str) -> list[str]:
     """The outermost modules, lists aside, that together are a part of a vision-language model."""
     parameters = [name for name, _ in model.named_parameters()]
-    inside = set(architecture.matching(model, part, parameters, _SAVED))
+    inside = set(architecture.match_pattern(model, part, parameters, _SAVED))
     names: list[str] = []
     for name, module in model.named_modules():
         own = {f"{name}.{rest}" for rest, _ in module.named_parameters()}

@@ -55,7 +55,7 @@ def install_noise(model: nn.Module, config: NoiseConfig, seed: int) -> Noise | N
     return noise if noise.is_on else None
 
 
-def silence(model: nn.Module) -> float:
+def remove_dropout(model: nn.Module) -> float:
     """Remove the dropout of every adapter (a loaded one may have its own); returns the largest rate."""
     largest = 0.0
     for holder, adapter, _ in _dropouts_of(model):
