@@ -500,7 +500,7 @@ def plain_model(
     with torch.device("meta"):
         plain: Any = kind(config)
     if is_adapted(model):
-        plain = _merged(model, plain, weights)
+        plain = _merge_adapter(model, plain, weights)
     else:
         _assign(plain, weights)
     plain.tie_weights()
@@ -511,6 +511,22 @@ def plain_model(
             setattr(plain, name, getattr(base, name))
     assert isinstance(plain, PreTrainedModel)
     return plain
+
+
+def _merge_adapter(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
+    """``plain`` with the adapter that ``weights`` (of the peft model) holds merged into it."""
+    from peft import get_peft_model
+
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
+    _assign(wrapped, weights)
+    tables = _table_modules(architecture.unwrap(wrapped))
+    embedding, head = (getattr(table, "token_adapter", None) for table in tables)
+    if embedding is not None and head is not None and head.tied_adapter is embedding:
+        head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
+    return wrapped.merge_and_unload(safe_merge=True)
 
 
 def save_adapter(
@@ -526,22 +542,6 @@ def save_adapter(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # embeddings are saved only where they were trained
         inner.save_pretrained(str(directory), state_dict=state_dict, save_embedding_layers=False)
-
-
-def _merged(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
-    """``plain`` with the adapter that ``weights`` (of the peft model) holds merged into it."""
-    from peft import get_peft_model
-
-    config = copy.deepcopy(model.peft_config[model.active_adapter])
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
-    _assign(wrapped, weights)
-    tables = _table_modules(architecture.unwrap(wrapped))
-    embedding, head = (getattr(table, "token_adapter", None) for table in tables)
-    if embedding is not None and head is not None and head.tied_adapter is embedding:
-        head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
-    return wrapped.merge_and_unload(safe_merge=True)
 
 
 def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
