@@ -108,9 +108,9 @@ def test_the_open_step_is_abandoned_and_taken_again(
 @pytest.mark.parametrize(
     ("target", "number", "step"),
     [
-        ("taut.evals.during.made_ready", 2, 4),  # the evaluation after step 4
+        ("taut.evals.during.prepare_microbatches", 2, 4),  # the evaluation after step 4
         ("taut.evals.during._write", 2, 4),  # while out/best is written
-        ("taut.evals.during.made_ready", 3, 6),  # the one at the end
+        ("taut.evals.during.prepare_microbatches", 3, 6),  # the one at the end
         ("taut.run.save.score", 1, 6),  # the final export
         ("taut.evals.contract.answer", 1, 6),
     ],

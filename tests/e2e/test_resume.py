@@ -345,7 +345,7 @@ def test_data_that_change_under_the_run_are_told_and_not_used(
     result = sft(model, train, tmp_path / "out", steps=3)
     (told,) = events(result.out, "warning")
     assert (told["name"], told["step"]) == ("data", 2)
-    assert f"{train}: not what was read when this run began" in told["detail"]
+    assert f"{train}: changed since this run read it" in told["detail"]
     assert column(result.out, "loss") == column(whole.out, "loss")
 
 

@@ -416,7 +416,7 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     checkpoints, config = 0, run.checkpoint
     if config.every or config.keep_best:
         size = sharded.num_bytes(sharded.training_state(session.scorer, session.job.optimizer))
-        checkpoints = config.most(session.job.num_steps) * int(session.ranks.sum([size])[0])
+        checkpoints = config.max_count(session.job.num_steps) * int(session.ranks.sum([size])[0])
     sizes = {"checkpoints": checkpoints, "model": saved_model_bytes(session), "kept free": SPARE}
     needed = sum(sizes.values())
     evidence = [f"{name}: {_in_gb(size)}" for name, size in sizes.items()]

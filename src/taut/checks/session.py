@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Observation, observe
+from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
 from taut.data.images import is_same_input
@@ -36,7 +37,7 @@ from taut.data.render import Renderer
 from taut.data.schema import best_row
 from taut.data.stop_tokens import StopSet
 from taut.errors import TautError
-from taut.methods.inputs import Decision, Inputs, Language, Loaded
+from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.save import serving_tokenizer

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typing_extensions import TypedDict
 
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, home_path, to_dict
+from taut.config import Decision, configclass, home_path, to_dict
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.data.schema import Format
@@ -112,7 +112,7 @@ class Generated:
     seconds: float
     errors: tuple[str, ...]
     """Those of this run's completions that failed."""
-    decisions: tuple[tuple[str, str, str], ...]
+    decisions: tuple[Decision, ...]
 
 
 def run(config: Generate) -> int:

@@ -20,12 +20,11 @@ from rich.text import Text
 from transformers import PreTrainedConfig
 
 from taut.attention.select import select
-from taut.config import configclass, load
+from taut.config import Decision, configclass, load
 from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.io.console import told_when_slow
 from taut.io.terminal import Terminal
-from taut.methods.inputs import Decision
 from taut.methods.method import RunConfig, class_of
 from taut.models import architecture
 from taut.models.load import load_config

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import describe, to_dict, written
+from taut.config import Decision, describe, to_dict, written
 from taut.data.batching import StepPlan, lay_out, step_plan
 from taut.data.dataset import Dataset
 from taut.data.json_io import shown
@@ -33,7 +33,7 @@ from taut.data.prompts import PromptSet
 from taut.data.render import Incident
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.methods.inputs import Decision, Inputs
+from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.self_test import one_sample_reasons
 from taut.plan import skeleton

@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut import losses
-from taut.config import configclass, first_problem, to_dict
+from taut.config import Decision, configclass, first_problem, to_dict
 from taut.data.batching import Rows
 from taut.data.dataset import DataConfig, sources
 from taut.data.prompts import PromptRow, load_prompts
@@ -40,7 +40,7 @@ from taut.rewards.registry import read_parts
 from taut.train.distributed import Ranks
 from taut.train.oom import require_room
 from taut.train.step_statistics import Planned, Sums
-from taut.train.trainer import Job, made_ready
+from taut.train.trainer import Job, prepare_microbatches
 from taut.types import Packed, Scores, Tree
 
 ROWS_AT_A_TIME = 512
@@ -98,7 +98,7 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
-            planned = made_ready(job, trees, observed, f"held-out loss after step {step}")
+            planned = prepare_microbatches(job, trees, observed, f"held-out loss after step {step}")
             self._add(planned, trees, found, step)
         ranks = job.ranks
         metrics = {"loss": sum(found.terms.means(ranks).values()), **found.metrics.means(ranks)}
@@ -392,13 +392,13 @@ class Answering:
         return values
 
     @property
-    def decisions(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what was chosen for the user."""
+    def decisions(self) -> list[Decision]:
+        """What was chosen for the user."""
         found = [] if self.panel is None else list(self.panel.decisions)
         if self.left_out:
             first = self.left_out[0]
             value = f"without {len(self.left_out):,} of the prompts"
-            found.append(("eval.answers", value, f"{first.place}: {first.reason}"))
+            found.append(Decision("eval.answers", value, f"{first.place}: {first.reason}"))
         return found
 
     def as_evaluation(self) -> Evaluation:

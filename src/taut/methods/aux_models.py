@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from taut.config import Decision
 from taut.errors import ModelError
 from taut.losses import Loss
-from taut.methods.inputs import Decision, Inputs, Loaded, MayChange
+from taut.methods.inputs import Inputs, Loaded, MayChange
 from taut.methods.reference import Other, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
 from taut.models import architecture
@@ -25,11 +26,11 @@ from taut.models.load import (
     load_config,
     load_model,
     load_skeleton,
-    load_tokenizer,
     require_language_model,
 )
 from taut.models.scorer import Scorer
 from taut.models.self_test import one_sample_reasons
+from taut.models.tokens import require_same_tokenizer
 from taut.rl.critic import CriticConfig, build_critic
 from taut.rl.critic import Setting as CriticSetting
 from taut.train import distributed
@@ -167,8 +168,8 @@ class AuxModels:
             attention=run.attention,
             trust_remote_code=run.trust_remote_code,
         )
-        scorer.teacher, reasons = load_teacher(config, setting)
-        return [Decision(*reason) for reason in reasons]
+        scorer.teacher, decisions = load_teacher(config, setting)
+        return decisions
 
     def _attach_critic(
         self,
@@ -181,7 +182,7 @@ class AuxModels:
     ) -> list[Decision]:
         new_ids = inputs.new_ids
         if config.model is not None:
-            theirs = same_vocabulary(run, inputs, config.model, "critic.model", new_ids)
+            theirs = require_same_inputs(run, inputs, config.model, "critic.model", new_ids)
             new_ids = [index for index in new_ids if inputs.token(index) not in theirs]
             context = context_length(load_config(config.model, run.trust_remote_code))
             require_context(f"critic.model={config.model}", context, inputs.longest)
@@ -198,8 +199,8 @@ class AuxModels:
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
         )
-        scorer.critic, reasons = build_critic(config, setting)
-        return [Decision(*reason) for reason in reasons]
+        scorer.critic, decisions = build_critic(config, setting)
+        return decisions
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
         """How fast the critic learns, where there is one."""
@@ -222,7 +223,13 @@ class AuxModels:
             return [], []
         wants = Wants(temperature=loss.wants.temperature)
         if config.model is not None:
-            require_same_tokenizer(run, inputs, config.model, "reference.model")
+            key = "reference.model"
+            try:
+                named = load_config(config.model, run.trust_remote_code)
+            except ModelError as error:
+                raise ModelError(f"{key}: {error}") from error
+            require_language_model(config.model, named, key)
+            require_same_inputs(run, inputs, config.model, key)
             other = Scorer(_load_reference(run, config.model, inputs, loaded, ranks))
             distributed.shard(other, architecture.layers(other.model), ranks)
             return [Other(other, wants)], [
@@ -267,16 +274,6 @@ def _load_reference(
     return model
 
 
-def require_same_tokenizer(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
-    """Raise ModelError where another language model's ids mean other tokens, or where there is none."""
-    try:
-        config = load_config(path, run.trust_remote_code)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
-    require_language_model(path, config, key)
-    same_vocabulary(run, inputs, path, key)
-
-
 def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
     """Raise ModelError where pictures of the data would not be made ready for another model in the same way."""
     album, trust = inputs.renderer.album, run.trust_remote_code
@@ -290,23 +287,13 @@ def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -
     require_alike(path, config, inputs.tokenizer, album, key, trust)
 
 
-def same_vocabulary(
-    run: RunConfig, inputs: Inputs, path: str, key: str, added: Sequence[int] = ()
+def require_same_inputs(
+    run: RunConfig, inputs: Inputs, path: str, key: str, may_lack: Sequence[int] = ()
 ) -> dict[str, int]:
-    """Another model's vocabulary. Raises ModelError where its ids mean other tokens, or it takes other pictures.
-    ``added``: those it may lack.
+    """The vocabulary of another model. Raises ModelError where the same data would be other ids or other pictures to
+    it. ``may_lack``: added tokens that it need not have.
     """
     require_same_pictures(run, inputs, path, key)
-    try:
-        theirs: dict[str, int] = load_tokenizer(path, run.trust_remote_code).get_vocab()
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
-    mine = inputs.tokenizer.get_vocab()
-    lacks = {index for index in added if inputs.token(index) not in theirs}
-    differing = next((t for t, i in mine.items() if theirs.get(t) != i and i not in lacks), None)
-    if differing is not None:
-        raise ModelError(
-            f"{key}={path}: its tokenizer has {theirs.get(differing)} for {differing!r} and that of model={run.model} "
-            f"has {mine[differing]}; expected the same tokenizer; name a model of the same family"
-        )
-    return theirs
+    return require_same_tokenizer(
+        path, inputs.tokenizer, key, run.trust_remote_code, may_lack=may_lack
+    )

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Chosen
+from taut.config import Decision
 from taut.data.batching import Cursor
 from taut.data.dataset import Dataset
 from taut.data.render import Renderer
@@ -20,14 +21,6 @@ from taut.data.stop_tokens import StopSet
 from taut.models.load import context_length
 from taut.models.precision import ChosenDtype
 from taut.train.trainer import StepSource
-
-
-class Decision(NamedTuple):
-    """Something settled for the user, and why."""
-
-    name: str
-    value: str
-    reason: str
 
 
 class MayChange(NamedTuple):

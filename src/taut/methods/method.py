@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from taut.config import ComputeDtype, configclass, read_toml, to_dict
+from taut.config import ComputeDtype, Decision, configclass, read_toml, to_dict
 from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
 from taut.data.render import Renderer
@@ -36,7 +36,7 @@ from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
 from taut.methods.aux_models import MAY_CHANGE, AuxModels
-from taut.methods.inputs import Decision, Inputs, Language, Loaded, MayChange, Plan
+from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
 from taut.methods.offline import Offline
 from taut.methods.teacher import with_lists
 from taut.models.load import context_length

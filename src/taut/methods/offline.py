@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from taut.config import Decision
 from taut.data.batching import Cursor, Order, Rows
 from taut.losses import Loss
 from taut.types import Tree
@@ -45,7 +46,7 @@ class Offline:
         """How far the data are after a step."""
         return self.order.cursor(step, self.epochs)
 
-    def open(self) -> Sequence[tuple[str, str, str]]:
+    def open(self) -> Sequence[Decision]:
         """It needs nothing but its data."""
         return ()
 

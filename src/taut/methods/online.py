@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
 from taut.data.prompts import Asking, PromptSet, load_prompt_set
@@ -22,7 +22,7 @@ from taut.evals.during import AnswersConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.io.console import counted
-from taut.methods.inputs import Decision, Inputs, Language, Loaded, MayChange, Plan
+from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
@@ -198,7 +198,7 @@ class OnlineMethod(RunConfig):
         )
         roles = job.roles if self.scores_reference_first else ()
         online.join(Crew(job, roles, partial(setup.open_roller, setting)))
-        job.alarms = [*job.alarms, online.guard]
+        job.monitors = [*job.monitors, online.guard]
 
     # -- files
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
 from taut.losses.policy import (
@@ -28,7 +28,6 @@ from taut.losses.policy import (
     PolicyGradient,
 )
 from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Decision
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.reference import ReferenceConfig
 from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways

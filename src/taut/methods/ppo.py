@@ -9,11 +9,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError
 from taut.losses.policy import Critic
 from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Decision
 from taut.methods.method import MethodName
 from taut.methods.policy import PolicyConfig, PolicyMethod, Positive, Share
 from taut.rewards.registry import listed

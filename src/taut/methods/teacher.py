@@ -16,7 +16,7 @@ from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import select
-from taut.config import configclass, home_path, user_path
+from taut.config import Decision, configclass, home_path, user_path
 from taut.data.dataset import Dataset
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
 from taut.errors import ConfigError, ModelError
@@ -27,12 +27,12 @@ from taut.models.load import (
     context_length,
     load_config,
     load_model,
-    load_tokenizer,
     require_language_model,
 )
 from taut.models.scorer import Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import ListedTeacher, ModelTeacher
+from taut.models.tokens import require_same_tokenizer
 from taut.types import Divergence
 
 
@@ -142,7 +142,7 @@ class Chosen(NamedTuple):
     """A teacher, and what was settled about it: name, value, reason."""
 
     teacher: Teacher
-    decisions: list[tuple[str, str, str]]
+    decisions: list[Decision]
 
 
 def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
@@ -150,10 +150,17 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
     path = config.teacher
     if path is None:
         reason = "what taut teach made of data.train; no teacher is held"
-        return Chosen(ListedTeacher(), [("distill.teacher", str(config.top_logprobs), reason)])
-    num_ids = require_same_tokenizer(
-        path, setting.tokenizer, "distill.teacher", setting.trust_remote_code
+        return Chosen(
+            ListedTeacher(), [Decision("distill.teacher", str(config.top_logprobs), reason)]
+        )
+    vocabulary = require_same_tokenizer(
+        path,
+        setting.tokenizer,
+        "distill.teacher",
+        setting.trust_remote_code,
+        may_have_more=False,
     )
+    num_ids = 1 + max(vocabulary.values())
     settings = load_config(path, setting.trust_remote_code)
     require_language_model(path, settings, "distill.teacher")
     require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
@@ -173,7 +180,9 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
             "it once with taut teach, and set distill.top_logprobs"
         )
     decisions = [
-        ("distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})")
+        Decision(
+            "distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})"
+        )
     ]
     num_theirs = head(model).weight.shape[0]
     if min(num_theirs, setting.num_rows) < num_ids:
@@ -184,7 +193,7 @@ def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
     if num_theirs == setting.num_rows:
         return Chosen(ModelTeacher(model), decisions)
     sizes = f"the teacher has {num_theirs:,} rows and the student {setting.num_rows:,}"
-    decisions.append(("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
+    decisions.append(Decision("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
     return Chosen(ModelTeacher(model, num_ids), decisions)
 
 
@@ -197,27 +206,6 @@ def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) 
         return data
     path = user_path(named, f"distill.{key}")
     return WithTeacher(data, read_top_logprobs(path, data, num_rows))
-
-
-def require_same_tokenizer(
-    path: str, tokenizer: PreTrainedTokenizerBase, key: str, trust_remote_code: bool
-) -> int:
-    """How many ids the tokenizer has. Raises ModelError where an id is another token for the teacher at ``path``."""
-    theirs = load_tokenizer(path, trust_remote_code).get_vocab()
-    mine = tokenizer.get_vocab()
-    differing = mine.items() ^ theirs.items()
-    if differing:
-        token, index = min(differing, key=lambda item: item[1])
-        has, lacks = (
-            ("the student's", "the teacher's")
-            if mine.get(token) == index
-            else ("the teacher's", "the student's")
-        )
-        raise ModelError(
-            f"{key}={path}: {has} tokenizer has {token!r} at {index} and {lacks} has not; expected the same "
-            "tokenizer: a divergence compares token by token; name a teacher of the student's family"
-        )
-    return 1 + max(mine.values())
 
 
 def require_context(named: str, context: int | None, longest: int) -> None:

@@ -30,7 +30,7 @@ All of this runs before weights are sharded, and adding before adapters are appl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 
 import torch
@@ -40,6 +40,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import configclass
 from taut.errors import ConfigError, ModelError
 from taut.models import architecture
+from taut.models.load import load_tokenizer
 
 ZERO = 0.01
 NEAR = 0.05
@@ -78,6 +79,36 @@ def add_tokens_to_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TokensCo
                 "spelling, like <|name|>"
             )
     return ids
+
+
+def require_same_tokenizer(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    trust_remote_code: bool,
+    *,
+    may_lack: Collection[int] = (),
+    may_have_more: bool = True,
+) -> dict[str, int]:
+    """The vocabulary of the model at ``path``. Raises ModelError where an id stands for another token there than here.
+
+    ``may_lack``: ids of tokens that it need not have. ``may_have_more``: whether it may have tokens that are unknown
+    here.
+    """
+    try:
+        theirs: dict[str, int] = load_tokenizer(path, trust_remote_code).get_vocab()
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    ours = tokenizer.get_vocab()
+    compared = ours if may_have_more else {**theirs, **ours}
+    for token in sorted(compared, key=compared.__getitem__):
+        index, other = ours.get(token), theirs.get(token)
+        if index != other and not (other is None and index in may_lack):
+            raise ModelError(
+                f"{key}={path}: its tokenizer has {other} for {token!r} and that of the trained model has {index}; "
+                "expected the same tokenizer; name a model of the same family"
+            )
+    return theirs
 
 
 @torch.no_grad()

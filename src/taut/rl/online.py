@@ -29,6 +29,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from taut.config import Decision
 from taut.data.batching import Cursor, Order, Rows
 from taut.data.prompts import PromptSet
 from taut.losses import Loss
@@ -37,7 +38,7 @@ from taut.rl.advantages import Credit, Credited, paths_of
 from taut.rl.buffer_state import KeptTree, as_tuple, decoded, encoded
 from taut.rl.monitors import Guard, GuardState
 from taut.rl.rollout import Rolled, Roller, RolloutConfig, scored
-from taut.train.log.events import plain
+from taut.train.log.events import to_json
 from taut.train.oom import require_room
 from taut.train.trainer import Job, Role
 from taut.types import Tree
@@ -248,7 +249,7 @@ class Online:
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
-    def open(self) -> Sequence[tuple[str, str, str]]:
+    def open(self) -> Sequence[Decision]:
         """Open engine, rewards and environment."""
         return self.roller.settled
 
@@ -381,7 +382,7 @@ class Online:
         held = [encoded(tree) for tree in phase.trees]
         if update or phase.before is None:
             return [number, held, [], None]
-        return [number, held, plain(list(phase.told)), phase.before.encoded()]
+        return [number, held, to_json(list(phase.told)), phase.before.encoded()]
 
     def recall(self, remembered: dict[str, Any]) -> None:
         album = self.prompts.album

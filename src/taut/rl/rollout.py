@@ -25,7 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, DataError, TautError
 from taut.inference.engine import Engine, Sampling
@@ -37,7 +37,7 @@ from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, World
 from taut.rl.sampler import Episode, play
 from taut.train.distributed import Ranks
-from taut.train.trainer import Job, Role, microbatches_of, padded
+from taut.train.trainer import Job, Role, pad_microbatches, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
 
 RESERVED = ("shaped", "kept")
@@ -205,8 +205,8 @@ class Roller:
     """Whether anything can be learned from a group."""
     needs_one: bool = False
     """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever refills say."""
-    settled: Sequence[tuple[str, str, str]] = ()
-    """(name, value, reason) of what was chosen for the user when it was opened."""
+    settled: Sequence[Decision] = ()
+    """What was chosen for the user when it was opened."""
 
     def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
         """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
@@ -382,7 +382,7 @@ def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role],
     found: Said = {s.id: {} for tree in trees for s in tree.samples}
     if not (asked.policy or asked.values or roles):
         return found
-    planned = padded(microbatches_of(trees, job), trees, job)
+    planned = pad_microbatches(plan_microbatches(trees, job), trees, job)
     if asked.policy or asked.values:
         for packed, is_real in planned:
             scores = _attempted(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from taut.config import Decision
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
@@ -40,7 +41,7 @@ class Setting(NamedTuple):
     credit: Credit
     is_judged: bool
     """Whether rewards are what is learned from."""
-    decisions: Sequence[tuple[str, str, str]]
+    decisions: Sequence[Decision]
     """(key, value, reason) of what was chosen for the user about the loss."""
     prompts: Sequence[PromptRow]
     make_local: Callable[..., LocalEngine]
@@ -63,7 +64,7 @@ def open_roller(setting: Setting) -> Roller:
     prompts = [row.as_prompt() for row in setting.prompts]
     if config.engine == "server":
         require_text(prompts)
-    ranks = setting.ranks.apart() if config.ahead else setting.ranks
+    ranks = setting.ranks.on_cpu() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and rewards:
         panel = open_panel(rewards, setting.grading, reserved=RESERVED, open_rater=open_rater)
@@ -118,8 +119,8 @@ def _settled(
     panel: Panel | None,
     engine: LocalEngine | ServerEngine,
     world: World | None,
-) -> list[tuple[str, str, str]]:
-    """(name, value, reason) of what was chosen for the user."""
+) -> list[Decision]:
+    """What was chosen for the user."""
     found = [*setting.decisions, *(world.decisions if world is not None else [])]
     if isinstance(engine, ServerEngine):
         found += engine.decisions
@@ -128,13 +129,13 @@ def _settled(
     environment = setting.config.environment
     if "python" in environment.tools:
         chosen = shared(remote=environment.remote).mechanism
-        found.append(("sandbox", chosen.name, chosen.reason))
+        found.append(Decision("sandbox", chosen.name, chosen.reason))
     return list(dict.fromkeys(found))
 
 
 def _require_answers(
     panel: Panel, config: RolloutConfig, prompts: Sequence[PromptRow]
-) -> list[tuple[str, str, str]]:
+) -> list[Decision]:
     """What is decided about rows that rewards say nothing of. Raises DataError where that is all of them."""
     needing = [part.label for part in panel.parts if part.verifier.needs_reference]
     without = [row for row in prompts if not row.references]
@@ -147,7 +148,7 @@ def _require_answers(
             "one; expected a column such as answer; name it with rollout.reference, or take other rewards"
         )
     value = f"nothing of {len(without):,} of {len(prompts):,} rows"
-    return [(needing[0], value, f"they have no right answer ({without[0].place} is one)")]
+    return [Decision(needing[0], value, f"they have no right answer ({without[0].place} is one)")]
 
 
 def _engine(setting: Setting, ranks: Ranks) -> LocalEngine | ServerEngine:

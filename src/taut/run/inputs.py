@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import date
 from functools import partial
 
+from taut.config import Decision
 from taut.data.cache import directory_of
 from taut.data.dataset import Dataset, build_renderer
 from taut.data.render import Renderer
@@ -15,7 +16,7 @@ from taut.data.stop_tokens import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
 from taut.io import hub
 from taut.io.console import counted
-from taut.methods.inputs import Decision, Inputs, Language
+from taut.methods.inputs import Inputs, Language
 from taut.methods.method import RunConfig
 from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
 from taut.models.tokens import add_tokens_to_tokenizer

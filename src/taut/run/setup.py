@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.select import Chosen, select
+from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
 from taut.errors import ModelError
 from taut.inference.local import LocalEngine
-from taut.methods.inputs import Decision, Inputs, Loaded, Plan
+from taut.methods.inputs import Inputs, Loaded, Plan
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
@@ -153,7 +154,7 @@ def assemble(
         fit=fit,
         roles=roles,
         clip_grad_norm=run.optim.clip_grad_norm,
-        alarms=[
+        monitors=[
             FirstStep(alone, TOLERANCE[dtype]),
             Untouched.watching(scorer),
             Spikes(),

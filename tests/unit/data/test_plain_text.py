@@ -13,13 +13,12 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.commands.generate import Generate
 from taut.commands.reading import columns_of, source_of
-from taut.config import from_mapping
+from taut.config import Decision, from_mapping
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.messages import Completion, Conversation, Document
 from taut.data.prompts import load_prompts
 from taut.data.schema import Answers, Columns, Kind, Stepwise, read_any, recognise
 from taut.errors import DataError
-from taut.methods.inputs import Decision
 from taut.methods.method import RunConfig
 from taut.run.inputs import load_inputs
 from taut.train import distributed

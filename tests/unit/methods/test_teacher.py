@@ -119,7 +119,7 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     Path(judge, "config.json").write_text(json.dumps(settings))
     small = str(save_tiny("llama", tmp_path / "small", tokenizer, vocab_size=len(tokenizer) - 3))
     for path, changes, says in [
-        (teacher, {"tokenizer": grown}, "the student's tokenizer has '<|new|>'"),
+        (teacher, {"tokenizer": grown}, "its tokenizer has None for '<|new|>'"),
         (teacher, {"longest": 257}, "has a context of 256 tokens and the longest sample has 257"),
         (stateful, {}, "runs one sample at a time"),
         (small, {}, "expected a row for each id"),
