@@ -7,7 +7,7 @@ In this order, each with its reason:
 2. what ends a turn that calls tools, where the template writes another token there (gpt-oss's ``<|call|>``); a
    template that takes no tools is passed over;
 3. the tokenizer's eos as it came;
-4. ``inherited``: what the model's generation_config and config name (``models.load.inherited_ends``).
+4. ``inherited``: what the model's generation_config and config name (``models.load.stop_ids_in_files``).
 
 Ids of 3 and 4 are left out, with the reason, where stopping at them would be wrong: no token of the tokenizer, plain
 text (config.json naming an id of another vocabulary), a token that the template writes inside an answer (a reasoning
