@@ -10,6 +10,7 @@ from tests.chats import column, events, largest_difference, weights
 from tests.kills import kill, resume, shuffled_mixture, whole
 from tests.left import Left, left, require_equal
 from tests.points import Operation, Point, point
+from tests.slow import slow_except
 
 from taut.identity import TOLERANCE
 
@@ -34,7 +35,7 @@ class Wholes:
             self.left[num_ranks] = left(out)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_except(["full"], KINDS))
 def wholes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Wholes:
