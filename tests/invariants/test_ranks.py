@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,10 @@ def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def forked(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(*words, num_ranks=2)
+
+
 def two_ranks(place: Path, todo: Sequence[Mapping[str, Any]]) -> None:
     """The runs that ``todo`` has the keys of, one after another, in one process group of two."""
     (place / "program.py").write_text(PROGRAM)
@@ -230,13 +234,14 @@ def test_two_ranks_equal_one_process(name: str, place: Path, model: Path, train:
         assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
 
 
+@pytest.mark.parametrize("start", [forked, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_ends_all_with_its_message(
-    model: Path, train: Path, tmp_path: Path
+    start: Callable[..., subprocess.CompletedProcess[str]], model: Path, train: Path, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(LAST)
     keys = keys_of(model, train, tmp_path / "out", RUNS["uneven bins"])
-    done = torchrun(program, "sft", *words_of(keys))
+    done = start(program, "sft", *words_of(keys))
     assert done.returncode != 0
     lines = done.stderr.splitlines()  # torchrun's own table has the message once more
     assert lines.count("taut: error: step 2: planted on the second rank") == 1
