@@ -174,7 +174,7 @@ def test_sharing_changes_neither_plan_nor_numbers(go: Go) -> None:
         unshared = column(other.out, "num_tokens_unshared")
         assert unshared == column(first.out, "num_tokens_unshared")
         # AdamW divides by the root of tiny second moments, which magnifies rounding.
-        assert largest_difference(weights(run.model), weights(first.model)) < 1e-7
+        assert largest_difference(weights(other.model), weights(first.model)) < 1e-7
     assert column(runs[1].out, "num_tokens") == column(runs[1].out, "num_tokens_unshared")
 
 
