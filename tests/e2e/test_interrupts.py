@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.chats import (
+    PLAIN,
     QUIET,
     chats,
     column,
@@ -28,6 +29,7 @@ from taut.errors import Interrupted
 
 Go = Callable[..., taut.Result]
 FIXED: dict[str, Any] = {
+    **PLAIN,
     "steps": 6,
     "optim__schedule": "cosine",
     "batch__tokens_per_microbatch": 90,
@@ -141,12 +143,13 @@ def test_what_follows_a_step_is_ended_at_once_and_done_again(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
+    keys = {"contract__prompts": 1} if target == "taut.contract.answer" else {}
     at(target, number, signal.SIGTERM)
     with pytest.raises(Interrupted, match=f"the state after step {step} is in"):
-        go("out")
+        go("out", **keys)
     monkeypatch.undo()
     assert not list(out.glob(".*.partial"))
-    result = go("out", resume=True)
+    result = go("out", resume=True, **keys)
     assert result.loss == column(whole, "loss")[-1]
     require_equal(out, whole)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import column, events, largest_difference, sft, weights
+from tests.chats import PLAIN, column, events, largest_difference, sft, weights
 
 import taut
 from taut import loop
@@ -35,6 +35,7 @@ ANSWERS = {
 
 
 FIXED: dict[str, Any] = {
+    **PLAIN,
     "steps": 6,
     "checkpoint__every": 2,
     "checkpoint__keep": 9,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chats import (
+    PLAIN,
     QUIET,
     chats,
     column,
@@ -47,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def go(model: Path, train: Path, tmp_path: Path) -> Go:
     fixed = {"steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3, "optim__schedule": "cosine"}
+    fixed = {**PLAIN, **fixed}
     return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
 
 

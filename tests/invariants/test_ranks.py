@@ -33,6 +33,9 @@ import taut
 
 LIMIT = 1e-9
 
+PLAIN: dict[str, Any] = {"check": "off", "contract.prompts": 0}
+"""What the first run shows is not shown again: that checks and golden prompts are asked of two ranks."""
+
 RUNS: dict[str, dict[str, Any]] = {
     # Five samples a step in micro-batches of 90 tokens: the ranks have different numbers of them.
     # Three answers are drawn at the end: one rank has two, the other one and keeps it company.
@@ -45,8 +48,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "stop.share": 1.0,
     },
     # One sample a step: a rank has none, and runs one backward that counts for nothing.
-    "a rank without": {"steps": 3, "batch.samples_per_step": 1, "activation_checkpointing": True},
+    "a rank without": {
+        **PLAIN,
+        "steps": 3,
+        "batch.samples_per_step": 1,
+        "activation_checkpointing": True,
+    },
     "lora, noise, checkpoints": {
+        **PLAIN,
         "steps": 4,
         "lora.rank": 4,
         "lora.dropout": 0.2,
@@ -54,6 +63,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "checkpoint.every": 2,
     },
     "lora by rows": {
+        **PLAIN,
         "steps": 4,
         "lora.rank": 4,
         "lora.train_rows": "always",
