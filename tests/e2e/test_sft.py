@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chats import (
+    PLAIN,
     QUIET,
     SENTENCE,
     chats,
@@ -53,7 +54,7 @@ Go = Callable[..., taut.Result]
 @pytest.fixture
 def go(model: Path, train: Path, tmp_path: Path) -> Go:
     """``go(name, **keys)`` runs into ``tmp_path/name``."""
-    return lambda name="out", **keys: sft(model, train, tmp_path / name, **keys)
+    return lambda name="out", **keys: sft(model, train, tmp_path / name, **{**PLAIN, **keys})
 
 
 def load_plain(directory: Path) -> PreTrainedModel:
@@ -84,7 +85,7 @@ def mean_loss(directory: Path, rows: Path) -> float:
 
 
 def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
-    result = go(steps=5)
+    result = go(steps=5, check="quick", contract__prompts=4)
     out = result.out
     assert {path.name for path in out.iterdir()} == {
         ".lock",
@@ -256,6 +257,7 @@ def test_an_adapter_can_be_all_that_is_saved(go: Go, model: Path, tmp_path: Path
         "eval__every": 1,
         "eval__best": "loss",
         "checkpoint__every": 2,
+        "contract__prompts": 2,
     }
     whole = go("whole", **keys)
     alone = go("alone", **keys, save__merged=False)
