@@ -26,7 +26,7 @@ def test_every_reward_is_attacked() -> None:
     }
 
 
-QUICK = {"math": 12}
+QUICK = {"math": 4}
 """The rewards that are slow to judge all answers, because many take too long and a new process starts, and how many
 answers they judge in ``make test``.
 """
