@@ -64,6 +64,7 @@ def test_resumed_on_another_number_of_ranks(
         assert largest_difference(*found) < limit
 
 
+@pytest.mark.slow
 def test_ranks_killed_and_resumed_equal_uninterrupted_ranks(wholes: Wholes, tmp_path: Path) -> None:
     """The writer dies inside a checkpoint, then the other rank in a step."""
     out, operations = tmp_path / "out", wholes.operations[2]

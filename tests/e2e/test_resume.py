@@ -162,6 +162,7 @@ def test_resuming_without_a_checkpoint_starts_at_step_one(go: Go) -> None:
     assert again.loss == first.loss
 
 
+@pytest.mark.slow
 def test_killed_by_the_system_and_resumed(model: Path, train: Path, tmp_path: Path) -> None:
     """A real kill -9 in the middle of a step."""
     keys = {"steps": 60, "checkpoint__every": 7}
