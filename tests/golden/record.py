@@ -38,11 +38,11 @@ def record() -> None:
         os.environ["TAUT_CACHE"] = str(Path(folder, "cache"))
         write_inputs()
         for name in RUNS["runs"]:
-            file = PICTURE / "runs" / f"{name}.json"
+            file = PICTURE / "methods" / f"{name}.json"
             if not file.exists():
                 write(file, take_run(name, keys_of_run(name), renames))
         for name in EXAMINED:
-            file = PICTURE / "runs" / f"check_{name}.json"
+            file = PICTURE / "methods" / f"check_{name}.json"
             if not file.exists():
                 write(file, take_check(name, keys_of_run(name), renames))
         if not (PICTURE / "surface.json").exists():

@@ -49,6 +49,8 @@ VOLATILE = {
 PROSE = {"detail", "evidence", "remedy", "notes", "reason", "unit", "cause", "says", "question"}
 PROSE |= {"data"}  # of the event `start`: rows, samples and tokens, counted in a sentence
 """Fields whose text may be reworded: pinned is whether there is any, and of a list how many."""
+SIZES = {"run.output", "memory.peak", "memory.measured"}
+"""Checks that give bytes: of the machine, or of files, whose format is not pinned."""
 RESOLVED_VOLATILE = ("taut", "directory", "day", "identity.environment")
 """Names in resolved.json, with what is under them."""
 
@@ -142,7 +144,8 @@ def list_files(out: Path) -> list[str]:
 def _normal_event(event: Mapping[str, Json], renames: Renames) -> dict[str, Json]:
     """An event, or a report of checks, without what differs between machines; names are not changed."""
     volatile, prose = renames.fields_now(VOLATILE), renames.fields_now(PROSE)
-    decisions = renames.fields_now({"decisions"})
+    decisions, numbers = renames.fields_now({"decisions"}), renames.fields_now({"value", "number"})
+    sizes = {renames.tables["checks"].get(name, name) for name in SIZES}
 
     def normal(name: str, value: Json) -> Json:
         if name in volatile and not isinstance(value, int):
@@ -150,14 +153,19 @@ def _normal_event(event: Mapping[str, Json], renames: Renames) -> dict[str, Json
         if name in prose:
             return f"<{len(value)} texts>" if isinstance(value, list) else value and "<text>"
         if isinstance(value, dict):
-            return {key: normal(key, item) for key, item in value.items()}
+            is_size = not sizes.isdisjoint(it for it in value.values() if isinstance(it, str))
+            return {
+                key: "<varies>" if is_size and key in numbers and item else normal(key, item)
+                for key, item in value.items()
+            }
         if name in decisions:
             return [[title, _without_prose(choice), "<text>"] for title, choice, _ in value]
         if isinstance(value, list):
             return [normal("", item) for item in value]
         return value
 
-    return {name: normal(name, value) for name, value in event.items()}
+    normalised: dict[str, Json] = normal("", event)
+    return normalised
 
 
 def _without_prose(value: str) -> str:

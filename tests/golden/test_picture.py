@@ -74,7 +74,7 @@ def test_a_run_is_as_in_the_picture(
     monkeypatch.setattr(logging.root.manager, "disable", logging.INFO)
     with working_in(place):
         seen = take_run(name, renames.run_keys(keys_of_run(name)), renames)
-    pinned = renames.run(load(f"runs/{name}.json"))
+    pinned = renames.run(load(f"methods/{name}.json"))
     require_same(
         [
             *compare_resolved(pinned["resolved"], seen["resolved"], renames),
@@ -88,7 +88,7 @@ def test_a_run_is_as_in_the_picture(
 def test_a_report_of_checks_is_as_in_the_picture(name: str, place: Path, renames: Renames) -> None:
     with working_in(place):
         seen = take_check(name, renames.run_keys(keys_of_run(name)), renames)
-    pinned = renames.event(load(f"runs/check_{name}.json"))
+    pinned = renames.event(load(f"methods/check_{name}.json"))
     checks = renames.field("report.checks")
     title = renames.field("report.checks.name")
     require_same(
@@ -130,9 +130,9 @@ def test_commands_keys_checks_and_api_are_as_in_the_picture(renames: Renames) ->
 def test_every_line_of_the_table_is_about_something_in_the_picture(renames: Renames) -> None:
     for name in RUNS["runs"]:
         renames.run_keys(keys_of_run(name))
-        renames.run(load(f"runs/{name}.json"))
+        renames.run(load(f"methods/{name}.json"))
     for name in EXAMINED:
-        renames.event(load(f"runs/check_{name}.json"))
+        renames.event(load(f"methods/check_{name}.json"))
     renames.surface(load("surface.json"))
     idle = [f'[{table}] "{old}"' for table, old in sorted(renames.entries() - renames.used)]
     assert not idle, f"renames.toml has lines that match nothing in the picture: {', '.join(idle)}"
