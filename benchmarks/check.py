@@ -18,7 +18,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from taut import parallel
 from taut.checks import CHECKS
 from taut.checks.examine import examine
 from taut.checks.session import Session
@@ -26,8 +25,9 @@ from taut.config import from_mapping
 from taut.data.cache import default_directory
 from taut.demo import fetch
 from taut.demo.story import build_data
-from taut.loop import train_step
-from taut.run import Run
+from taut.run.config import Run
+from taut.train import distributed
+from taut.train.trainer import train_step
 
 QUICK, FULL = 10.0, 180.0
 """Seconds that the parts may take."""
@@ -46,7 +46,7 @@ def main() -> None:
     if asked.data is None:
         data = build_data(fetch.read_reading(default_directory()), default_directory(), None)
         keys |= {"data.train": str(data.train), "data.eval": str(data.eval)}
-    session = Session(from_mapping(Run, keys), parallel.start("cpu"))
+    session = Session(from_mapping(Run, keys), distributed.start("cpu"))
     began = time.perf_counter()
     job = session.job
     loading = time.perf_counter() - began

@@ -47,14 +47,14 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from saves import WAYS, Clock, Save, Took, print_case, summarise
 from sft import matches
-from taut import checkpoint, parallel, sharded
-from taut.build import build, build_method
-from taut.checkpoint import CheckpointConfig, Checkpoints
 from taut.config import from_mapping
 from taut.demo.fetch import get_model
-from taut.loop import Job, train_step
-from taut.outdir import CHECKPOINTS, claim
-from taut.run import Run, load_inputs
+from taut.run.config import Run, load_inputs
+from taut.run.setup import build, build_method
+from taut.train import checkpoint, distributed, sharded
+from taut.train.checkpoint import CheckpointConfig, Checkpoints
+from taut.train.run_dir import CHECKPOINTS, claim
+from taut.train.trainer import Job, train_step
 
 Result = dict[str, Any]
 
@@ -126,7 +126,7 @@ def make(model: Path, work: Path, keys: dict[str, Any], threads: int) -> Trainer
     train.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     fixed = {"model": str(model), "data.train": str(train), "steps": NUM_STEPS, "dtype": "float32"}
     run = from_mapping(Run, {**fixed, "device": "cpu", "batch.samples_per_step": 2, **keys})
-    ranks = parallel.start("cpu")
+    ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     built = build(run, inputs, build_method(run, inputs.train), ranks)
     built.job.emit = lambda kind, **fields: None

@@ -1,7 +1,7 @@
 """How many flipped labels are found, and how many right ones suspected: ``python benchmarks/flips.py``.
 
-Labels of preference data are flipped at random, 0%, 10% and 30% of them, and ``taut.data.flips`` is asked, for many
-seeds. Generated sets, with ids in place of words:
+Labels of preference data are flipped at random, 0%, 10% and 30% of them, and ``taut.data.label_noise`` is asked, for
+many seeds. Generated sets, with ids in place of words:
 
     shorter   the shorter answer is better, always
     polite    the better answer has one of six ids that the other has not
@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
-from taut.data.flips import Flips, PairIds, find_flips
+from taut.data.label_noise import Flips, PairIds, find_flips
 
 SIZES = (200, 1000, 5000)
 RATES = (0.0, 0.1, 0.3)

@@ -33,16 +33,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data import Model, chat_rows, write_model, write_rows
-from taut import parallel
-from taut.build import build, build_method
 from taut.config import from_mapping
 from taut.data.cache import default_directory
 from taut.demo.fetch import get_model
-from taut.estimate import Kernels, calibrate, footprint, predict_steps, workload
-from taut.estimate.measuring import peak_bytes, tensors_of
-from taut.loop import train_step
 from taut.models.load import quiet_library
-from taut.run import Run, load_inputs
+from taut.plan import Kernels, calibrate, footprint, predict_steps, workload
+from taut.plan.measuring import peak_bytes, tensors_of
+from taut.run.config import Run, load_inputs
+from taut.run.setup import build, build_method
+from taut.train import distributed
+from taut.train.trainer import train_step
 
 REAL = "SmolLM2-135M-Instruct"
 MIB = 2**20
@@ -120,7 +120,7 @@ def one(name: str, folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     architecture, shape, keys = (SEEN | HELD_OUT)[name]
     run = _run(architecture, shape, keys, folder)
-    ranks = parallel.start("cpu")
+    ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     work = workload(run, inputs, 1)
     began = time.perf_counter()

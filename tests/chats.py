@@ -14,7 +14,7 @@ from tests.models import save_tiny
 from tests.tokenizers import tiny_tokenizer
 
 import taut
-from taut.runlog import Event, read_events
+from taut.train.log import Event, read_events
 
 SENTENCE = "the cat dog ran over a big red house and then saw some birds in the blue sky"
 WORDS = SENTENCE.split()

@@ -19,16 +19,16 @@ from tests.samples import nested_family
 from tests.tokenizers import tiny_tokenizer
 from torch import Tensor
 
-from taut import optim, parallel, sharded
 from taut.attention.layout import Layout
-from taut.data.pack import ALONE, PackPolicy, pack
-from taut.methods.critic import CriticConfig, Setting, build_critic, save_critic
-from taut.models import anatomy
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.models import architecture
 from taut.models.load import load_model
 from taut.models.precision import compute_context
-from taut.models.score import Scorer
-from taut.optim import OptimConfig
-from taut.parallel import Ranks
+from taut.models.scorer import Scorer
+from taut.rl.critic import CriticConfig, Setting, build_critic, save_critic
+from taut.train import distributed, optim, sharded
+from taut.train.distributed import Ranks
+from taut.train.optim import OptimConfig
 from taut.types import Packed, Sample, Scores, Wants
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def steps(place: Path, kind: str, ranks: Ranks, num_steps: int = 3) -> list[list
     """What some updates come to. Each rank has its share of two micro-batches."""
     scorer, config = make(place, KINDS[kind]), OptimConfig(learning_rate=RATE)
     assert scorer.critic is not None
-    parallel.shard(scorer, [*scorer.critic.shards, *anatomy.layers(scorer.model)], ranks)
+    distributed.shard(scorer, [*scorer.critic.shards, *architecture.layers(scorer.model)], ranks)
     pace = CriticConfig(learning_rate=2 * RATE, warmup_steps=1).pace(config, RATE)
     optimizer = optim.build_optimizer(scorer, config, pace)
     layouts = [pack(judged()[::2], SHARE_ALL), pack(judged()[1::2], SHARE_ALL)]
@@ -140,11 +140,11 @@ def before_the_step(scorer: Scorer, packed: Packed) -> list[float]:
 
 
 def main(place: Path) -> None:
-    ranks = parallel.start("cpu")
+    ranks = distributed.start("cpu")
     seen = {kind: steps(place, kind, ranks) for kind in KINDS}
     if ranks.is_writer:
         (place / "seen.json").write_text(json.dumps(seen))
-    parallel.stop(ranks)
+    distributed.stop(ranks)
 
 
 def values_of(scorer: Scorer, samples: Sequence[Sample], policy: PackPolicy = ALONE) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from taut.rollout.engine import OnDone, Sampling
+from taut.inference.engine import OnDone, Sampling
 from taut.types import Completion, FinishReason, Prompt
 
 Say = Callable[[str, int], str]

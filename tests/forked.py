@@ -24,9 +24,15 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-from taut import bounded
+from taut.io import processes
 
-IMPORTED = ("taut.api", "torch", "transformers", "peft", "transformers.utils.chat_template_utils")
+IMPORTED = (
+    "taut.commands.train",
+    "torch",
+    "transformers",
+    "peft",
+    "transformers.utils.chat_template_utils",
+)
 LIMIT = 120.0
 """Seconds that processes may take."""
 PATIENCE = 20.0
@@ -103,7 +109,7 @@ def require_clean() -> None:
 
 
 class ForkedProcess:
-    """What ``taut.bounded`` asks of a subprocess.Popen, for a forked process."""
+    """What ``taut.io.processes`` asks of a subprocess.Popen, for a forked process."""
 
     def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -130,7 +136,7 @@ class ForkedProcess:
 
 
 def fork_bounded_process() -> None:
-    """In a forked process: fork the process of ``taut.bounded`` now. It would start at the first call and then have to
+    """In a forked process: fork the process of ``taut.io.processes`` now. It would start at the first call and then have to
     import transformers.
     """
     reads_requests, requests = os.pipe()
@@ -144,13 +150,13 @@ def fork_bounded_process() -> None:
         os.dup2(writes_answers, 1)
         os.dup2(alive, 3)  # all others are the parent's
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        bounded.serve(3)
+        processes.serve(3)
         os._exit(0)
     for descriptor in (reads_requests, writes_answers, alive):
         os.close(descriptor)
     process = ForkedProcess(pid, os.fdopen(requests, "wb", 0), os.fdopen(answers, "rb", 0))
-    bounded._server._process = process  # type: ignore[assignment]
-    bounded._server._alive = keeps_alive
+    processes._server._process = process  # type: ignore[assignment]
+    processes._server._alive = keeps_alive
 
 
 def worlds(num_ranks: int) -> list[dict[str, str]]:

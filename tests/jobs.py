@@ -1,4 +1,4 @@
-"""A job as ``taut.build.build`` makes it, on a tiny model, with its events in a list."""
+"""A job as ``taut.run.setup.build`` makes it, on a tiny model, with its events in a list."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, cast
 
 from tests.chats import QUIET, chats, save_model, write_rows
 
-from taut import parallel
-from taut.build import Built, build, build_method
 from taut.config import from_mapping
+from taut.data.batching import Cursor, Rows
 from taut.data.dataset import Dataset
-from taut.data.groups import Rows
-from taut.data.plan import Cursor
 from taut.losses import Loss
-from taut.losses.sft import CrossEntropy
-from taut.run import Run, load_inputs
+from taut.losses.supervised import CrossEntropy
+from taut.run.config import Run, load_inputs
+from taut.run.setup import Built, build, build_method
+from taut.train import distributed
 from taut.types import Sample, Tree
 
 
@@ -55,7 +54,7 @@ def make(
     train = write_rows(place / "train.jsonl", chats(10))
     fixed = {"model": str(model), "data.train": str(train), "out": str(place / "out"), "steps": 20}
     run = from_mapping(Run, {**QUIET, **fixed, **dotted})
-    ranks = parallel.start("cpu")
+    ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     built = build(run, inputs, build_method(run, inputs.train), ranks)
     events: list[dict[str, Any]] = []

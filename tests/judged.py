@@ -13,11 +13,11 @@ from typing import Any
 from tests.chats import QUIET, WORDS, write_rows
 
 import taut
-from taut import parallel
-from taut.build import Built, build, build_method
 from taut.config import from_mapping
-from taut.run import load_inputs
-from taut.training import METHODS as RUNS
+from taut.run.config import load_inputs
+from taut.run.setup import Built, build, build_method
+from taut.run.training import METHODS as RUNS
+from taut.train import distributed
 
 Rows = list[dict[str, Any]]
 
@@ -110,7 +110,7 @@ def train(keys: Mapping[str, Any]) -> taut.Result:
 def make(keys: Mapping[str, Any]) -> Built:
     """The same run, built and not begun; its events go nowhere."""
     run = from_mapping(RUNS[keys["method"]], keys)
-    ranks = parallel.start("cpu")
+    ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     built = build(run, inputs, build_method(run, inputs.train), ranks)
     built.job.emit = lambda kind, **fields: None

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from taut.runlog import read_events
+from taut.train.log import read_events
 
 TOLD = ("step", "loss", "grad_norm", "learning_rate", "sample_ids", "num_tokens", "num_targets")
 """Fields of a step in which equal runs are equal."""

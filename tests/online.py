@@ -12,11 +12,11 @@ import torch
 from tests.chats import QUIET, save_model, write_rows
 
 import taut
-from taut import parallel
-from taut.build import Built, build, build_method
 from taut.config import from_mapping
-from taut.run import load_inputs
-from taut.training import METHODS
+from taut.run.config import load_inputs
+from taut.run.setup import Built, build, build_method
+from taut.run.training import METHODS
+from taut.train import distributed
 
 LENGTH = {"name": "length_target", "options": {"target": 5}}
 METHODS_KEYS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ METHODS_KEYS: dict[str, dict[str, Any]] = {
 }
 """name -> what makes it small."""
 TWICE = """
-from taut.rollout.environment import Step
+from taut.rl.environment import Step
 
 class Twice:
     def step(self, text, calls):
@@ -92,7 +92,7 @@ def train(keys: Mapping[str, Any]) -> taut.Result:
 def make(keys: Mapping[str, Any]) -> tuple[Built, list[dict[str, Any]]]:
     """The same run, built and not begun, and the events its job will emit."""
     run = from_mapping(METHODS[keys["method"]], keys)
-    ranks = parallel.start("cpu")
+    ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     built = build(run, inputs, build_method(run, inputs.train), ranks)
     told: list[dict[str, Any]] = []

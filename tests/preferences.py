@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from taut import losses, wholestep
-from taut.data.pack import ALONE, PackPolicy, pack
+from taut import losses
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.losses import Loss
 from taut.losses.policy import PolicyGradient
 from taut.losses.reward import Process, ScalarLoss
-from taut.parallel import Ranks
+from taut.train import step_statistics
+from taut.train.distributed import Ranks
 from taut.types import Packed, Sample, Scores
 
 ONE = Ranks(0, 1, torch.device("cpu"))
@@ -133,9 +134,9 @@ def ready(loss: Loss, microbatches: Sequence[Packed], score: Score) -> list[Pack
         seen = [pack([sample], ALONE) for sample in mismatched(answers())]
     with torch.no_grad():
         observed = [loss.observe(score(packed), packed) for packed in seen]
-    stats = wholestep.statistics(loss, observed, ONE)
+    stats = step_statistics.statistics(loss, observed, ONE)
     planned = [(packed, True) for packed in microbatches]
-    return [packed for packed, _ in wholestep.attached(planned, stats, ONE)]
+    return [packed for packed, _ in step_statistics.attached(planned, stats, ONE)]
 
 
 def scales(loss: Loss, microbatches: Sequence[Packed]) -> dict[str, float]:
@@ -159,7 +160,7 @@ def step_loss(loss: Loss, microbatches: Sequence[Packed], score: Score) -> Tenso
 
 def step_metrics(loss: Loss, microbatches: Sequence[Packed], score: Score) -> Mapping[str, float]:
     """The metrics of a step."""
-    sums = wholestep.Sums()
+    sums = step_statistics.Sums()
     for packed in ready(loss, microbatches, score):
         for name, (total, count) in loss(score(packed), packed).metrics.items():
             sums.add(name, total, count)

@@ -24,8 +24,8 @@ from typing import Any, Self
 import numpy as np
 from tests.tokenizers import tiny_tokenizer
 
-from taut.rollout.engine import Sampling
-from taut.rollout.server import ServerConfig, ServerEngine
+from taut.inference.engine import Sampling
+from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.types import Completion, Prompt
 
 Body = dict[str, Any]

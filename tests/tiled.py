@@ -12,13 +12,13 @@ from PIL import Image
 from tests import vision_templates as templates
 from tests.tokenizers import tiny_tokenizer
 
-from taut.data.formats import Conversation, Message
+from taut.data.messages import Conversation, Message
 from taut.data.render import Renderer, Targets
 from taut.errors import DataError
 from taut.types import Media, Sample
-from taut.vision.album import Album
-from taut.vision.picture import ImageRef, ImagesConfig
-from taut.vision.processor import Shape
+from taut.vision.content import ImageRef, ImagesConfig
+from taut.vision.image_store import Album
+from taut.vision.placeholders import Shape
 
 WORDS = {
     "<image>": ("<image>", "<fake_token_around_image>", "<row>"),

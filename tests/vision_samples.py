@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import PREFIX
-from taut.models.in_force import set_attention
-from taut.models.score import Scorer
+from taut.models.load import set_attention
+from taut.models.scorer import Scorer
 from taut.types import Media, Sample
-from taut.vision.processor import Processor
+from taut.vision.placeholders import Processor
 from taut.vision.processors import open_processor
 
 

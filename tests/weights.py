@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.select import PREFIX
-from taut.models.score import Scorer
-from taut.parallel import Ranks
-from taut.rollout.sync import Trained
-from taut.rollout.worker import taut_worker
+from taut.inference.weight_sync import Trained
+from taut.inference.worker import taut_worker
+from taut.models.scorer import Scorer
+from taut.train.distributed import Ranks
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ import numpy as np
 from generation import Job, Made, Work
 
 from taut.attention.layout import Layout
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
-from taut.rollout.open import ModelUse, open_engine
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.inference.open import ModelUse, open_engine
 from taut.types import Prompt
 
 

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from taut import losses
-from taut.data.pack import pack
+from taut.data.packing import pack
+from taut.inference.local import LocalEngine
+from taut.inference.open import ModelUse, open_engine
 from taut.losses.policy import PolicyGradient
 from taut.methods.policy import GrpoConfig, RollOut
 from taut.models.precision import backward_context, compute_context
-from taut.models.score import Scorer
-from taut.rollout.local import LocalEngine
-from taut.rollout.open import ModelUse, open_engine
+from taut.models.scorer import Scorer
 from taut.types import Packed, Sample
 
 Job = dict[str, Any]

@@ -16,7 +16,7 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
-from taut import loop
+from taut.train import trainer
 
 OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
 NAMES = {"rewards/margin": "rewards/margins", "rewards/accuracy": "rewards/accuracies"}
@@ -72,15 +72,15 @@ def main() -> None:
 def watch_steps() -> list[float]:
     """Filled with the processor seconds of each step."""
     seconds: list[float] = []
-    train_step = loop.train_step
+    train_step = trainer.train_step
 
-    def timed(*args: Any) -> loop.StepReport:
+    def timed(*args: Any) -> trainer.StepReport:
         start = time.process_time()
         report = train_step(*args)
         seconds.append(time.process_time() - start)
         return report
 
-    loop.train_step = timed
+    trainer.train_step = timed
     return seconds
 
 

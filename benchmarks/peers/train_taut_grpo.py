@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from phases import Phases, peak_mb
 
-from taut import api, loop
+from taut.commands import train
 from taut.config import from_mapping
-from taut.online import method
-from taut.online_runs import GrpoRun
-from taut.rollout.local import LocalEngine
+from taut.inference.local import LocalEngine
+from taut.rl import online
+from taut.run.online_runs import GrpoRun
+from taut.train import trainer
 
 Job = dict[str, Any]
 OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
@@ -55,7 +56,7 @@ def main() -> None:
         "grading": {"workers": 1},
         "grpo": job["taut"],
     }
-    api.train(from_mapping(GrpoRun, keys | OFF))
+    train.train(from_mapping(GrpoRun, keys | OFF))
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["kind"] == "step"]
     rolled = [event for event in events if event["kind"] == "rollout"]
@@ -82,12 +83,12 @@ def main() -> None:
 def watch() -> Phases:
     """The phases of each step."""
     phases = Phases()
-    phases.watch(method.Online, "_rolled_out", "scoring")
+    phases.watch(online.Online, "_rolled_out", "scoring")
     phases.watch(LocalEngine, "generate", "generation")
-    phases.watch(loop, "filled", "scoring")
-    take_step, make = loop._take_step, LocalEngine.__init__
+    phases.watch(trainer, "filled", "scoring")
+    take_step, make = trainer._take_step, LocalEngine.__init__
 
-    def timed(job: loop.Job, step: int) -> None:
+    def timed(job: trainer.Job, step: int) -> None:
         if step == 1:
             phases.begin()
         take_step(job, step)
@@ -97,7 +98,7 @@ def watch() -> Phases:
         make(engine, *args, **kwargs)
         engine.stop_ids = frozenset()
 
-    loop._take_step, LocalEngine.__init__ = timed, without_stops  # type: ignore[method-assign]
+    trainer._take_step, LocalEngine.__init__ = timed, without_stops  # type: ignore[method-assign]
     return phases
 
 

@@ -16,7 +16,7 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
-from taut import loop
+from taut.train import trainer
 
 OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
 
@@ -66,17 +66,17 @@ def main() -> None:
 def watch_steps() -> list[tuple[float, float]]:
     """Filled with the seconds and the processor seconds of each step, from the end of one to the end of the next."""
     spent: list[tuple[float, float]] = []
-    train_step = loop.train_step
+    train_step = trainer.train_step
     ends: list[tuple[float, float]] = []
 
-    def timed(*args: Any) -> loop.StepReport:
+    def timed(*args: Any) -> trainer.StepReport:
         start = ends[-1] if ends else (time.perf_counter(), time.process_time())
         report = train_step(*args)
         ends.append((time.perf_counter(), time.process_time()))
         spent.append((ends[-1][0] - start[0], ends[-1][1] - start[1]))
         return report
 
-    loop.train_step = timed
+    trainer.train_step = timed
     return spent
 
 

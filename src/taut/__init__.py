@@ -34,7 +34,6 @@ from taut.errors import (
 )
 
 if TYPE_CHECKING:
-    from taut.api import Result
     from taut.checks.examine import Examination
     from taut.commands.evaluate import Evaluate, Evaluated
     from taut.commands.export import Export
@@ -43,8 +42,9 @@ if TYPE_CHECKING:
     from taut.commands.runs import RunState
     from taut.commands.score import Score, Scored
     from taut.commands.teach import Taught, Teach
+    from taut.commands.train import Result
     from taut.commands.verify import Finding, Verify
-    from taut.run import Run
+    from taut.run.config import Run
 
 _T = TypeVar("_T")
 
@@ -158,7 +158,7 @@ def gkd(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
     """Go on with the run in ``out``, with its own configuration and ``keys`` set on top."""
-    from taut import resumed
+    from taut.commands import resume as resumed
 
     return resumed.resume(out, keys)
 
@@ -172,9 +172,9 @@ def runs(*directories: str | PathLike[str]) -> list[RunState]:
 
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     """Print the resolved configuration and the first samples, their targets coloured. Takes a run of any ``method``."""
-    from taut import api
+    from taut.commands import train
 
-    api.show(_configure_run(run, keys))
+    train.show(_configure_run(run, keys))
 
 
 def check(
@@ -242,23 +242,23 @@ def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -
 
 
 def _train(method: Any, run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Result:
-    from taut import api
+    from taut.commands import train
     from taut.errors import ConfigError
-    from taut.run import Run, command_of
-    from taut.training import METHODS
+    from taut.run.config import Run, command_of
+    from taut.run.training import METHODS
 
     if isinstance(run, Run) and run.method != method:
         raise ConfigError(
             f"found a run of {command_of(run.method)} given to taut.{method}; expected one of {command_of(method)}; "
             f"call taut.{run.method}"
         )
-    return api.train(_configure(METHODS[method], run, keys))
+    return train.train(_configure(METHODS[method], run, keys))
 
 
 def _configure_run(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Run:
     """A run of any method, by its key ``method``."""
-    from taut.run import Run
-    from taut.training import class_of
+    from taut.run.config import Run
+    from taut.run.training import class_of
 
     if isinstance(run, Run):
         return _configure(type(run), run, keys)
@@ -277,11 +277,11 @@ def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dic
 
 def __getattr__(name: str) -> Any:
     if name == "Run":
-        from taut.run import Run
+        from taut.run.config import Run
 
         return Run
     if name == "Result":
-        from taut.api import Result
+        from taut.commands.train import Result
 
         return Result
     raise AttributeError(f"module 'taut' has no attribute {name!r}")

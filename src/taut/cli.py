@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, Interrupted, TautError
-from taut.interrupts import SIGNALS, Interrupt, Interrupts
-from taut.printing import guarded, is_first_on_host, one_line
-from taut.redaction import redacted
+from taut.errors import ConfigError, Interrupted, TautError, redacted
+from taut.io.console import guarded, is_first_on_host, one_line
+from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
@@ -60,7 +59,7 @@ class Command(NamedTuple):
     """It takes a run of any method, by the key ``method``."""
 
 
-TRAIN = "taut.api:train"
+TRAIN = "taut.commands.train:train"
 
 
 def _training(about: str, config: str) -> Command:
@@ -68,34 +67,37 @@ def _training(about: str, config: str) -> Command:
 
 
 COMMANDS = {
-    "sft": _training("fine-tune a model on your data", "taut.run:Run"),
+    "sft": _training("fine-tune a model on your data", "taut.run.config:Run"),
     "reward": _training(
-        "train a reward model on comparisons, scores or steps", "taut.training:RewardRun"
+        "train a reward model on comparisons, scores or steps", "taut.run.training:RewardRun"
     ),
-    "dpo": _training("train on preferences, against a reference", "taut.training:DpoRun"),
-    "kto": _training("train on answers marked good or bad", "taut.training:KtoRun"),
+    "dpo": _training("train on preferences, against a reference", "taut.run.training:DpoRun"),
+    "kto": _training("train on answers marked good or bad", "taut.run.training:KtoRun"),
     "orpo": _training(
-        "train on preferences and good answers, without a reference", "taut.training:OrpoRun"
+        "train on preferences and good answers, without a reference", "taut.run.training:OrpoRun"
     ),
     "simpo": _training(
-        "train on preferences by mean log-probs, without a reference", "taut.training:SimpoRun"
+        "train on preferences by mean log-probs, without a reference", "taut.run.training:SimpoRun"
     ),
     "cpo": _training(
-        "train on preferences and good answers, contrastively", "taut.training:CpoRun"
+        "train on preferences and good answers, contrastively", "taut.run.training:CpoRun"
     ),
-    "distill": _training("train on what a teacher says of your data", "taut.training:DistillRun"),
+    "distill": _training(
+        "train on what a teacher says of your data", "taut.run.training:DistillRun"
+    ),
     "grpo": _training(
-        "train on the model's own answers, judged and compared in groups", "taut.training:GrpoRun"
+        "train on the model's own answers, judged and compared in groups",
+        "taut.run.training:GrpoRun",
     ),
-    "ppo": _training("train on the model's own answers, with a critic", "taut.training:PpoRun"),
+    "ppo": _training("train on the model's own answers, with a critic", "taut.run.training:PpoRun"),
     "online-dpo": _training(
-        "train on preferences between the model's own answers", "taut.training:OnlineDpoRun"
+        "train on preferences between the model's own answers", "taut.run.training:OnlineDpoRun"
     ),
     "best-of-n": _training(
-        "fine-tune on the best of the model's own answers", "taut.training:BestOfNRun"
+        "fine-tune on the best of the model's own answers", "taut.run.training:BestOfNRun"
     ),
     "gkd": _training(
-        "train on what a teacher says of the model's own answers", "taut.training:GkdRun"
+        "train on what a teacher says of the model's own answers", "taut.run.training:GkdRun"
     ),
     "teach": Command(
         "MODEL data.train=FILE out=FILE",
@@ -107,8 +109,8 @@ COMMANDS = {
     "show": Command(
         "[RUN.toml] [key=value ...]",
         "print the resolved configuration, and which tokens are targets",
-        "taut.api:show",
-        "taut.run:Run",
+        "taut.commands.train:show",
+        "taut.run.config:Run",
         has_method=True,
     ),
     "check": Command(
@@ -130,7 +132,7 @@ COMMANDS = {
     "resume": Command(
         "OUT [key=value ...]",
         "go on with a run, from its directory alone",
-        "taut.resumed:run",
+        "taut.commands.resume:run",
         alone=("out",),
     ),
     "runs": Command(
@@ -248,12 +250,12 @@ def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
         return code
     except Exception as error:  # noqa: BLE001 - printed whole
         if "RANK" in os.environ and "torch" in sys.modules:
-            from taut import parallel
+            from taut.train import distributed
 
-            code_of_first = parallel.exit_code_of_first_to_fail()
+            code_of_first = distributed.exit_code_of_first_to_fail()
             if code_of_first is not None and isinstance(error, RuntimeError):
                 return code_of_first  # a collective that a failed rank left; that rank says why
-            parallel.is_first_to_fail(1)
+            distributed.is_first_to_fail(1)
         sys.stderr.write("".join(traceback.format_exception(error)))  # here, where it is escaped
         return 1
 
@@ -262,9 +264,9 @@ def _report(line: str, exit_code: int) -> None:
     """Print how the command ends; of several ranks, the first to fail does, and tells torchrun."""
     if "RANK" in os.environ:
         if "torch" in sys.modules:
-            from taut import parallel
+            from taut.train import distributed
 
-            is_told_here = parallel.is_first_to_fail(exit_code)
+            is_told_here = distributed.is_first_to_fail(exit_code)
         else:
             is_told_here = is_first_on_host()
         if not is_told_here:
@@ -320,9 +322,8 @@ def config_class(command: Command) -> type[Any]:
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
     if command.call == TRAIN:
         _require_free_out(words)
-    from taut import temporary
-    from taut.config import load
-    from taut.explain import ELSEWHERE, INSTEAD
+    from taut.config import ELSEWHERE, INSTEAD, load
+    from taut.io import temporary
 
     temporary.clear()
     call = _named(command.call)
@@ -335,7 +336,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         result = call(overrides)
     else:
         cls = config_class(command)
-        classes = _named("taut.training:METHODS").values() if command.has_method else [cls]
+        classes = _named("taut.run.training:METHODS").values() if command.has_method else [cls]
         known = switches(cls).union(*map(switches, classes))
         keys = keys_of(cls).union(*map(keys_of, classes))
         foreign = {*ELSEWHERE, *INSTEAD} - keys
@@ -343,7 +344,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         if "data.train" in keys:
             sorted_words = sorted_words._replace(overrides=list(map(_data, sorted_words.overrides)))
         if command.has_method and not command.is_raw:
-            cls = _named("taut.training:class_of")(*sorted_words)
+            cls = _named("taut.run.training:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":
         _tell(getattr(result, "notice", None), getattr(result, "warning", None))
@@ -353,7 +354,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
 def _require_free_out(words: Sequence[str]) -> None:
     """Refuse an ``out`` that is taken before torch is imported: seconds sooner than ``train``, which asks again."""
     from taut.config import read_toml, user_path
-    from taut.outdir import require_usable
+    from taut.train.run_dir import require_usable
 
     files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
     settings = read_toml(files[0]) if len(files) == 1 else {}

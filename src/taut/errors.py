@@ -1,34 +1,78 @@
-"""The exceptions taut raises for its users.
+"""Secrets in URLs, replaced before a text is shown or recorded.
 
-    TautError                 everything below; the command line prints it in one line, exit code 2
-      ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
-      DataError               a file, a row or a message that cannot be used; names file and line
-        RenderError           a row the chat template cannot render exactly
-        PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
-      ModelError              a model directory that cannot be used as asked
-        AttentionError        an attention backend that was asked for and is not to be had, or a model whose
-                              attention cannot be carried exactly
-      EngineError             an endpoint that is dead, or does not answer as it must
-        RequestRefused        one request it will not serve; others may go on
-      UserCodeError           a reward or environment of the user's that returns something of the wrong type
-      SandboxError            no way to hold a program of the model's, or a sandbox that failed
-      OutputError             an output directory that cannot be written or must not be overwritten
-      CheckFailed             a start-up proof or alarm that failed; exit code 1
-        NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
-        DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
-      OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
-      Interrupted             a signal ended the run; its state is saved; exit code 75
+    redacted("redis://:pw@host/0")              redis://***@host/0
+    redacted("https://host/x?token=abc&n=1")    https://host/x?token=***&n=1
+    redacted_in({"url": ...})                   every text in a value of JSON's types
 
-A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
-
-Imports redaction. Anyone may import it.
+User and password of a URL of any scheme, and what a query or fragment calls a token, key, signature, password, secret
+or credential. ``printing`` applies it to what is printed, ``errors`` to messages, ``runlog`` to events. Imports nothing
+of ours. Anyone may import it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
+from typing import Any
 
-from taut.redaction import redacted
+HIDDEN = "***"
+_USERINFO = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#\s\"'<>`]*@")
+"""One slash is enough: that is what a path makes of a URL."""
+_PARAMETER = re.compile(
+    r"([?&;#](?:[\w.~%-]*[_.~%-])?(?:access|api|app|auth|client|id|private|refresh|secret|security|session|user)?"
+    r"(?:token|key|keyid|signature|sig|password|passwd|pass|pwd|secret|credentials?|auth)(?:[_.~%-][\w.~%-]*)?=)"
+    r"[^&;#\s\"'<>`]+",
+    re.IGNORECASE,
+)
+"""Whole words of a name, so that ``max_tokens`` and ``author`` stay."""
+
+
+def redacted(text: str) -> str:
+    """``text`` without what gives access in the URLs in it."""
+    if "@" in text and ":/" in text:
+        text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
+    return _PARAMETER.sub(rf"\1{HIDDEN}", text) if "=" in text else text
+
+
+def redacted_in(value: Any) -> Any:
+    """``value`` with its texts redacted, keys of mappings too."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, dict):
+        return {redacted_in(key): redacted_in(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted_in(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return redacted(os.fspath(value))
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# The exceptions taut raises for its users.
+#
+#     TautError                 everything below; the command line prints it in one line, exit code 2
+#       ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
+#       DataError               a file, a row or a message that cannot be used; names file and line
+#         RenderError           a row the chat template cannot render exactly
+#         PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
+#       ModelError              a model directory that cannot be used as asked
+#         AttentionError        an attention backend that was asked for and is not to be had, or a model whose
+#                               attention cannot be carried exactly
+#       EngineError             an endpoint that is dead, or does not answer as it must
+#         RequestRefused        one request it will not serve; others may go on
+#       UserCodeError           a reward or environment of the user's that returns something of the wrong type
+#       SandboxError            no way to hold a program of the model's, or a sandbox that failed
+#       OutputError             an output directory that cannot be written or must not be overwritten
+#       CheckFailed             a start-up proof or alarm that failed; exit code 1
+#         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
+#         DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
+#       OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
+#       Interrupted             a signal ended the run; its state is saved; exit code 75
+#
+# A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
+#
+# Imports redaction. Anyone may import it.
 
 
 class TautError(ValueError):

@@ -25,8 +25,8 @@ from typing import Any
 from tests.attacks.host import Planted, descendants, marked, memory
 from tests.attacks.programs import AFTER_MB, ATTACKS, DURING_MB, Attack, Must
 
-from taut.rewards.answered import Answered
 from taut.rewards.code import Code
+from taut.rewards.verifier import Answered
 from taut.sandbox import Limits, Mechanism, Ran, Sandbox, Trial, choose, close_shared
 
 NO_WALL = "none"

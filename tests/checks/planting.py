@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from tests.chats import QUIET, chats, save_model, write_rows
 
-from taut import parallel
 from taut.checks import Part
 from taut.checks.finding import Outcome
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.training import METHODS
+from taut.run.training import METHODS
+from taut.train import distributed
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Place:
             "steps": 20,
         }
         kind = METHODS[dotted.get("method", "sft")]
-        return Session(from_mapping(kind, {**QUIET, **fixed, **dotted}), parallel.start("cpu"))
+        return Session(from_mapping(kind, {**QUIET, **fixed, **dotted}), distributed.start("cpu"))
 
 
 Plant = Callable[[Place, bool], Session]

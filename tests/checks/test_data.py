@@ -21,7 +21,7 @@ from taut.checks.data.records import Exchange
 from taut.checks.examine import examine
 from taut.checks.finding import Finding
 from taut.checks.session import Session
-from taut.data.columns import Columns, recognise
+from taut.data.schema import Columns, recognise
 
 NAMES = [name for name in CHECKS if name.startswith("data.")]
 

@@ -13,11 +13,11 @@ from tests.models import CARRIED, STATEFUL, save_tiny
 from tests.slow import slow_except
 from tests.tokenizers import tiny_tokenizer
 
-from taut import parallel
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run import Run
+from taut.run.config import Run
+from taut.train import distributed
 
 PASSAGE = (
     "The cat sat on the mat and the dog ran over the hill to see what the cat would do about the bird. "
@@ -29,7 +29,7 @@ def ask(model: Path, train: Path, **keys: Any) -> Examination:
     dotted = {key.replace("__", "."): value for key, value in keys.items()}
     fixed = {"model": str(model), "data.train": str(train), "steps": 20}
     run = from_mapping(Run, {**QUIET, **fixed, **dotted})
-    return examine(Session(run, parallel.start("cpu")), "full")
+    return examine(Session(run, distributed.start("cpu")), "full")
 
 
 def told(found: Examination) -> str:

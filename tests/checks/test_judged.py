@@ -14,7 +14,7 @@ from tests.checks.test_planted import told
 from taut.checks.data import pairs
 from taut.checks.examine import Examination, examine
 from taut.checks.finding import Finding
-from taut.data.labels import Lengths
+from taut.data.label_noise import Lengths
 
 
 def steps() -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from tests.tokenizers import tiny_tokenizer
 from taut.checks.examine import examine
 from taut.checks.rollout import room
 from taut.checks.rollout.opened import close
-from taut.online import rollouts
-from taut.rollout.server import ServerEngine
+from taut.inference.vllm import ServerEngine
+from taut.rl import rollout
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"grpo__kl_coef": 0.1, "lora__rank": 2, "rollout__temperature": 0.7}),
@@ -90,7 +90,7 @@ def test_answers_that_the_context_cuts_are_told(
 
 
 WORLDS = """
-from taut.rollout.environment import Step
+from taut.rl.environment import Step
 
 MADE = []
 
@@ -144,8 +144,8 @@ def test_tools_raise_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_small_roll_out_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody judges it, so that nothing in it is good enough; and no other prompts are asked for that."""
     place, played = Place(tmp_path, monkeypatch), []
-    play = rollouts.play
-    monkeypatch.setattr(rollouts, "play", lambda *args: played.append(args) or play(*args))
+    play = rollout.play
+    monkeypatch.setattr(rollout, "play", lambda *args: played.append(args) or play(*args))
     session = generating(place, method="best_of_n", best_of_n__at_least=0.5)
     (found,) = answers(examine(session, only=["rollout.groups"])).values()
     close(session)

@@ -12,18 +12,18 @@ from tests.chats import QUIET, chats, write_rows
 from tests.pictured import chats_with_pictures
 from tests.vision_models import tiny_vlm
 
-from taut import parallel
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run import Run
+from taut.run.config import Run
+from taut.train import distributed
 
 
 def ask(place: Path, kind: str, rows: list[dict[str, Any]], **keys: Any) -> Examination:
     train = write_rows(place / "train.jsonl", rows)
     fixed = {"model": str(tiny_vlm(kind, place / "m")), "data.train": str(train), "steps": 9}
     run = from_mapping(Run, {**QUIET, **fixed, "dtype": "float32", **keys})
-    return examine(Session(run, parallel.start("cpu")), "quick")
+    return examine(Session(run, distributed.start("cpu")), "quick")
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from taut.checks import CHECKS
 from taut.config import Row, describe
-from taut.methods.critic import LEARNING_RATES as CRITIC
 from taut.rewards import REWARDS
-from taut.run import Run, command_of
-from taut.training import METHODS
+from taut.rl.critic import LEARNING_RATES as CRITIC
+from taut.run.config import Run, command_of
+from taut.run.training import METHODS
 
 ROOT = Path(__file__).parents[2]
 CONFIG_PAGE = ROOT / "docs" / "config.md"

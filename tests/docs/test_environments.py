@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from tests.docs.pages import ROOT
-from tests.unit.rollout.test_environment import Scripted, renderer_of, row_of, world_of
+from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_of
 
-from taut.rollout.engine import Sampling
-from taut.rollout.environment import EnvironmentConfig
-from taut.rollout.play import play
+from taut.inference.engine import Sampling
+from taut.rl.environment import EnvironmentConfig
+from taut.rl.sampler import play
 
 
 def test_the_example_plays(tmp_path: Path) -> None:

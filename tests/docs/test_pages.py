@@ -22,8 +22,8 @@ from tests.docs.pages import (
 from taut.cli import COMMANDS, config_class, sort_words, switches
 from taut.config import describe, load
 from taut.errors import install_extra
-from taut.run import Run, command_of
-from taut.training import METHODS, class_of
+from taut.run.config import Run, command_of
+from taut.run.training import METHODS, class_of
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -121,7 +121,7 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     source = (ROOT / path if named_one else minimal) if path else None
     loaded = load(cls, source, overrides)
     assert isinstance(loaded, cls)
-    if called.call == "taut.api:train":
+    if called.call == "taut.commands.train:train":
         assert loaded.out is not None, f"{page}: out is not set"
 
 

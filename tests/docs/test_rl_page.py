@@ -9,12 +9,12 @@ import tomllib
 import pytest
 from tests.docs.pages import ROOT
 
-from taut.data.columns import Columns, read_prompt
-from taut.data.formats import Conversation, Document
+from taut.data.messages import Conversation, Document
+from taut.data.schema import Columns, read_prompt
 from taut.errors import DataError
 
 PAGE = (ROOT / "docs/rl.md").read_text(encoding="utf-8")
-TELLING = (ROOT / "src/taut/online/telling.py").read_text(encoding="utf-8")
+TELLING = (ROOT / "src/taut/rl/metrics.py").read_text(encoding="utf-8")
 
 
 def test_its_row_is_a_prompt_and_so_is_a_question_whose_column_is_named() -> None:

@@ -9,11 +9,8 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.tokenizers import tiny_tokenizer
 
-from taut.data.answers import render_any
-from taut.data.columns import Columns
-from taut.data.judged import read_any
-from taut.data.preferences import Kind
-from taut.data.render import Renderer
+from taut.data.render import Renderer, render_any
+from taut.data.schema import Columns, Kind, read_any
 
 PAGE = (ROOT / "docs/data.md").read_text()
 ROWS = [json.loads(line) for line in re.findall(r"^    (\{.*\})$", PAGE, re.MULTILINE)]

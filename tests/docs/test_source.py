@@ -14,13 +14,13 @@ from tests.docs.pages import ROOT
 
 import taut
 from taut.config import describe
-from taut.run import Run
+from taut.run.config import Run
 
 SOURCE = ROOT / "src" / "taut"
 FILES = sorted(SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
-DISTRIBUTED = ("parallel.py", "sharded.py", "rollout")
+DISTRIBUTED = ("train/distributed.py", "train/sharded.py", "inference")
 """Where torch.distributed may be imported."""
 
 TEXT = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ""}

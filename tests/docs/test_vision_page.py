@@ -15,14 +15,12 @@ from tests.vision_processors import save_processor
 from tests.vision_templates import LLAVA_ONEVISION
 
 from taut.config import describe
-from taut.data.answers import render_any
-from taut.data.columns import Columns, read_row
-from taut.data.formats import Conversation
-from taut.data.judged import read_any
-from taut.data.render import Renderer
+from taut.data.messages import Conversation
+from taut.data.render import Renderer, render_any
+from taut.data.schema import Columns, read_any, read_row
 from taut.errors import RenderError
-from taut.vision.album import Album
-from taut.vision.picture import FORMATS, ImagesConfig
+from taut.vision.content import FORMATS, ImagesConfig
+from taut.vision.image_store import Album
 from taut.vision.processors import PROCESSORS, open_processor
 
 PAGE = (ROOT / "docs/vision.md").read_text(encoding="utf-8")

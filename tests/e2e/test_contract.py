@@ -16,11 +16,11 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import taut
-from taut import contract, reloaded
 from taut.commands.verify import Finding, Verify, run, verify
-from taut.contract import read_contract
+from taut.evals import contract, reload
+from taut.evals.contract import read_contract
 from taut.models import lora
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
 
 WIDE: dict[str, Any] = {"dtype": "float32", "steps": 2, "optim__learning_rate": 1e-2}
 TABLES = {"qwen2": ["embed_tokens"], "llama": ["embed_tokens", "lm_head"]}
@@ -259,7 +259,7 @@ def plant_a_lost_row(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.tie_weights()
         return plain
 
-    for module in ("taut.reloaded", "taut.models.save"):
+    for module in ("taut.evals.reload", "taut.models.save"):
         monkeypatch.setattr(f"{module}.plain_model", losing)
 
 
@@ -292,7 +292,7 @@ def test_weights_that_are_not_written_as_they_are_are_named(
     name = "model.layers.1.mlp.up_proj.weight"
 
     def spoiled(*arguments: Any) -> Scorer:
-        scorer = reloaded.load_anew(*arguments)
+        scorer = reload.load_anew(*arguments)
         with torch.no_grad():
             scorer.model.get_parameter(name)[0, 0] += 1e-6
         return scorer

@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import taut
 from taut.commands.export import Export, run
 from taut.commands.verify import Verify, verify
-from taut.contract import read_contract
 from taut.errors import ModelError
+from taut.evals.contract import read_contract
 from taut.models.load import quiet_library
 
 

@@ -11,7 +11,8 @@ from tests import online
 from tests.chats import chats, column, events, save_model, sft, words_of, write_rows
 
 import taut
-from taut import build, cli
+from taut import cli
+from taut.run import setup
 
 LAST_GOOD = 5
 """The step whose update is the last one with a sound learning rate, where ``spoil`` is used."""
@@ -33,12 +34,12 @@ def go(place: Path, out: Path, **keys: Any) -> taut.Result:
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """After ``LAST_GOOD`` steps the learning rate is 10."""
-    real = build.learning_rate
+    real = setup.learning_rate
 
     def rate(step: int, **settings: Any) -> float:
         return real(step, **settings) if step <= LAST_GOOD else 10.0
 
-    monkeypatch.setattr(build, "learning_rate", rate)
+    monkeypatch.setattr(setup, "learning_rate", rate)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from tests.forked import run
 
 import taut
 from taut.cli import main
-from taut.contract import read_contract
 from taut.errors import SandboxError
+from taut.evals.contract import read_contract
 from taut.sandbox import shared
 
 Go = Callable[..., taut.Result]

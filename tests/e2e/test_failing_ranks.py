@@ -12,14 +12,14 @@ from torch.distributed import TCPStore
 
 PROGRAM = """\
 import os, sys
-import taut.run
+import taut.run.config
 from taut.cli import main
 
 def broken(*_, **__):
     raise KeyError("a mistake of the program")
 
 if os.environ["RANK"] == "0" and os.environ.get("BREAKS"):
-    taut.run.Dataset = taut.run.load_dataset = broken
+    taut.run.config.Dataset = taut.run.config.load_dataset = broken
 sys.exit(main())
 """
 

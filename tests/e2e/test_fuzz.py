@@ -32,12 +32,11 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.cli import COMMANDS, config_class, main
 from taut.config import describe, load
-from taut.data.columns import Columns
 from taut.data.dataset import DataConfig, load_dataset
-from taut.data.preferences import Kind
 from taut.data.prompts import load_prompts
 from taut.data.render import Renderer
-from taut.data.stops import derive_stop_set
+from taut.data.schema import Columns, Kind
+from taut.data.stop_tokens import derive_stop_set
 from taut.errors import TautError
 
 SECONDS = 20

@@ -17,8 +17,8 @@ import taut
 from taut.cli import main
 from taut.commands.generate import Generated
 from taut.errors import ConfigError, EngineError, ModelError
-from taut.rollout.engine import Sampling
-from taut.rollout.open import ModelUse, open_engine
+from taut.inference.engine import Sampling
+from taut.inference.open import ModelUse, open_engine
 from taut.types import Prompt
 
 GREEDY = {"sampling.temperature": 0, "sampling.max_new_tokens": 12}

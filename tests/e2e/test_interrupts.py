@@ -62,7 +62,7 @@ def whole(
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, signal.Signals], None]:
-    """``at("taut.loop.backward", 7, SIGTERM)``: the signal comes in the middle of the seventh call."""
+    """``at("taut.train.trainer.backward", 7, SIGTERM)``: the signal comes in the middle of the seventh call."""
 
     def plant(target: str, number: int, which: signal.Signals) -> None:
         module, _, name = target.rpartition(".")
@@ -106,7 +106,7 @@ def test_the_open_step_is_abandoned_and_taken_again(
     assert len(first["sample_ids"]) == 6
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with monkeypatch.context():
-        at("taut.loop.backward", 11, which)
+        at("taut.train.trainer.backward", 11, which)
         with pytest.raises(Interrupted, match=rf"by {which.name}: the state after step \d is in"):
             go("out")
     monkeypatch.undo()
@@ -125,11 +125,11 @@ def test_the_open_step_is_abandoned_and_taken_again(
 @pytest.mark.parametrize(
     ("target", "number", "step"),
     [
-        ("taut.evals.heldout.made_ready", 2, 4),  # the evaluation after step 4
-        ("taut.evals.best._write", 2, 4),  # while out/best is written
-        ("taut.evals.heldout.made_ready", 3, 6),  # the one at the end
-        ("taut.deliver.score", 1, 6),  # the final export
-        ("taut.contract.answer", 1, 6),
+        ("taut.evals.during.made_ready", 2, 4),  # the evaluation after step 4
+        ("taut.evals.during._write", 2, 4),  # while out/best is written
+        ("taut.evals.during.made_ready", 3, 6),  # the one at the end
+        ("taut.run.save.score", 1, 6),  # the final export
+        ("taut.evals.contract.answer", 1, 6),
     ],
 )
 def test_what_follows_a_step_is_ended_at_once_and_done_again(
@@ -143,7 +143,7 @@ def test_what_follows_a_step_is_ended_at_once_and_done_again(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    keys = {"contract__prompts": 1} if target == "taut.contract.answer" else {}
+    keys = {"contract__prompts": 1} if target == "taut.evals.contract.answer" else {}
     at(target, number, signal.SIGTERM)
     with pytest.raises(Interrupted, match=f"the state after step {step} is in"):
         go("out", **keys)
@@ -155,7 +155,7 @@ def test_what_follows_a_step_is_ended_at_once_and_done_again(
 
 
 def test_before_the_first_step_there_is_nothing_to_save(go: Go, at: Any, tmp_path: Path) -> None:
-    at("taut.loop.backward", 1, signal.SIGTERM)
+    at("taut.train.trainer.backward", 1, signal.SIGTERM)
     with pytest.raises(Interrupted, match="SIGTERM before the first step was over; nothing was"):
         go("out", check="off")  # it takes a backward of its own
     assert not (tmp_path / "out" / "checkpoints").exists()
@@ -166,8 +166,8 @@ def test_signals_of_one_notice_count_once(
     go: Go, at: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As under torchrun, which passes on the signal that its ranks got as well."""
-    at("taut.loop.backward", 11, signal.SIGINT)
-    at("taut.loop.backward", 11, signal.SIGTERM)
+    at("taut.train.trainer.backward", 11, signal.SIGINT)
+    at("taut.train.trainer.backward", 11, signal.SIGTERM)
     with pytest.raises(Interrupted, match="the state after step"):
         go("out")
     monkeypatch.undo()
@@ -237,9 +237,9 @@ def with_signal(at: str, which: signal.Signals, *words: str, ignored: str = "", 
     [
         ("taut.config:load", signal.SIGTERM),  # the command line is read
         ("numpy:save", signal.SIGHUP),  # tokenised rows go to the cache
-        ("taut.build:assemble", signal.SIGUSR1),
-        ("taut.api:before_training", signal.SIGTERM),  # checks
-        ("taut.api:before_training", signal.SIGINT),
+        ("taut.run.setup:assemble", signal.SIGUSR1),
+        ("taut.commands.train:before_training", signal.SIGTERM),  # checks
+        ("taut.commands.train:before_training", signal.SIGINT),
     ],
 )
 def test_a_signal_before_training_ends_the_run_in_a_line_and_leaves_nothing(
@@ -265,7 +265,7 @@ def test_a_signal_before_training_ends_the_run_in_a_line_and_leaves_nothing(
 
 def test_an_ignored_hangup_stays_ignored(model: Path, train: Path, tmp_path: Path) -> None:
     keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 1}
-    for at in ("taut.api:before_training", "taut.loop:backward"):
+    for at in ("taut.commands.train:before_training", "taut.train.trainer:backward"):
         words = words_of({**keys, "overwrite": True})
         done = with_signal(at, signal.SIGHUP, "sft", *words, ignored="yes", place=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")

@@ -12,7 +12,7 @@ from tests.left import Left, left, require_equal
 from tests.points import Operation, Point, point
 from tests.slow import slow_except
 
-from taut.identity import TOLERANCE
+from taut.run.fingerprint import TOLERANCE
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32"},

@@ -15,14 +15,14 @@ import torch
 from tests.chats import PLAIN, column, events, largest_difference, sft, weights
 
 import taut
-from taut import loop
 from taut.cli import main
+from taut.commands.train import _kept
 from taut.errors import OutOfMemory
-from taut.evals.heldout import HeldOut
-from taut.lifecycle import _kept
-from taut.loop import Job
-from taut.rollout.local import LocalEngine
-from taut.runlog import all_events
+from taut.evals.during import HeldOut
+from taut.inference.local import LocalEngine
+from taut.train import trainer
+from taut.train.log import all_events
+from taut.train.trainer import Job
 
 Go = Callable[..., taut.Result]
 ROOM = {3: 200, 5: 90}
@@ -62,7 +62,7 @@ def cut_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def plant(monkeypatch: pytest.MonkeyPatch, room: Mapping[int, int]) -> None:
     """Micro-batches of more tokens ask the CPU's allocator for more than there is."""
-    backward = loop.backward
+    backward = trainer.backward
 
     def act(job: Job, packed: Any, scales: Any, step: int) -> Any:
         torch.rand(())
@@ -71,7 +71,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, room: Mapping[int, int]) -> None:
             torch.empty(1 << 50)
         return scores
 
-    monkeypatch.setattr(loop, "backward", act)
+    monkeypatch.setattr(trainer, "backward", act)
 
 
 def cut_back(run: Path, to: Path, step: int, seen: int) -> Path:

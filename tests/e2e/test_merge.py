@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import taut
 from taut.commands.merge import Merge, merge, run
 from taut.commands.verify import Verify, verify
-from taut.contract import read_contract
+from taut.evals.contract import read_contract
 from taut.models.load import quiet_library
 
 NEW = [f"<|new{number}|>" for number in range(9)]

@@ -26,8 +26,8 @@ import taut
 from taut import cli
 from taut.data.render import Renderer
 from taut.errors import Interrupted
-from taut.models.score import Scorer
-from taut.rollout.tools import load_tool
+from taut.models.scorer import Scorer
+from taut.rl.environment import load_tool
 
 
 class Done(NamedTuple):

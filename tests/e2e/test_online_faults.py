@@ -12,7 +12,7 @@ from tests.online import keys_of, save_models, train
 
 import taut
 from taut.errors import CheckFailed, ConfigError, UserCodeError
-from taut.rollout.local import LocalEngine
+from taut.inference.local import LocalEngine
 
 REWARD = """
 import time
@@ -40,7 +40,7 @@ class Bad:
         self.row = row
 
     def step(self, text, calls):
-        from taut.rollout.environment import Step
+        from taut.rl.environment import Step
         if self.row["id"] in ("q0", "q3"):
             raise RuntimeError("the board is gone")
         return Step(done=True, reward=len(text))

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 import taut
-from taut import lifecycle
-from taut.data.pack import PackPolicy
-from taut.loop import add_gradients
+from taut.commands import train as lifecycle
+from taut.data.packing import PackPolicy
 from taut.methods.reference import Start
+from taut.train.trainer import add_gradients
 
 AUTO: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,

@@ -29,11 +29,11 @@ from tests.chats import (
 from tests.forked import start
 
 import taut
-from taut import loop
 from taut.cli import main
-from taut.identity import TOLERANCE
 from taut.models.load import load_tokenizer
-from taut.outdir import Lock
+from taut.run.fingerprint import TOLERANCE
+from taut.train import trainer
+from taut.train.run_dir import Lock
 
 Go = Callable[..., taut.Result]
 
@@ -310,7 +310,7 @@ def test_another_environment_turns_equality_into_a_tolerance(
     killed_copy(whole, tmp_path / "same")
     go("same", resume=True)
     assert not events(tmp_path / "same", "warning")
-    monkeypatch.setattr("taut.identity.torch.get_num_threads", lambda: 7)
+    monkeypatch.setattr("taut.run.fingerprint.torch.get_num_threads", lambda: 7)
     out = go("killed", resume=True, batch__tokens_per_microbatch=90).out
     (told,) = events(out, "warning")
     assert (told["name"], told["tolerance"]) == ("exactness", TOLERANCE["float64"])
@@ -336,15 +336,15 @@ def test_data_that_change_under_the_run_are_told_and_not_used(
 ) -> None:
     train = write_rows(tmp_path / "rows.jsonl", chats(8))
     whole = sft(model, train, tmp_path / "whole", steps=3)
-    real = loop.train_step
+    real = trainer.train_step
 
-    def changing(job: loop.Job, step: int) -> loop.StepReport:
+    def changing(job: trainer.Job, step: int) -> trainer.StepReport:
         if step == 2:
             write_rows(train, chats(9, seed=4))
         return real(job, step)
 
-    monkeypatch.setattr("taut.loop.train_step", changing)
-    monkeypatch.setattr("taut.alarms.LOOK_EVERY", -1.0)
+    monkeypatch.setattr("taut.train.trainer.train_step", changing)
+    monkeypatch.setattr("taut.train.monitors.LOOK_EVERY", -1.0)
     result = sft(model, train, tmp_path / "out", steps=3)
     (told,) = events(result.out, "warning")
     assert (told["name"], told["step"]) == ("data", 2)

@@ -15,9 +15,9 @@ import pytest
 from tests.chats import QUIET, chats, column, largest_difference, weights, words_of, write_rows
 
 import taut
-from taut import api, resumed
 from taut.cli import main
-from taut.outdir import Lock, read_resolved
+from taut.commands import resume, train
+from taut.train.run_dir import Lock, read_resolved
 
 RUN = {**QUIET, "model": "models/tiny", "data.train": "train.jsonl", "steps": 6}
 EVERY_2 = {"checkpoint.every": 2, "checkpoint.keep": 3, "optim.schedule": "cosine"}
@@ -199,10 +199,10 @@ def test_a_run_somebody_else_writes_is_left_to_them(
 def test_exit_codes_are_those_of_the_command_it_was_begun_with(
     error: BaseException, code: int, died: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> api.Result:
+    def fail(_: object) -> train.Result:
         raise error
 
-    monkeypatch.setitem(resumed.METHODS, "sft", resumed.METHODS["sft"]._replace(call=fail))
+    monkeypatch.setitem(resume.METHODS, "sft", resume.METHODS["sft"]._replace(call=fail))
     cwd = Path.cwd()
     assert main(["resume", str(died)]) == code
     assert Path.cwd() == cwd

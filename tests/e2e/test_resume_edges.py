@@ -14,8 +14,11 @@ import pytest
 from tests.chats import PLAIN, chats, column, events, sft, write_rows
 
 import taut
-from taut import api, durable, lifecycle, loop
+from taut.commands import train as api
+from taut.commands import train as lifecycle
 from taut.errors import Interrupted, OutputError
+from taut.io import files
+from taut.train import trainer
 
 Go = Callable[..., taut.Result]
 
@@ -32,7 +35,7 @@ def test_latest_is_right_after_a_kill_before_it_was_replaced(
 ) -> None:
     """It names the one before then, which a resume lets go of."""
     keys = {"checkpoint__keep": 1, "checkpoint__background": False}
-    folder, real = tmp_path / "out" / "checkpoints", durable.write_text
+    folder, real = tmp_path / "out" / "checkpoints", files.write_text
 
     def killed(path: Path, text: str) -> None:
         if text == "step-000004\n":
@@ -43,7 +46,7 @@ def test_latest_is_right_after_a_kill_before_it_was_replaced(
         raise SystemExit
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "write_text", killed)
+        patched.setattr(files, "write_text", killed)
         with pytest.raises(SystemExit):
             go("out", **keys)
     assert (folder / "latest").read_text() == "step-000002\n"
@@ -118,8 +121,8 @@ def test_the_best_of_an_abandoned_schedule_goes_though_the_resume_is_killed(
 def test_a_checkpoint_that_failed_before_does_not_keep_a_signal_from_saving(
     go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = durable.sync_tree, []
-    released, backward = threading.Event(), loop.backward
+    real, calls = files.sync_tree, []
+    released, backward = threading.Event(), trainer.backward
 
     def full_once(path: Path) -> None:
         calls.append(path)
@@ -134,8 +137,8 @@ def test_a_checkpoint_that_failed_before_does_not_keep_a_signal_from_saving(
             released.set()
         return backward(*given)
 
-    monkeypatch.setattr(durable, "sync_tree", full_once)
-    monkeypatch.setattr(loop, "backward", with_signal)
+    monkeypatch.setattr(files, "sync_tree", full_once)
+    monkeypatch.setattr(trainer, "backward", with_signal)
     with pytest.raises(Interrupted, match="the state after step"):
         go("out")
     assert "No space left" in events(tmp_path / "out", "warning")[-1]["detail"]

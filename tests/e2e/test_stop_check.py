@@ -18,9 +18,9 @@ from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import StopConfig, Stops, choose
 from taut.methods.preference import DpoConfig
 from taut.models.load import load_tokenizer
-from taut.run import Run
-from taut.runlog import Event
-from taut.training import DpoRun, OrpoRun
+from taut.run.config import Run
+from taut.run.training import DpoRun, OrpoRun
+from taut.train.log import Event
 
 ASK: dict[str, Any] = {"dtype": "float32", "stop__prompts": 8, "stop__tokens": 12}
 DATA = DataConfig(train="rows.jsonl")

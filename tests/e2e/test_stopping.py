@@ -22,18 +22,18 @@ from tests.tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import taut
-from taut import build as build_module
-from taut import run as run_module
 from taut.commands import verify
 from taut.commands.verify import Verify
 from taut.config import from_mapping
-from taut.data import length
-from taut.data.formats import read_conversation
+from taut.data import render
+from taut.data.messages import read_conversation
 from taut.data.render import Renderer
 from taut.errors import DataError, ModelError
+from taut.inference.engine import Sampling
+from taut.inference.open import ModelUse, open_engine
 from taut.models.load import quiet_library
-from taut.rollout.engine import Sampling
-from taut.rollout.open import ModelUse, open_engine
+from taut.run import config as run_module
+from taut.run import setup as build_module
 from taut.types import Prompt, Sample
 
 WORDS = ("cat", "dog", "bird", "house", "sky", "red", "big", "blue")
@@ -259,14 +259,14 @@ def test_a_cut_row_teaches_no_end(
     assert sampled(result.model).ended >= 0.99
     short = shortened(result.model)
 
-    whole = length._slice
+    whole = render._slice
 
     def forged(sample: Sample, name: str, start: int, stop: int) -> Sample:
         found = whole(sample, name, start, stop)
         found.ids_T[-1] = tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")
         return found
 
-    monkeypatch.setattr(length, "_slice", forged)
+    monkeypatch.setattr(render, "_slice", forged)
     cache = {"data__cache": str(tmp_path / "planted-cache")}
     planted = sft(base, long_too, tmp_path / "planted", **cut, **cache)
     assert shortened(planted.model) >= 0.9

@@ -13,7 +13,7 @@ from tests.chats import chats, save_model, sft, write_rows
 from tests.server import FakeServer, Fault
 
 from taut.commands.verify import Verify, run, verify
-from taut.contract import read_contract
+from taut.evals.contract import read_contract
 
 END = 482
 

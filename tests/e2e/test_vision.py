@@ -19,7 +19,7 @@ from tests.vision_templates import LLAVA_ONEVISION
 
 from taut.cli import main
 from taut.errors import ConfigError
-from taut.models.parts import part_of
+from taut.models.architecture import part_of
 
 
 @pytest.fixture(scope="module")

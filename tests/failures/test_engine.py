@@ -17,12 +17,12 @@ from tests.tokenizers import tiny_tokenizer
 from torch import Tensor
 
 from taut.attention import select
-from taut.build import engine_of
-from taut.data.pack import ALONE, pack
-from taut.loop import Job, train_step
-from taut.models.score import Scorer
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
+from taut.data.packing import ALONE, pack
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.models.scorer import Scorer
+from taut.run.setup import engine_of
+from taut.train.trainer import Job, train_step
 from taut.types import Completion, Prompt, Sample
 
 PROMPT = Prompt("p", np.arange(20, 30))

@@ -22,14 +22,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from taut.attention import select
 from taut.attention.layout import Layout
-from taut.data.formats import read_conversation
-from taut.data.pack import ALONE, pack
+from taut.data.messages import read_conversation
+from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.errors import CheckFailed, ModelError
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
 from taut.models import load
-from taut.models.score import Scorer
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
+from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample
 
 PAD = 0

@@ -9,8 +9,8 @@ import pytest
 from tests.chats import chats, column, largest_difference, save_model, sft, weights, write_rows
 from transformers import PreTrainedModel
 
-from taut import loop
 from taut.errors import CheckFailed
+from taut.train import trainer
 from taut.types import Packed
 
 LORA: dict[str, Any] = {
@@ -59,13 +59,13 @@ def test_eight_steps_of_one_are_one_step_of_eight(
     found = [weights(tmp_path / name / "model") for name in runs]
     assert largest_difference(*found) < 1e-6
 
-    count = loop.denominators
+    count = trainer.denominators
 
     def of_means(loss: Any, microbatches: list[Packed], ranks: Any) -> dict[str, float]:
         first = count(loss, microbatches[:1], ranks)
         return {term: value * len(microbatches) for term, value in first.items()}
 
-    monkeypatch.setattr(loop, "denominators", of_means)
+    monkeypatch.setattr(trainer, "denominators", of_means)
     planted = tmp_path / "planted"
     sft(model, train, planted, **keys, batch__tokens_per_microbatch=1, check="off")
     assert column(planted, "loss") != pytest.approx(ours[0], rel=1e-2)

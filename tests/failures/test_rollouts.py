@@ -7,18 +7,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from tests.chats import QUIET
-from tests.unit.online.test_credit import paths, policy
+from tests.unit.rl.test_advantages import paths, policy
 
 from taut.config import from_mapping
-from taut.data.plan import Order
-from taut.data.prompt_set import PromptSet
+from taut.data.batching import Order
+from taut.data.prompts import PromptSet
 from taut.errors import ConfigError
-from taut.online.guard import BEGINNING, RECENT, Guard, GuardConfig
-from taut.online.method import Kept, Online
-from taut.online.policy_credit import Gae, ShapingConfig
-from taut.online.rollouts import RolloutConfig
-from taut.online.scoring import VALUE
-from taut.online_runs import GrpoRun
+from taut.rl.advantages import Gae, ShapingConfig
+from taut.rl.monitors import BEGINNING, RECENT, Guard, GuardConfig
+from taut.rl.online import Kept, Online
+from taut.rl.rollout import VALUE, RolloutConfig
+from taut.run.online_runs import GrpoRun
 
 RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "exact_match"}
 

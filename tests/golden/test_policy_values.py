@@ -25,8 +25,7 @@ import pytest
 import torch
 from tests.preferences import plain_pairs, scales
 
-from taut.losses.policy import Average, Kl, PolicyGradient
-from taut.losses.surrogates import Bounds
+from taut.losses.policy import Average, Bounds, Kl, PolicyGradient
 from taut.types import Packed, Scores
 
 LOGP = torch.tensor([-log(2), -log(2), -log(4)], dtype=torch.float64)

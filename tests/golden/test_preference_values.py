@@ -32,13 +32,11 @@ import pytest
 import torch
 from tests.preferences import ONE, answer, plain_pairs, with_values
 
-from taut import wholestep
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.losses import Loss
-from taut.losses.preference import Preference
-from taut.losses.reference_free import Orpo, cpo, simpo
+from taut.losses.preference import Orpo, Preference, Unpaired, cpo, simpo
 from taut.losses.reward import BradleyTerry, Process, Regression
-from taut.losses.unpaired import Unpaired
+from taut.train import step_statistics
 from taut.types import LossSum, Packed, Scores
 
 LN3, LN9 = log(3), log(9)
@@ -57,8 +55,8 @@ def of_pairs(loss: Loss, logp: list[float], reference: list[float] | None = None
 
 def whole_step(loss: Loss, packed: Packed, scores: Scores) -> LossSum:
     if loss.observes:
-        stats = wholestep.statistics(loss, [loss.observe(scores, packed)], ONE)
-        ((packed, _),) = wholestep.attached([(packed, True)], stats, ONE)
+        stats = step_statistics.statistics(loss, [loss.observe(scores, packed)], ONE)
+        ((packed, _),) = step_statistics.attached([(packed, True)], stats, ONE)
     return loss(scores, packed)
 
 

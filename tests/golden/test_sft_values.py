@@ -21,7 +21,7 @@ from tests.jobs import Fixed, make
 from tests.samples import nested_family
 from torch import Tensor
 
-from taut.loop import train_step
+from taut.train.trainer import train_step
 from taut.types import Tree
 
 CURVE = Path(__file__).with_name("sft_curve.json")

@@ -11,8 +11,7 @@ from tests.unit.attention.test_backends import FLAT, TREE, dense
 from torch import Tensor
 
 from taut.attention import flex, varlen
-from taut.attention.call import Call
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,7 +29,7 @@ from tests.forked import run
 from tests.invariants.test_layout_invariance import relative
 from tests.left import read_checkpoint
 
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 
 LIMIT = 1e-9
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from taut.attention.select import PREFIX
-from taut.data.pack import ALONE, PackPolicy, pack
-from taut.losses.distill import Distill
-from taut.models.divergence import ModelTeacher
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.losses.supervised import Distill
 from taut.models.precision import compute_context
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
+from taut.models.teacher import ModelTeacher
 from taut.types import Divergence, Packed, Sample
 
 LIMIT = 1e-9

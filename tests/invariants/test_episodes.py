@@ -8,21 +8,20 @@ import pytest
 import torch
 from tests.models import tiny_model
 from tests.tokenizers import tiny_tokenizer
-from tests.unit.rollout.test_environment import Scripted, row_of
+from tests.unit.rl.test_environment import Scripted, row_of
 from torch import Tensor
 
 from taut.attention.select import PREFIX
-from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
 from taut.data.tool_calls import ToolCall
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
 from taut.models.precision import compute_context
-from taut.models.score import Scorer
-from taut.rollout.bridge import Bridge
-from taut.rollout.engine import Sampling
-from taut.rollout.environment import EnvironmentConfig, Step, World
-from taut.rollout.episode import Episode
-from taut.rollout.local import LocalEngine
-from taut.rollout.play import play
+from taut.models.scorer import Scorer
+from taut.rl.environment import EnvironmentConfig, Step, World
+from taut.rl.sampler import Episode, play
+from taut.rl.turns import Bridge
 from taut.types import Packed, Sample
 
 LIMIT = 1e-9

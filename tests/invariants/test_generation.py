@@ -17,11 +17,11 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.attention.select import PREFIX
 from taut.config import replace
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalConfig, LocalEngine
 from taut.models.precision import compute_context
-from taut.models.score import Scorer
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalConfig, LocalEngine
+from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample
 
 LIMIT = 1e-9

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from taut.attention.select import BACKENDS
-from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.losses import LOSSES, Loss
 from taut.models.precision import compute_context
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
 from taut.types import Packed, Sample, Scores
 
 LIMIT = 1e-9

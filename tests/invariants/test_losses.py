@@ -27,15 +27,13 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from taut.attention.select import PREFIX
-from taut.data.pack import PackPolicy
+from taut.data.packing import PackPolicy
 from taut.losses import LOSSES, Loss
-from taut.losses.margins import VARIANTS
-from taut.losses.policy import PolicyGradient
-from taut.losses.preference import Preference
-from taut.losses.surrogates import SURROGATES, Bounds
+from taut.losses.policy import SURROGATES, Bounds, PolicyGradient
+from taut.losses.preference import VARIANTS, Preference
 from taut.models.critic import SharedCritic
 from taut.models.precision import compute_context
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
 from taut.types import Packed, Sample, Scores
 
 REFERENCE = PREFIX + "reference"

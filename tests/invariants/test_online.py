@@ -13,11 +13,11 @@ from tests.online import LENGTH, keys_of, make, save_models, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from taut.data.plan import samples_of
-from taut.loop import add_gradients
-from taut.online.method import Online
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
+from taut.data.batching import samples_of
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.rl.online import Online
+from taut.train.trainer import add_gradients
 from taut.types import Completion, Prompt, Sample
 
 LIMIT = 1e-9

@@ -107,7 +107,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 PROGRAM = """\
 import json, sys, taut
-from taut import parallel
+from taut.train import distributed as parallel
 parallel.stop = lambda ranks: ranks.barrier()  # the group is joined once
 for keys in json.load(open(sys.argv[1])):
     getattr(taut, keys["method"])(**keys)

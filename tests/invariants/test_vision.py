@@ -18,13 +18,13 @@ from tests.vision_models import EVERY
 from tests.vision_samples import Drawn, Handle, Seeing
 from torch import Tensor, nn
 
-from taut.data.pack import ALONE, PackPolicy, common_prefix, pack
+from taut.data.packing import ALONE, PackPolicy, common_prefix, pack
 from taut.errors import ModelError
-from taut.models import anatomy
+from taut.models import architecture
 from taut.models.precision import compute_context
-from taut.models.prove import library_logps
+from taut.models.self_test import library_logps
 from taut.types import Packed, Sample
-from taut.vision import towers
+from taut.vision import tower
 
 CPU = torch.device("cpu")
 LIMIT = 1e-9
@@ -105,19 +105,19 @@ def test_every_layout_gives_what_the_library_gives_alone(seeing: Seeing) -> None
         require_equal(logps, expected[0])
         require_equal(grads, expected[1])
     reached = {name for name, grad in expected[1].items() if grad.any()}
-    parts = dict(anatomy.decoder(seeing.scorer.model).named_children())
+    parts = dict(architecture.decoder(seeing.scorer.model).named_children())
     assert parts.keys() <= {name.split(".")[1] for name in reached}
 
 
 def test_a_shared_picture_is_computed_once(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    compute = towers._compute
+    compute = tower._compute
 
-    def count(backbone: nn.Module, pictures: Sequence[towers.Tensors]) -> list[towers.Features]:
+    def count(backbone: nn.Module, pictures: Sequence[tower.Tensors]) -> list[tower.Features]:
         seen.append(len(pictures))
         return compute(backbone, pictures)
 
-    monkeypatch.setattr(towers, "_compute", count)
+    monkeypatch.setattr(tower, "_compute", count)
     samples = samples_of(seeing)
     shared, repeated = pack(samples, SHARE_ALL), pack(samples, ALONE)
     with torch.no_grad():
@@ -134,15 +134,15 @@ def test_a_shared_picture_is_computed_once(seeing: Seeing, monkeypatch: pytest.M
 
 def test_a_micro_batch_without_pictures_leaves_zeros(seeing: Seeing) -> None:
     *pictured, text = samples_of(seeing)
-    backbone = anatomy.decoder(seeing.scorer.model)
+    backbone = architecture.decoder(seeing.scorer.model)
     _, expected = measure(seeing, [pack(pictured, SHARE_ALL)])
     _, grads = measure(seeing, [pack([text], ALONE)])
     names = {id(p): name for name, p in seeing.scorer.model.named_parameters()}
-    of_vision = {names[id(p)] for p in towers.vision_parameters(backbone)}
+    of_vision = {names[id(p)] for p in tower.vision_parameters(backbone)}
     assert of_vision & grads.keys() == of_vision & expected.keys()
     assert not any(grads[name].any() for name in of_vision & grads.keys())
     with torch.no_grad():
-        assert not towers.needs_step(backbone)
+        assert not tower.needs_step(backbone)
 
 
 def test_a_picture_with_another_number_of_placeholders_is_refused(seeing: Seeing) -> None:
@@ -161,7 +161,7 @@ def test_a_placeholder_that_the_model_wrote_is_a_token_like_others(seeing: Seein
     spoken = replace(sample, ids_T=np.append(sample.ids_T, [twin, 40]))
     last = np.array([sample.num_tokens + 1])
     pair = [replace(one, target_at_N=last, weight_N=np.ones(1)) for one in (written, spoken)]
-    table = anatomy.stored_table(anatomy.embedding(seeing.scorer.model))
+    table = architecture.stored_table(architecture.embedding(seeing.scorer.model))
     assert table is not None
     before = table[twin].clone()
     with torch.no_grad():
@@ -179,11 +179,11 @@ def test_a_blank_tile_keeps_its_features(tmp_path: Path, monkeypatch: pytest.Mon
     assert pixels.shape[0] > 1
     pixels[0] = 0.0
     monkeypatch.setattr(Handle, "tensors", lambda self: {"pixel_values": pixels})
-    backbone = anatomy.decoder(seeing.scorer.model)
+    backbone = architecture.decoder(seeing.scorer.model)
     with torch.no_grad():
-        (whole,) = towers.features_of(backbone, sample.media)
+        (whole,) = tower.features_of(backbone, sample.media)
         pixels = pixels[1:]
-        (rest,) = towers.features_of(backbone, sample.media)
+        (rest,) = tower.features_of(backbone, sample.media)
     num_blank = whole.main_ND.shape[0] - rest.main_ND.shape[0]
     assert num_blank == 4
     torch.testing.assert_close(whole.main_ND[num_blank:], rest.main_ND, rtol=0, atol=1e-12)

@@ -13,8 +13,8 @@ from tests.vision_models import FAMILIES
 from tests.vision_samples import Drawn, Seeing
 from torch import Tensor, nn
 
-from taut.data.pack import ALONE, pack
-from taut.models import anatomy, parts
+from taut.data.packing import ALONE, pack
+from taut.models import architecture
 from taut.models.precision import recompute_contexts
 
 UNREAD = {
@@ -25,8 +25,8 @@ UNREAD = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Path) -> None:
     seeing = Seeing.of(kind, tmp_path)
-    model = anatomy.unwrap(seeing.scorer.model)
-    assert set(parts.freeze_unread(model)) == UNREAD.get(kind, set())
+    model = architecture.unwrap(seeing.scorer.model)
+    assert set(architecture.freeze_unread(model)) == UNREAD.get(kind, set())
     kept = gradients(seeing)
     contexts = partial(recompute_contexts, torch.float64, torch.device("cpu"))
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
@@ -34,7 +34,7 @@ def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Pa
     again = gradients(seeing)
     assert len(entered) == 2  # forward, and once more in backward
     assert again.keys() == kept.keys()
-    assert {parts.part_of(name) for name in kept} == set(parts.WORDS)
+    assert {architecture.part_of(name) for name in kept} == set(architecture.WORDS)
     for name, gradient in again.items():
         torch.testing.assert_close(gradient, kept[name], rtol=1e-12, atol=1e-13)
 
@@ -58,7 +58,7 @@ def tower_block(model: nn.Module) -> nn.Module:
     lists = {
         name: it
         for name, it in model.named_modules()
-        if isinstance(it, nn.ModuleList) and parts.part_of(name) == "vision_tower"
+        if isinstance(it, nn.ModuleList) and architecture.part_of(name) == "vision_tower"
     }
     return next(iter(lists.values()))[0]
 

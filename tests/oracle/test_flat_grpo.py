@@ -18,8 +18,8 @@ from tests.chats import column, events, save_model, write_rows
 from tests.online import keys_of, questions, train
 from transformers import AutoTokenizer
 
+from taut.inference.local import LocalEngine
 from taut.models.precision import Wide
-from taut.rollout.local import LocalEngine
 from taut.types import Completion
 
 FLAT = Path(__file__).parents[2] / "examples" / "flat" / "grpo.py"

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 import taut
 from taut.models.precision import Wide
-from taut.runlog.events import read_events
+from taut.train.log.events import read_events
 
 FLAT = Path(__file__).parents[2] / "examples" / "flat" / "sft.py"
 LIMIT = 1e-9

@@ -36,10 +36,7 @@ from tests.preferences import packs, scales
 from torch import Tensor
 
 from taut.losses import Loss
-from taut.losses.correction import Correction
-from taut.losses.policy import Kl, PolicyGradient
-from taut.losses.surrogates import Bounds
-from taut.losses.value import Critic
+from taut.losses.policy import Bounds, Correction, Critic, Kl, PolicyGradient
 from taut.types import Packed, Sample, Scores
 
 LIMIT = 1e-9

@@ -26,10 +26,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from taut.losses import Loss
-from taut.losses.preference import Preference
-from taut.losses.reference_free import Orpo, cpo, simpo
+from taut.losses.preference import Orpo, Preference, Unpaired, cpo, simpo
 from taut.losses.reward import BradleyTerry
-from taut.losses.unpaired import Unpaired
 from taut.types import Packed, Scores
 
 LIMIT = 1e-10

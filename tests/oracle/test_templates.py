@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.tokenizers import TEMPLATES, tiny_tokenizer
 
-from taut.data.formats import read_conversation
+from taut.data.messages import read_conversation
 from taut.data.render import Renderer
 
 SINGLE = [

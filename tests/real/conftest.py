@@ -10,7 +10,7 @@ from tests.real.vllm import served
 
 from taut.data.cache import default_directory
 from taut.demo import fetch
-from taut.rollout import worker
+from taut.inference import worker
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from taut.attention.select import PREFIX
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalConfig, LocalEngine
 from taut.models.load import load_model, load_tokenizer
-from taut.models.score import Scorer
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalConfig, LocalEngine
+from taut.models.scorer import Scorer
 from taut.types import Completion, FloatArray, Prompt, Sample
 
 pytestmark = pytest.mark.real

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from taut.commands.export import Export, run
 from taut.data.cache import default_directory
 from taut.demo import fetch
-from taut.models.gguf_vocabulary import PRE_TOKENIZERS
+from taut.models.gguf import PRE_TOKENIZERS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 pytestmark = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import taut
-from taut.runlog import all_events
+from taut.train.log import all_events
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -13,16 +13,16 @@ from torch import nn
 
 from taut.attention.select import select
 from taut.config import replace
-from taut.data.pack import pack
+from taut.data.packing import pack
 from taut.data.render import Renderer
+from taut.inference.engine import Sampling
+from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.inference.vllm_client import TOLERANCE
+from taut.inference.weight_sync import Trained
 from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.score import Scorer
-from taut.parallel import Ranks
-from taut.rollout.answer import TOLERANCE
-from taut.rollout.engine import Sampling
-from taut.rollout.server import ServerConfig, ServerEngine
-from taut.rollout.sync import Trained
+from taut.models.scorer import Scorer
+from taut.train.distributed import Ranks
 from taut.types import Prompt, Sample, Wants
 
 LIMIT = TOLERANCE["float32"]

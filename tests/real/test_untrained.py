@@ -9,7 +9,7 @@ from taut.attention.select import PREFIX
 from taut.data.cache import default_directory
 from taut.demo import fetch
 from taut.models.load import load_model, load_tokenizer
-from taut.models.untrained import untrained_rows
+from taut.models.tokens import untrained_rows
 
 pytestmark = [
     pytest.mark.real,

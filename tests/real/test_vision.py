@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import taut
-from taut.runlog import all_events
+from taut.train.log import all_events
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -11,13 +11,13 @@ import torch
 from tests.real.vllm import needs_vllm, served
 
 from taut.attention.select import select
-from taut.data.pack import pack
+from taut.data.packing import pack
 from taut.data.render import Renderer
+from taut.inference.engine import Sampling
+from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.inference.vllm_client import TOLERANCE
 from taut.models.load import load_config, load_model, load_tokenizer
-from taut.models.score import Scorer
-from taut.rollout.answer import TOLERANCE
-from taut.rollout.engine import Sampling
-from taut.rollout.server import ServerConfig, ServerEngine
+from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample
 
 QUESTIONS = ["What is the capital of France?", "Who wrote Hamlet?", "Write a sentence on the sea."]

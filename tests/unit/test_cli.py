@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 
 import taut
-from taut import api, cli, run
+from taut import cli
 from taut.cli import COMMANDS, Words, main, sort_words
+from taut.commands import train
 from taut.config import describe
 from taut.demo import story
 from taut.errors import CheckFailed, ConfigError
+from taut.run import config as run
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[run.Run]:
     """The configurations ``api.train`` is called with."""
     seen: list[run.Run] = []
-    monkeypatch.setattr(api, "train", seen.append)
+    monkeypatch.setattr(train, "train", seen.append)
     return seen
 
 
@@ -88,7 +90,7 @@ def test_each_error_has_its_exit_code_and_one_line(
     def fail(_: run.Run) -> None:
         raise CheckFailed("two\nlines")
 
-    monkeypatch.setattr(api, "train", fail)
+    monkeypatch.setattr(train, "train", fail)
     assert main(["sft", *MINIMAL]) == 1
     assert capsys.readouterr().err == "taut: error: two lines\n"
 
@@ -135,7 +137,7 @@ def test_an_interrupt_is_exit_code_130_and_one_line(
     def interrupt(_: run.Run) -> None:
         raise KeyboardInterrupt(*left)
 
-    monkeypatch.setattr(api, "train", interrupt)
+    monkeypatch.setattr(train, "train", interrupt)
     assert main(["sft", *MINIMAL]) == 130
     assert capsys.readouterr().err == told
 
@@ -166,7 +168,7 @@ def test_other_exceptions_keep_their_traceback(
     def fail(_: run.Run) -> None:
         raise ZeroDivisionError("\x1b]52;c;aGk=\x07 from s3://key:pw@host")
 
-    monkeypatch.setattr(api, "train", fail)
+    monkeypatch.setattr(train, "train", fail)
     assert main(["sft", *MINIMAL]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback (most recent call last):\n")

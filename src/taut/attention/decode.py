@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from taut.attention.call import Call
+from taut.attention.layout import Call
 from taut.attention.reference import merge
 
 KeysValues = tuple[Tensor, Tensor]

@@ -21,8 +21,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from taut.attention.call import Call
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from taut.attention.call import Call
-from taut.attention.layout import Layout, Segment
+from taut.attention.layout import Call, Layout, Segment
 
 QUERY_CHUNK = 512
 """Rows of the boolean mask or of the explicit scores that exist at a time."""

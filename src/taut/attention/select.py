@@ -21,9 +21,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from taut.attention import flex, reference, varlen
-from taut.attention.call import Call, read_call
 from taut.attention.decode import Decoding
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout, read_call
 from taut.errors import AttentionError
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, Call], Tensor]

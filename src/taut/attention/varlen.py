@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from taut.attention.call import Call
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError
 
 

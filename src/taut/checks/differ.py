@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from taut.alarms import STEADY_TARGETS
 from taut.checks.samples import text_at
 from taut.checks.session import Session
+from taut.train.monitors import STEADY_TARGETS
 from taut.types import Sample
 
 

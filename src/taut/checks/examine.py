@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from taut import randomness
-from taut.build import Built
 from taut.checks import CHECKS, Check, Part
 from taut.checks.finding import Finding, Outcome, failed, skipped
 from taut.checks.owned import Unavailable
 from taut.checks.session import Session
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
-from taut.runlog.events import plain
+from taut.run.setup import Built
+from taut.train import random_state
+from taut.train.log.events import plain
 
 SHOWN = 3
 """Lines of evidence in the error that stops a run."""
@@ -78,7 +78,7 @@ def examine(
     require_known(left_out)
     causes: dict[str, str] = {}
     answered = []
-    state = randomness.capture(session.ranks.device)
+    state = random_state.capture(session.ranks.device)
     for name, check in CHECKS.items():
         if (part == "quick" and check.part == "full") or (only is not None and name not in only):
             continue
@@ -95,7 +95,7 @@ def examine(
             causes[name] = cause or name
         seconds = time.perf_counter() - began
         answered.append(Answered(name, check.question, finding, seconds, missing, name in left_out))
-        randomness.restore(state, session.ranks.device)
+        random_state.restore(state, session.ranks.device)
         follow(answered[-1])
     return Examination(part, tuple(answered))
 

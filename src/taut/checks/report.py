@@ -16,7 +16,7 @@ from rich.text import Text
 
 from taut.checks.examine import Answered, Examination, as_fields
 from taut.checks.finding import Finding, Outcome
-from taut.printing import counted
+from taut.io.console import counted
 
 SCHEMA = "taut.check/2"
 """Raised whenever a field changes its meaning or goes; docs/check.md says what there is."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from taut.data.dataset import Dataset
-from taut.data.formats import Conversation, Row
+from taut.data.messages import Conversation, Row
 from taut.types import IntArray, Media, Packed, Sample
 
 BoolArray = NDArray[np.bool_]

@@ -24,10 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.alarms import TOLERANCE
 from taut.attention.select import Observation, observe
-from taut.beside import Loaded
-from taut.build import Adapted, Built, adapt, assemble, build_method, load
 from taut.checks.owned import Unavailable, owned_by
 from taut.checks.samples import (
     LOGPS,
@@ -42,22 +39,21 @@ from taut.checks.samples import (
     shortest,
     whole,
 )
+from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
-from taut.data.formats import Row
-from taut.data.groups import Rows
-from taut.data.pack import ALONE, PackPolicy, pack
-from taut.data.pictures import is_same_input
-from taut.data.preferences import best_row
+from taut.data.images import is_same_input
+from taut.data.messages import Row
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
-from taut.data.stops import StopSet
-from taut.loop import Job
-from taut.models import anatomy
-from taut.models.score import Scorer
-from taut.online.method import Online
-from taut.online.policy_credit import PolicyCredit
-from taut.online.rehearsal import rehearsed
-from taut.parallel import Ranks
-from taut.run import (
+from taut.data.schema import best_row
+from taut.data.stop_tokens import StopSet
+from taut.models import architecture
+from taut.models.scorer import Scorer
+from taut.rl.advantages import PolicyCredit
+from taut.rl.dry_run import rehearsed
+from taut.rl.online import Online
+from taut.run.auxiliary_models import Loaded
+from taut.run.config import (
     Decision,
     Inputs,
     Language,
@@ -68,6 +64,10 @@ from taut.run import (
     load_stops,
     rows_of,
 )
+from taut.run.setup import Adapted, Built, adapt, assemble, build_method, load
+from taut.train.distributed import Ranks
+from taut.train.monitors import TOLERANCE
+from taut.train.trainer import Job
 from taut.types import Packed, Sample, Tree, Wants
 
 NUM_ROWS = 64
@@ -212,7 +212,7 @@ class Session:
     @property
     def model(self) -> PreTrainedModel:
         """The library's model, inside adapters if there are any."""
-        return anatomy.unwrap(self.scorer.model)
+        return architecture.unwrap(self.scorer.model)
 
     @property
     def is_generated(self) -> bool:

@@ -20,17 +20,16 @@ from typing import Annotated, Any, NamedTuple, TextIO
 from pydantic import Field
 
 from taut.config import configclass, user_path
-from taut.data.formats import Message
+from taut.data.messages import Message
 from taut.errors import ConfigError, EngineError, TautError
-from taut.interrupts import Interrupt
-from taut.rollout.engine import Sampling, room
-from taut.rollout.local import LocalEngine
-from taut.rollout.open import ModelUse, Opened, open_engine
-from taut.rollout.text import Texts
-from taut.temporary import TemporaryFolder
+from taut.inference.engine import Sampling, Texts, room
+from taut.inference.local import LocalEngine
+from taut.inference.open import ModelUse, Opened, open_engine
+from taut.io.temporary import TemporaryFolder
+from taut.train.signals import Interrupt
 from taut.types import Prompt
-from taut.vision.opening import OF_ROWS, require_unset
-from taut.vision.picture import ImageRef, read_file
+from taut.vision.content import ImageRef, read_file
+from taut.vision.image_store import OF_ROWS, require_unset
 
 HELP = (
     "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "

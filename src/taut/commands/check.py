@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from taut import parallel
 from taut.checks import Part
 from taut.checks.examine import Answered, Examination, examine
 from taut.checks.report import FINDINGS, as_json, show_end, show_row
@@ -24,9 +23,10 @@ from taut.checks.rollout.opened import close
 from taut.checks.session import Session
 from taut.config import configclass, load
 from taut.errors import ConfigError
-from taut.run import Run
-from taut.terminal import Terminal
-from taut.training import class_of
+from taut.io.terminal import Terminal
+from taut.run.config import Run
+from taut.run.training import class_of
+from taut.train import distributed
 
 WIDTH = 100
 
@@ -97,17 +97,17 @@ def _examined(
 
 def session_of(config: Run) -> Session:
     """A session on the run that the configuration describes."""
-    if parallel.world_size() > 1:
+    if distributed.world_size() > 1:
         raise ConfigError(
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
             "asks the quick part on all of its ranks)"
         )
-    return Session(config, parallel.start(config.device))
+    return Session(config, distributed.start(config.device))
 
 
 def _recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:
     """Another framework's recipe."""
-    from taut.compat.examine import main as examine_recipe
+    from taut.migrate.examine import main as examine_recipe
 
     others = [str(path)] if path is not None else []
     counts = [word.removeprefix("processes=") for word in rest if word.startswith("processes=")]

@@ -29,19 +29,18 @@ from taut.commands import generate
 from taut.commands.generate import Generate, Generated
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
-from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
+from taut.data.schema import Format
 from taut.data.sources import Source
 from taut.errors import CheckFailed, ConfigError, OutputError
 from taut.evals.answers import EvalSampling, judge, require_scorable
-from taut.evals.report import STOPPED, Answer, Report, build_report
-from taut.evals.table import show_report
+from taut.evals.report import STOPPED, Answer, Report, build_report, show_report
+from taut.inference.open import ModelUse, open_renderer
+from taut.inference.reward_model import open_rater
+from taut.io.temporary import TemporaryFolder
+from taut.io.terminal import Terminal
 from taut.rewards import Panel, RewardSpec, open_panel
 from taut.rewards.verifier import Decision
-from taut.rollout.open import ModelUse, open_renderer
-from taut.rollout.rated import open_rater
-from taut.temporary import TemporaryFolder
-from taut.terminal import Terminal
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"

@@ -15,18 +15,19 @@ import torch
 
 from taut.config import configclass, home_path
 from taut.errors import OutputError
+from taut.inference.open import ModelUse, open_renderer
+from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.models.gguf import (
     Dtype,
     Written,
     architecture_metadata,
+    notes,
     require_convertible,
+    vocabulary,
     write_gguf,
 )
-from taut.models.gguf_vocabulary import notes, vocabulary
 from taut.models.load import checkpoint_dtype, load_model
-from taut.printing import counted
-from taut.rollout.open import ModelUse, open_renderer
-from taut.terminal import Terminal
 
 _OWN: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -31,19 +31,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import TypedDict
 
-from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass, home_path, to_dict
-from taut.data.columns import Format
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
+from taut.data.schema import Format
 from taut.data.sources import Source
 from taut.errors import EngineError, OutputError
 from taut.evals.answers import prompts_of
-from taut.printing import counted
-from taut.rollout.engine import Engine, Sampling, require_text, require_usable
-from taut.rollout.open import ModelUse, Opened, open_engine, open_renderer
-from taut.terminal import Terminal
+from taut.inference.engine import Engine, Sampling, require_text, require_usable
+from taut.inference.open import ModelUse, Opened, open_engine, open_renderer
+from taut.io import files
+from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.types import Completion, FloatArray, Picture, Prompt
 
 ERRORS_SHOWN = 3
@@ -358,8 +358,8 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
     if not out.exists():
         return []
     try:
-        earlier = durable.read_json(_meta(out))["drawn_with"]
-        with durable.open_regular(out) as file:
+        earlier = files.read_json(_meta(out))["drawn_with"]
+        with files.open_regular(out) as file:
             texts = file.read().split(b"\n")
     except (OSError, ValueError, LookupError, TypeError):
         earlier = None
@@ -402,8 +402,8 @@ def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, A
     lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(_meta(out), json.dumps(meta, indent=1) + "\n")
-        durable.write_text(out, lines)
+        files.write_text(_meta(out), json.dumps(meta, indent=1) + "\n")
+        files.write_text(out, lines)
     except OSError as error:
         raise OutputError(
             f"out={out} cannot be written: {error.strerror}; expected room and permission"

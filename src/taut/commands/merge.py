@@ -17,18 +17,18 @@ from pathlib import Path
 
 import torch
 
-from taut import parallel
 from taut.attention.select import select
 from taut.config import configclass, home_path
-from taut.contract import FILE, Origin, seal
 from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
-from taut.data.formats import Row
+from taut.data.messages import Row
 from taut.data.render import Renderer
-from taut.data.stops import StopSet, derive_stop_set, described
+from taut.data.stop_tokens import StopSet, derive_stop_set, described
 from taut.errors import OutputError
-from taut.golden import ContractConfig, built_in_rows, choose_questions
-from taut.models.adapted import adapter_settings, put_on
+from taut.evals.contract import FILE, ContractConfig, Origin, built_in_rows, choose_questions, seal
+from taut.evals.reload import Comparison, Trained, samples_to_compare, score
+from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
@@ -37,13 +37,12 @@ from taut.models.load import (
     load_model,
     load_tokenizer,
 )
+from taut.models.lora import adapter_settings, put_on
 from taut.models.save import saving
-from taut.models.score import Scorer
-from taut.printing import counted
-from taut.reloaded import Comparison, Trained, samples_to_compare, score
-from taut.terminal import Terminal
-from taut.vision.opening import open_album
-from taut.vision.picture import ImagesConfig
+from taut.models.scorer import Scorer
+from taut.train import distributed
+from taut.vision.content import ImagesConfig
+from taut.vision.image_store import open_album
 
 
 @configclass
@@ -121,7 +120,7 @@ def merge(config: Merge) -> Merged:
     )
     renderer = build_renderer(DataConfig(template=config.template), tokenizer, album)
     stops = derive_stop_set(renderer, inherited_ends(config.model, base))
-    device = parallel.start(config.device).device
+    device = distributed.start(config.device).device
     model = load_model(
         config.model,
         dtype=torch.float32,

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from taut.data.columns import Columns, Format
-from taut.data.length import Incident
+from taut.data.render import Incident
+from taut.data.schema import Columns, Format
 from taut.data.sources import Source, folder_of
 from taut.errors import DataError
-from taut.printing import counted
-from taut.vision.picture import ImagesConfig
+from taut.io.console import counted
+from taut.vision.content import ImagesConfig
 
 SHOWN = 3
 """Rows left out that are told one by one."""

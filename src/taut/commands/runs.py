@@ -27,9 +27,18 @@ from typing import Literal, NamedTuple
 
 from taut.config import configclass, user_path
 from taut.errors import OutputError, TautError
-from taut.outdir import CHECKPOINTS, EVENTS, MARK, MODEL, complete, owner, read_resolved, step_of
-from taut.printing import one_line
-from taut.runlog.events import Event, newest_first, plain
+from taut.io.console import one_line
+from taut.train.log.events import Event, newest_first, plain
+from taut.train.run_dir import (
+    CHECKPOINTS,
+    EVENTS,
+    MARK,
+    MODEL,
+    complete,
+    owner,
+    read_resolved,
+    step_of,
+)
 
 DEPTH = 3
 """How many levels below a directory runs are looked for."""

@@ -27,21 +27,35 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 
-from taut import durable
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
 from taut.config import configclass, home_path
-from taut.data.answers import faults_of_pictures
-from taut.data.columns import ANSWER_LISTS, GRADES, REQUIRED, Columns, Format
-from taut.data.judged import read_any
-from taut.data.length import Incident
-from taut.data.preferences import Answers, AnyRow, Kind, Stepwise
+from taut.data.render import Incident, faults_of_pictures
+from taut.data.schema import (
+    ANSWER_LISTS,
+    GRADES,
+    REQUIRED,
+    Answers,
+    AnyRow,
+    Columns,
+    Format,
+    Kind,
+    Stepwise,
+    read_any,
+)
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, ModelError, OutputError, PictureError
-from taut.evals.calibration import Calibration, calibrate, calibrate_pairs, sigmoid, wins
-from taut.evals.statistics import wilson_interval
-from taut.printing import counted
-from taut.rollout.judge import Judge, JudgeUse, open_judge
-from taut.terminal import Terminal
+from taut.evals.statistics import (
+    Calibration,
+    calibrate,
+    calibrate_pairs,
+    sigmoid,
+    wilson_interval,
+    wins,
+)
+from taut.inference.reward_model import Judge, JudgeUse, open_judge
+from taut.io import files
+from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.types import FloatArray, Sample
 
 PAIR = ("chosen", "rejected")
@@ -386,7 +400,7 @@ def _whole(out: Path | None) -> Iterator[TextIO | None]:
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with durable.writing(out) as file:
+        with files.writing(out) as file:
             yield file
     except OSError as error:
         raise OutputError(

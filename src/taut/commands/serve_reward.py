@@ -31,19 +31,25 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from taut import durable
-from taut.commands.http_guard import App, Guard, HttpLimits, Refused, is_loopback
+from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback
 from taut.config import configclass, home_path
-from taut.data.formats import Completion, Conversation, read_conversation, read_text, shown
-from taut.data.media import PICTURES, images_of
-from taut.data.preferences import AnyRow
+from taut.data.json_io import shown
+from taut.data.messages import (
+    PICTURES,
+    Completion,
+    Conversation,
+    images_of,
+    read_conversation,
+    read_text,
+)
+from taut.data.schema import AnyRow
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
-from taut.rollout.batcher import Batcher
-from taut.rollout.judge import JudgeUse, Rendered, open_judge
-from taut.temporary import TemporaryFolder
-from taut.terminal import Terminal
-from taut.vision.opening import OF_ROWS, require_unset
-from taut.vision.picture import claimed_pixels
+from taut.inference.reward_model import Batcher, JudgeUse, Rendered, open_judge
+from taut.io import files
+from taut.io.temporary import TemporaryFolder
+from taut.io.terminal import Terminal
+from taut.vision.content import claimed_pixels
+from taut.vision.image_store import OF_ROWS, require_unset
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -131,7 +137,7 @@ Asked = TypeVar("Asked", PlainRequest, RemoteRequest)
 
 def run(config: ServeReward) -> int:
     """Serve until a signal ends it."""
-    from taut.commands.http_protocol import serve
+    from taut.commands.http_server import serve
 
     console = Terminal(soft_wrap=True)
     key = _read_key(config)
@@ -327,7 +333,7 @@ def _read_key(config: ServeReward) -> bytes | None:
     elif config.key_file is not None:
         where = f"key_file={config.key_file}: the file"
         try:
-            found = durable.read_text(home_path(config.key_file)).strip()
+            found = files.read_text(home_path(config.key_file)).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise ConfigError(f"{where} cannot be read: {reason}; expected a token") from None

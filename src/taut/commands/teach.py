@@ -21,26 +21,26 @@ import torch
 from pydantic import Field
 from rich.progress import track
 
-from taut import durable
 from taut.attention.select import select
 from taut.config import ComputeDtype, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.top_logprobs import Top, line_of
 from taut.errors import ConfigError, OutputError
+from taut.inference.open import one_device
+from taut.io import files
+from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.methods.distill import require_context, require_same_tokenizer
-from taut.models.anatomy import head
-from taut.models.divergence import likeliest
+from taut.models.architecture import head
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
-from taut.models.prove import one_sample_reasons
-from taut.models.score import Scorer
-from taut.printing import counted
-from taut.rollout.open import one_device
-from taut.run import Run, load_language, load_stops, longest_sample
-from taut.terminal import Terminal
+from taut.models.scorer import Scorer
+from taut.models.self_test import one_sample_reasons
+from taut.models.teacher import likeliest
+from taut.run.config import Run, load_language, load_stops, longest_sample
 from taut.types import Sample
-from taut.vision.opening import require_alike
+from taut.vision.image_store import require_alike
 
 
 @configclass
@@ -133,7 +133,7 @@ def teach(config: Teach) -> Taught:
     teacher = _load(config, data, device)
     sums = np.zeros(2)
     try:
-        with durable.writing(out) as file:
+        with files.writing(out) as file:
             for sample, top in _said(config, teacher, data, num_ids):
                 file.write(line_of(sample, top))
                 sums += (np.exp(top.logp_Nk).sum(), sample.num_targets)

@@ -27,13 +27,21 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from taut.config import configclass, home_path, replace
-from taut.contract import Contract, facts_of, read_contract, template_digest
 from taut.data.render import Renderer
-from taut.golden import Golden, greedy, prompts_of, rendered
-from taut.printing import counted
-from taut.rollout.open import ModelUse, Opened, Rendering, open_engine, open_renderer
-from taut.rollout.server import ServerEngine
-from taut.terminal import Terminal
+from taut.evals.contract import (
+    Contract,
+    Golden,
+    facts_of,
+    greedy,
+    prompts_of,
+    read_contract,
+    rendered,
+    template_digest,
+)
+from taut.inference.open import ModelUse, Opened, Rendering, open_engine, open_renderer
+from taut.inference.vllm import ServerEngine
+from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.types import Completion
 
 SERVER_TOLERANCE = 0.3

@@ -1,27 +1,18 @@
-"""Tokenised sources on disk: flat arrays in a directory named by the hash of all that they depend
-on.
+"""Pictures of samples as flat arrays of a cache entry, and back.
 
-    <cache>/<key>/ids.npy             int32 [T]     the tokens of all samples, one after another
-                  offsets.npy         int64 [S+1]   where each sample begins
-                  target_at.npy       int32 [N]     positions inside the sample
-                  target_offsets.npy  int64 [S+1]
-                  line.npy            int64 [S]     the line or record each sample comes from
-                  part.npy            int32 [S]     which sample of that row; 0: the only one
-                  meta.json           rows read, their forms, incidents, and the SHA-256 of each array
+    media.offsets     int64 [S+1]    where each sample's pictures begin
+    media.at          int32 [M, 2]   first placeholder, and after the last, inside the sample
+    media.grid        int32 [M, 3]   zeros: numbered as text
+    media.picture     int32 [M]      which of the pictures below
+    picture.content   uint8 [P, 32]  SHA-256 of what was encoded
+    picture.company   int32 [P]      how many pictures the row has that it is in
+    picture.offsets   int64 [P+1]    where each source begins
+    picture.source    uint8          the sources, UTF-8, one after another
+    picture.stamp     int64 [P, 2]   size of each source, and when it was last written; -1: it is not there
+    film.offsets, film.source, film.stamp   the same of the videos that pictures are frames of
 
-and, where answers are judged,
-
-                  value.NAME.npy      float64 [S]   what is said of each sample
-                  read_at.npy         int32 [R]     positions inside the sample where a scalar head is read
-                  read_offsets.npy    int64 [S+1]
-                  read_value.NAME.npy float64 [R]   what is said of each
-
-and, where there are pictures, those of ``media_arrays.py``.
-
-An entry is written in a temporary folder and renamed, so it is there whole or not at all; when read, every array
-is checked against its hash and against what it points to, and an entry that fails is reported and made anew, never
-used. Does not
-know how a key is made (``dataset.py``, which imports it).
+Here M counts places and P pictures: the same picture in many samples is kept once. An entry without pictures has none
+of these. Imported by ``tokenise.py`` and ``prompt_set.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +20,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import pydantic
@@ -41,13 +33,134 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from taut import durable
-from taut.config import user_path
-from taut.data.formats import RowForm
-from taut.data.length import Incident
+from taut.config import first_problem, user_path
+from taut.data.messages import RowForm
+from taut.data.render import Incident
 from taut.errors import OutputError
-from taut.explain import first_problem
-from taut.temporary import TemporaryFolder, clear
+from taut.io import files
+from taut.io.temporary import TemporaryFolder, clear
+from taut.types import Media
+
+if TYPE_CHECKING:
+    from taut.vision.image_store import Album
+
+
+def media_arrays(
+    media_S: Iterable[tuple[Media, ...]], films: Sequence[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """The arrays of samples with these pictures; none where no sample has one. ``films``: the files of videos."""
+    counts, places = [], []
+    table: dict[tuple[str, str, int], int] = {}
+    for media in media_S:
+        counts.append(len(media))
+        for one in media:
+            its = one.picture
+            number = table.setdefault((its.source, its.content, its.num_pictures), len(table))
+            places.append((one.start, one.stop, *(one.grid or (0, 0, 0)), number))
+    if not places:
+        return {}
+    placed = np.array(places, dtype=np.int32)
+    return {
+        "media.offsets": np.cumsum([0, *counts]),
+        "media.at": placed[:, :2],
+        "media.grid": placed[:, 2:5],
+        "media.picture": placed[:, 5],
+        "picture.content": np.array([list(bytes.fromhex(content)) for _, content, _ in table], np.uint8),
+        "picture.company": np.array([company for _, _, company in table], dtype=np.int32),
+        **_files("picture", [source for source, _, _ in table]),
+        **_files("film", films),
+    }  # fmt: skip
+
+
+def _files(kind: str, paths: Sequence[str]) -> dict[str, NDArray[Any]]:
+    if not paths:
+        return {}
+    encoded = [path.encode(errors="surrogateescape") for path in paths]
+    return {
+        f"{kind}.offsets": np.cumsum([0, *map(len, encoded)]),
+        f"{kind}.source": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+        f"{kind}.stamp": np.array([_stamp(path) for path in paths], dtype=np.int64),
+    }
+
+
+def changed_source(arrays: Mapping[str, NDArray[Any]]) -> str | None:
+    """The first picture's or video's file that is not as it was when the arrays were made, by size and time; None: all
+    are.
+    """
+    for kind in ("film", "picture"):
+        stamps = arrays.get(f"{kind}.stamp", np.empty((0, 2)))
+        for source, stamp in zip(_sources(arrays, kind), stamps.tolist(), strict=True):
+            if _stamp(source) != tuple(stamp):
+                return source
+    return None
+
+
+def _sources(arrays: Mapping[str, NDArray[Any]], kind: str) -> Iterator[str]:
+    if f"{kind}.source" not in arrays:
+        return
+    every, offsets = arrays[f"{kind}.source"].tobytes(), arrays[f"{kind}.offsets"].tolist()
+    for begin, end in pairwise(offsets):
+        yield every[begin:end].decode(errors="surrogateescape")
+
+
+def _stamp(source: str) -> tuple[int, int]:
+    try:
+        found = Path(source).stat()
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def media_at(
+    arrays: Mapping[str, NDArray[Any]], index: int, name: str, album: Album | None
+) -> tuple[Media, ...]:
+    """The pictures of the sample ``index``, which errors call ``name``."""
+    if "media.offsets" not in arrays:
+        return ()
+    assert album is not None, "data with pictures were read with an album"
+    first, last = arrays["media.offsets"][index : index + 2]
+    found = []
+    for place in range(first, last):
+        number = int(arrays["media.picture"][place])
+        begin, end = arrays["picture.offsets"][number : number + 2]
+        picture = album.picture(
+            arrays["picture.source"][begin:end].tobytes().decode(),
+            arrays["picture.content"][number].tobytes().hex(),
+            int(arrays["picture.company"][number]),
+            name,
+        )
+        start, stop = arrays["media.at"][place].tolist()
+        t, h, w = arrays["media.grid"][place].tolist()
+        two_way = album.processor.is_two_way
+        found.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenised sources on disk: flat arrays in a directory named by the hash of all that they depend
+# on.
+#
+#     <cache>/<key>/ids.npy             int32 [T]     the tokens of all samples, one after another
+#                   offsets.npy         int64 [S+1]   where each sample begins
+#                   target_at.npy       int32 [N]     positions inside the sample
+#                   target_offsets.npy  int64 [S+1]
+#                   line.npy            int64 [S]     the line or record each sample comes from
+#                   part.npy            int32 [S]     which sample of that row; 0: the only one
+#                   meta.json           rows read, their forms, incidents, and the SHA-256 of each array
+#
+# and, where answers are judged,
+#
+#                   value.NAME.npy      float64 [S]   what is said of each sample
+#                   read_at.npy         int32 [R]     positions inside the sample where a scalar head is read
+#                   read_offsets.npy    int64 [S+1]
+#                   read_value.NAME.npy float64 [R]   what is said of each
+#
+# and, where there are pictures, those of ``media_arrays.py``.
+#
+# An entry is written in a temporary folder and renamed, so it is there whole or not at all; when read, every array
+# is checked against its hash and against what it points to, and an entry that fails is reported and made anew, never
+# used. Does not
+# know how a key is made (``dataset.py``, which imports it).
 
 ARRAYS = {
     "ids": np.int32,
@@ -238,13 +351,13 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
     if not entry.is_dir():
         return None, "not in the cache"
     try:
-        read = durable.read_json(entry / "meta.json", META_LIMIT)
+        read = files.read_json(entry / "meta.json", META_LIMIT)
         if isinstance(read, dict) and "forms" not in read:
             return None, "the cached entry is of an older version"
         meta = pydantic.TypeAdapter(_Meta).validate_python(read, strict=True)
         names = [*ARRAYS, *sorted(set(meta["sha256"]) - set(ARRAYS))]
         for name in names:
-            if durable.digest(entry / f"{name}.npy") != meta["sha256"][name]:
+            if files.digest(entry / f"{name}.npy") != meta["sha256"][name]:
                 return None, f"the cached {name} is damaged"
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
         require_sound(arrays)
@@ -275,7 +388,7 @@ def save(directory: Path, key: str, entry: Entry) -> None:
                 np.save(file, np.asarray(array, dtype=ARRAYS.get(name)))
                 file.flush()
                 os.fsync(file.fileno())
-            digests[name] = durable.digest(path)
+            digests[name] = files.digest(path)
         incidents = [asdict(incident) for incident in entry.incidents]
         meta = {
             "num_rows": entry.num_rows,

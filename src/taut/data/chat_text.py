@@ -1,6 +1,6 @@
 """Messages to text through a Jinja chat template, by the library's own code.
 
-Runs in the process of ``taut.bounded`` and nowhere else: a template comes with a model and may need any time and
+Runs in the process of ``taut.io.processes`` and nowhere else: a template comes with a model and may need any time and
 memory. Compiling is part of it, since Jinja evaluates constant expressions as it compiles. Imported by that process, on
 behalf of ``template.py``.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from taut.bounded import LimitExceeded
+from taut.io.processes import LimitExceeded
 
 FREE = 200_000
 FACTOR = 16

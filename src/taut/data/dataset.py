@@ -1,49 +1,294 @@
-"""Data from files to samples: read, validate, render, fit to length, cache, and look up by index.
-
-``load_dataset`` gives a Dataset: a sequence of samples built on demand from memory-mapped arrays,
-with lengths, target counts and weights as arrays for the planner. A second load of the same content
-with the same tokenizer, template and options reads the cache and tokenises nothing. A source with
-an error leaves nothing in the cache; good ones before it in a list stay there, whole.
-
-``kind`` says whether rows are those of SFT or say something of their answers (``preferences.py``). Then a row may be
-several samples, which stay together (``Dataset.rows``), with values.
-
-Does not shuffle, choose fractions, pack or plan. Under torchrun let one rank load first. Imported
-by ``taut.run``, methods, checks and evals.
-"""
+"""What came of a data set's rows, for people and for a run's log. ``dataset.py`` and ``prompt_set.py`` fill it in."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
-from taut import durable
 from taut.config import configclass, user_path
 from taut.data import cache
-from taut.data.columns import Columns, Format
-from taut.data.formats import Row, RowForm
-from taut.data.judged import read_any
-from taut.data.length import Limits, TooLong
-from taut.data.preferences import AnyRow, Kind
-from taut.data.render import Renderer, Targets
-from taut.data.report import DataReport
+from taut.data.cache import changed_source, media_arrays, media_at
+from taut.data.images import in_batches
+from taut.data.messages import Conversation, Row, RowForm, form_of, images_of
+from taut.data.render import (
+    Incident,
+    Limits,
+    Renderer,
+    Targets,
+    TooLong,
+    answers_of,
+    faults_of_pictures,
+    fit_any,
+    render_any,
+    render_each,
+)
+from taut.data.schema import AnyRow, Columns, Format, Kind, best_row, read_any
 from taut.data.sources import Opened, Source, Stamp, changes, folder_of, open_source
-from taut.data.tokenise import row_offsets, sample_at, tokenise, why_again
-from taut.errors import ConfigError
-from taut.types import FloatArray, IntArray, Sample
-from taut.vision.album import Album
-from taut.vision.picture import ImagesConfig
+from taut.errors import ConfigError, DataError, PictureError, RenderError, TautError
+from taut.io import files
+from taut.io.console import counted
+from taut.types import FloatArray, IntArray, Media, Sample
+from taut.vision.content import ImagesConfig
+from taut.vision.image_store import Album
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from taut.vision.content import ImageRef
+    from taut.vision.image_store import Album
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What came of the rows."""
+
+    num_rows: int
+    num_samples: int
+    num_tokens: int
+    num_targets: int
+    dropped: tuple[Incident, ...]
+    cut: tuple[Incident, ...]
+    is_cached: bool
+    """True where every source came from the cache."""
+    decisions: tuple[str, ...]
+    """Where each source came from, and why."""
+    num_pictures: int = 0
+    """Of each source; the same picture in many samples is one."""
+
+    @property
+    def sizes(self) -> str:
+        sizes = (
+            ("rows", self.num_rows),
+            ("samples", self.num_samples),
+            ("tokens", self.num_tokens),
+            ("targets", self.num_targets),
+        )
+        return ", ".join(counted(number, nouns) for nouns, number in sizes) + self.pictures
+
+    @property
+    def pictures(self) -> str:
+        """How many, where there are any."""
+        return f", {counted(self.num_pictures, 'pictures')}" if self.num_pictures else ""
+
+    def __str__(self) -> str:
+        text = self.sizes
+        for name, incidents in (("dropped", self.dropped), ("cut", self.cut)):
+            if incidents:
+                first = incidents[0]
+                text += f", {len(incidents):,} {name} (first {first.place}: {first.reason})"
+        return text + (", from the cache" if self.is_cached else "")
+
+
+# --------------------------------------------------------------------------------------------------
+# A source's rows on their way to flat arrays: read, rendered, fitted, laid one after another.
+#
+# ``cache.py`` says which arrays those are, and writes them; ``sample_at`` is the way back. Imported by ``dataset.py``.
+
+VALUE, READ_VALUE = "value.", "read_value."
+
+
+def tokenise(found: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
+    """Read, render and fit every row of a source; nothing is written."""
+    flat = _Flat()
+    read = (
+        (number, _read(record, f"{found.path}:{number}", columns, renderer))
+        for number, record in found.records()
+    )
+    for batch in in_batches(read, lambda it: pictures_of(it[1])):
+        readable = [row for _, row in batch if not isinstance(row, PictureError)]
+        flat.films |= {one.film: None for row in readable for one in pictures_of(row) if one.film}
+        rendered = iter(_rendered(readable, renderer))
+        for number, row in batch:
+            flat.num_rows += 1
+            if isinstance(row, PictureError):
+                flat.leave_out(number, f"{found.path}:{number}", row)
+            elif isinstance(samples := next(rendered), PictureError):
+                flat.leave_out(number, row.place, samples)
+            else:
+                flat.forms[form_of(best_row(row))] += 1
+                flat.add(number, row.place, *fit_any(row, samples, limits))
+    if not flat.num_rows:
+        raise DataError(
+            f"{found.path}: the file has no rows; expected at least one; check the path"
+        )
+    if not flat.lines:
+        first = flat.incidents[0]
+        files = ", or data.images.folder" if flat.is_fleeting else ""
+        raise DataError(
+            f"{found.path}: none of its {counted(flat.num_rows, 'rows')} is left (row {first.place}: "
+            f"{first.reason}); "
+            f"expected some; change data.max_length, data.min_length or data.too_long{files}"
+        )
+    return flat.entry()
+
+
+def pictures_of(row: AnyRow | TautError) -> list[ImageRef]:
+    """Those of all its answers."""
+    answers = () if isinstance(row, TautError) else answers_of(row)
+    chats = [it.messages for it in answers if isinstance(it, Conversation)]
+    return [picture for messages in chats for picture in images_of(messages)]
+
+
+def _read(record: Any, place: str, columns: Columns, renderer: Renderer) -> AnyRow | PictureError:
+    """The row; or, where those without their pictures are left out, what is wrong with one."""
+    try:
+        return read_any(record, place, columns)
+    except PictureError as error:
+        if not _drops_pictures(renderer):
+            raise _with_way_out(error) from None
+        return error
+
+
+def _rendered(rows: Sequence[AnyRow], renderer: Renderer) -> Sequence[list[Sample] | PictureError]:
+    if _drops_pictures(renderer):
+        return render_each(rows, renderer)
+    try:
+        return render_any(rows, renderer)
+    except PictureError as error:
+        raise _with_way_out(error) from None
+
+
+def _with_way_out(error: PictureError) -> PictureError:
+    return PictureError(f"{error}; or leave such rows out with data.images.bad=drop")
+
+
+def _drops_pictures(renderer: Renderer) -> bool:
+    return renderer.album is not None and renderer.album.images.bad == "drop"
+
+
+class _Flat:
+    """Samples on their way into flat arrays."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.forms: Counter[RowForm] = Counter()
+        self.ids: list[NDArray[np.int32]] = []
+        self.target_at: list[NDArray[np.int32]] = []
+        self.lines: list[int] = []
+        self.part_numbers: list[int] = []
+        self.values: dict[str, list[float]] = {}
+        self.read_at: list[NDArray[np.int32]] = []
+        self.read_values: dict[str, list[NDArray[np.float64]]] = {}
+        self.incidents: list[Incident] = []
+        self.media: list[tuple[Media, ...]] = []
+        self.films: dict[str, None] = {}
+        """The files of videos, in their order."""
+        self.is_fleeting = False
+
+    def leave_out(self, number: int, place: str, error: PictureError) -> None:
+        """A row whose picture cannot be used."""
+        reason = str(error).removeprefix(f"{place}: ")
+        self.incidents.append(Incident(str(number), "dropped", reason))
+        self.is_fleeting = True
+
+    def add(
+        self, number: int, place: str, samples: Sequence[Sample], incidents: Sequence[Incident]
+    ) -> None:
+        for sample in samples:
+            self.ids.append(sample.ids_T.astype(np.int32))
+            self.target_at.append(sample.target_at_N.astype(np.int32))
+            self.lines.append(number)
+            self.media.append(sample.media)
+            self.part_numbers.append(int(sample.id[len(place) + 1 :] or 0))
+            for name, value in sample.values.items():
+                self.values.setdefault(name, []).append(value)
+            if sample.read_at_R is not None:
+                self.read_at.append(sample.read_at_R.astype(np.int32))
+            for name, value_R in sample.read_values.items():
+                self.read_values.setdefault(name, []).append(value_R)
+        for incident in incidents:
+            where = f"{number}{incident.place[len(place) :]}"
+            self.incidents.append(replace(incident, place=where))
+
+    def entry(self) -> cache.Entry:
+        arrays = {
+            "ids": np.concatenate(self.ids),
+            "offsets": np.cumsum([0, *map(len, self.ids)]),
+            "target_at": np.concatenate(self.target_at),
+            "target_offsets": np.cumsum([0, *map(len, self.target_at)]),
+            "line": np.asarray(self.lines),
+            "part": np.asarray(self.part_numbers),
+        }
+        arrays |= {VALUE + name: np.asarray(given) for name, given in self.values.items()}
+        if self.read_at:
+            arrays["read_at"] = np.concatenate(self.read_at)
+            arrays["read_offsets"] = np.cumsum([0, *map(len, self.read_at)])
+        for name, given in self.read_values.items():
+            arrays[READ_VALUE + name] = np.concatenate(given)
+        arrays |= media_arrays(self.media, list(self.films))
+        incidents = tuple(self.incidents)
+        return cache.Entry(arrays, self.num_rows, incidents, self.is_fleeting, self.forms)
+
+
+def why_again(entry: cache.Entry) -> str:
+    """Why a cached entry is to be made anew, for the sake of its pictures; empty: it is not."""
+    if entry.is_fleeting:
+        return "pictures could not be read the last time"
+    changed = changed_source(entry.arrays)
+    return "" if changed is None else f"{Path(changed).name} has changed"
+
+
+def sample_at(
+    arrays: Mapping[str, NDArray[Any]], index: int, name: str, album: Album | None = None
+) -> Sample:
+    """A sample of an entry, by its number in it. ``album``: where its pictures are had from."""
+    start, stop = arrays["offsets"][index : index + 2]
+    first, last = arrays["target_offsets"][index : index + 2]
+    target_at_N = arrays["target_at"][first:last].astype(np.int64)
+    sample = Sample(
+        name,
+        arrays["ids"][start:stop].astype(np.int64),
+        target_at_N,
+        np.ones(target_at_N.size),
+        media=media_at(arrays, index, name, album),
+        values={
+            key.removeprefix(VALUE): float(array[index])
+            for key, array in arrays.items()
+            if key.startswith(VALUE)
+        },
+    )
+    if "read_at" not in arrays:
+        return sample
+    first, last = arrays["read_offsets"][index : index + 2]
+    return replace(
+        sample,
+        read_at_R=arrays["read_at"][first:last].astype(np.int64),
+        read_values={
+            key.removeprefix(READ_VALUE): array[first:last].astype(np.float64)
+            for key, array in arrays.items()
+            if key.startswith(READ_VALUE)
+        },
+    )
+
+
+def row_offsets(line_S: NDArray[np.int64]) -> IntArray:
+    """Where the samples of each row begin, and one more, the end: samples of one row are neighbours."""
+    begins = np.flatnonzero(np.diff(line_S)) + 1
+    return np.concatenate([[0], begins, [line_S.size]])
+
+
+# --------------------------------------------------------------------------------------------------
+# Data from files to samples: read, validate, render, fit to length, cache, and look up by index.
+#
+# ``load_dataset`` gives a Dataset: a sequence of samples built on demand from memory-mapped arrays,
+# with lengths, target counts and weights as arrays for the planner. A second load of the same content
+# with the same tokenizer, template and options reads the cache and tokenises nothing. A source with
+# an error leaves nothing in the cache; good ones before it in a list stay there, whole.
+#
+# ``kind`` says whether rows are those of SFT or say something of their answers (``preferences.py``). Then a row may be
+# several samples, which stay together (``Dataset.rows``), with values.
+#
+# Does not shuffle, choose fractions, pack or plan. Under torchrun let one rank load first. Imported
+# by ``taut.run.config``, methods, checks and evals.
 
 Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 6
@@ -91,7 +336,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SourcePart:
     """One tokenised source inside a data set."""
 
     path: str
@@ -145,7 +390,7 @@ class Dataset(Sequence[Sample]):
     """Samples by index, in the order of sources and rows."""
 
     def __init__(
-        self, parts: Sequence[Part], decisions: Sequence[str] = (), is_cached: bool = False
+        self, parts: Sequence[SourcePart], decisions: Sequence[str] = (), is_cached: bool = False
     ) -> None:
         self.parts = tuple(parts)
         self.lengths: IntArray = _joined([np.diff(part.entry.arrays["offsets"]) for part in parts])
@@ -218,7 +463,7 @@ class Dataset(Sequence[Sample]):
         changed = (part.source for part in self.parts if changes(part.stamps))
         return list(dict.fromkeys(changed))
 
-    def _locate(self, index: int) -> tuple[Part, int]:
+    def _locate(self, index: int) -> tuple[SourcePart, int]:
         index = int(index) + len(self) if index < 0 else int(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -253,7 +498,7 @@ def build_renderer(
         return Renderer(tokenizer, None, config.targets, album=album)
     path = user_path(config.template, "data.template")
     try:
-        template = durable.read_text(path)
+        template = files.read_text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
@@ -300,12 +545,12 @@ def load_dataset(
         times_seen[source.path] += 1
         times = times_seen[source.path]
         label = source.path if times == 1 else f"{source.path}({times})"
-        parts.append(Part(label, source.weight, key, entry, found.path, found.stamps, album))
+        parts.append(SourcePart(label, source.weight, key, entry, found.path, found.stamps, album))
         _require_weight_counts(parts[-1], split, kind)
     return Dataset(parts, decisions, is_cached)
 
 
-def _require_weight_counts(part: Part, split: str, kind: Kind) -> None:
+def _require_weight_counts(part: SourcePart, split: str, kind: Kind) -> None:
     line_S = part.entry.arrays["line"]
     is_compared = kind == "preference"
     count = len(row_offsets(line_S)) - 1 if is_compared else len(line_S)
@@ -409,3 +654,70 @@ def _key(
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:
     return np.concatenate(arrays)
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows of a source one by one, past those with errors: to say how many there are, and where.
+#
+# ``dataset.py`` stops at the first, as it must; this goes on where it can and keeps nothing. Imported by checks.
+
+
+class Attempt(NamedTuple):
+    """A row, and what keeps it from being trained on; None: nothing does."""
+
+    place: str
+    error: TautError | None
+
+
+def attempt_rows(
+    found: Opened, columns: Columns, renderer: Renderer, limits: Limits
+) -> Iterator[Attempt]:
+    """Every row of a source, read, rendered and fitted."""
+    read = (
+        (number, _read_row(record, f"{found.path}:{number}", columns))
+        for number, record in found.attempts()
+    )
+    for batch in in_batches(read, lambda it: pictures_of(it[1])):
+        rows = [row for _, row in batch if not isinstance(row, TautError)]
+        rendered = iter(_render(rows, renderer))
+        for number, row in batch:
+            error = row if isinstance(row, TautError) else _fit(row, next(rendered), limits)
+            yield Attempt(f"{found.path}:{number}", error)
+
+
+def _read_row(record: object, place: str, columns: Columns) -> AnyRow | TautError:
+    if isinstance(record, DataError):
+        return record
+    try:
+        return read_any(record, place, columns)
+    except DataError as error:
+        return error
+
+
+def _render(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | TautError]:
+    """The samples of each row, or its error."""
+    faults = faults_of_pictures(rows, renderer)
+    good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+    rendered = iter(_render_good(good, renderer))
+    return [next(rendered) if fault is None else fault for fault in faults]
+
+
+def _render_good(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | TautError]:
+    """The same where every picture can be had: all at once where no row has an error."""
+    try:
+        return list(render_any(rows, renderer))
+    except RenderError as error:
+        if len(rows) == 1:
+            return [error]
+    half = len(rows) // 2
+    return _render_good(rows[:half], renderer) + _render_good(rows[half:], renderer)
+
+
+def _fit(row: AnyRow, samples: list[Sample] | TautError, limits: Limits) -> TautError | None:
+    if isinstance(samples, TautError):
+        return samples
+    try:
+        fit_any(row, samples, limits)
+    except DataError as error:
+        return error
+    return None

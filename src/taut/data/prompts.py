@@ -17,6 +17,8 @@ import it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,28 +27,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from taut.data.columns import Columns, read_prompt
-from taut.data.formats import (
+from taut.data.cache import Entry, media_arrays
+from taut.data.chat_template import Ids, Text
+from taut.data.dataset import DataConfig, DataReport, Dataset, SourcePart, Split, sources
+from taut.data.images import Placed, in_batches
+from taut.data.json_io import did_you_mean, listed, shown
+from taut.data.messages import (
     Completion,
     Conversation,
     Document,
     Message,
+    Part,
+    Row,
+    RowForm,
     Tool,
-    did_you_mean,
-    listed,
-    shown,
+    images_of,
+    text_of,
 )
-from taut.data.judged import read_any
-from taut.data.length import Incident
-from taut.data.media import Part, images_of, text_of
-from taut.data.pictures import Placed, in_batches
-from taut.data.preferences import best_row
-from taut.data.render import Renderer
+from taut.data.render import Incident, Renderer
+from taut.data.schema import Columns, best_row, read_any, read_prompt
 from taut.data.sources import Source, open_source
-from taut.data.template import Ids, Text
-from taut.errors import DataError, PictureError, RenderError
-from taut.types import IntArray, Media
-from taut.vision.picture import ImageRef
+from taut.errors import ConfigError, DataError, PictureError, RenderError
+from taut.io.console import counted
+from taut.types import IntArray, Media, Prompt
+from taut.vision.content import ImageRef
 
 REFERENCES = ("answers", "answer", "references", "reference", "completion", "output")
 """Columns recognised as holding the right answer, in this order."""
@@ -329,3 +333,172 @@ def _ids(place: str, text: Text, ids: Ids, renderer: Renderer) -> IntArray:
             f"{place}: the prompt has no token; expected at least one; remove it or fill it in"
         )
     return np.asarray(ids, dtype=np.int64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompts to be answered, as a data set: what methods that generate train on.
+#
+# A row is one of ``prompts.py``: messages or text, with or without its right answers. As a sample it is its prompt,
+# every token but the first a target, so that all that looks at samples (checks, the planner of a rehearsal) has one;
+# what is learned in the end are completions. ``asked`` has the rows themselves, index for index.
+#
+# Prompts longer than ``max_length`` are refused, or left out with ``data.too_long=drop``, and those with a picture
+# that cannot be had likewise, with ``data.images.bad=drop``. Nothing is cached: prompts are few beside what is
+# generated for them.
+#
+# Imported by run, methods, checks and evals.
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How prompts are read, beside what ``data`` says."""
+
+    max_length: int
+    """Tokens a prompt may have."""
+    reference: str | None = None
+    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
+
+
+class PromptReport(DataReport):
+    """What came of the rows; what is learned is not there yet."""
+
+    @property
+    def sizes(self) -> str:
+        sizes = ("rows", self.num_rows), ("prompts", self.num_samples), ("tokens", self.num_tokens)
+        return ", ".join(counted(number, nouns) for nouns, number in sizes) + self.pictures
+
+
+class PromptSet(Dataset):
+    """Prompts by index, in the order of sources and rows."""
+
+    def __init__(self, parts: Sequence[SourcePart], asked: Sequence[PromptRow]) -> None:
+        super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
+        self.report = PromptReport(**vars(self.report))
+        self.asked = list(asked)
+
+    def prompts(self) -> list[Prompt]:
+        """What an engine takes."""
+        return [Prompt(row.place, row.ids_T, media=row.media) for row in self.asked]
+
+    def questions(self) -> Iterator[Row]:
+        """The prompts as rows whose answer, not there yet, is to be learned."""
+        for row in self.asked:
+            if isinstance(row.prompt, str):
+                yield Completion(row.place, row.prompt, "")
+            else:
+                yield Conversation(row.place, row.prompt, learned=(len(row.prompt),))
+
+
+def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: Asking) -> PromptSet:
+    """The prompts of ``config.train`` or ``config.eval``. Raises DataError for a row that is none."""
+    _require_fitting(config)
+    parts: list[SourcePart] = []
+    asked: list[PromptRow] = []
+    for source, columns in sources(config, split, "prompt"):
+        opened = open_source(source)
+        unread: list[Incident] = []
+        album = renderer.album
+        left_out = unread if album is not None and album.images.bad == "drop" else None
+        rows = load_prompts(source, renderer, columns, reference=how.reference, left_out=left_out)
+        kept, incidents = _fitted(rows, how.max_length, config.too_long)
+        if not kept:
+            raise DataError(_nothing_left(opened.path, len(rows), unread, how.max_length))
+        incidents += [replace(one, place=one.place.rpartition(":")[2]) for one in unread]
+        incidents.sort(key=lambda incident: int(incident.place))
+        entry = _entry(kept, len(rows) + len(unread), incidents)
+        times = 1 + sum(part.source == opened.path for part in parts)
+        label = source.path if times == 1 else f"{source.path}({times})"
+        part = SourcePart(label, source.weight, entry.digest, entry, opened.path, opened.stamps)
+        parts.append(replace(part, album=album))
+        asked += kept
+    made = PromptSet(parts, asked)
+    if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
+        made.asked = [replace(row, id=made.sample_id(index)) for index, row in enumerate(asked)]
+    return made
+
+
+def _nothing_left(path: str, num_rows: int, unread: Sequence[Incident], max_length: int) -> str:
+    if not num_rows:
+        first = unread[0]
+        return (
+            f"{path}: none of its {counted(len(unread), 'rows')} has pictures that can be used ({first.place}: "
+            f"{first.reason}); expected some; correct data.images.folder, or the files"
+        )
+    found = f"none of its {counted(num_rows, 'prompts')} has at most {max_length} tokens"
+    return f"{path}: {found}; expected some; raise data.max_length"
+
+
+def _require_fitting(config: DataConfig) -> None:
+    if config.too_long in ("split", "truncate"):
+        raise ConfigError(
+            f"data.too_long={config.too_long} would cut prompts, and their answers be judged by the whole; expected "
+            "error or drop; set data.too_long"
+        )
+    for key in ("targets", "min_length", "without_targets", "step_separator"):
+        if getattr(config, key) != getattr(DataConfig, key):
+            raise ConfigError(
+                f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
+                "have answers to learn; take it out"
+            )
+    if config.cache is not None:
+        raise ConfigError(
+            f"data.cache={config.cache}, and prompts are read anew each time; expected none; take it out"
+        )
+
+
+def _fitted(
+    rows: Sequence[PromptRow], max_length: int, too_long: str
+) -> tuple[list[PromptRow], list[Incident]]:
+    kept, incidents = [], []
+    for row in rows:
+        size = row.ids_T.size
+        if size <= max_length:
+            kept.append(row)
+            continue
+        reason = f"{counted(size, 'tokens')}, and a prompt may have {max_length:,}"
+        if too_long == "error":
+            raise DataError(
+                f"{row.place}: the prompt has {reason}; expected fewer; raise data.max_length, or set "
+                "data.too_long=drop"
+            )
+        incidents.append(Incident(row.place.rpartition(":")[2], "dropped", reason))
+    return kept, incidents
+
+
+def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Incident]) -> Entry:
+    sizes = np.array([row.ids_T.size for row in rows])
+    targets = [_targets(row) for row in rows]
+    arrays = {
+        "ids": np.concatenate([row.ids_T for row in rows]).astype(np.int32),
+        "offsets": np.cumsum([0, *sizes]),
+        "target_at": np.concatenate(targets).astype(np.int32),
+        "target_offsets": np.cumsum([0, *map(len, targets)]),
+        "line": np.array([int(row.place.rpartition(":")[2]) for row in rows]),
+        "part": np.zeros(len(rows), dtype=np.int32),
+    }
+    arrays |= media_arrays(row.media for row in rows)
+    # ids too: they key the random streams
+    told = json.dumps([[row.id, row.references, row.columns] for row in rows], default=_written)
+    digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["offsets"].tobytes() + told.encode())
+    for row in rows:
+        digest.update("".join(one.picture.digest for one in row.media).encode())
+    num_plain = sum(isinstance(row.prompt, str) for row in rows)
+    forms: dict[RowForm, int] = {"completion": num_plain, "conversation": len(rows) - num_plain}
+    return Entry(arrays, num_rows, tuple(incidents), forms=forms, digest=digest.hexdigest())
+
+
+def _targets(row: PromptRow) -> IntArray:
+    """All but the first token and the pictures'."""
+    is_target = np.ones(row.ids_T.size, dtype=bool)
+    is_target[0] = False
+    for one in row.media:
+        is_target[one.start : one.stop] = False
+    return np.flatnonzero(is_target)
+
+
+def _written(value: object) -> str:
+    """What JSON has no form for, for a digest: a picture is its bytes."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    to_bytes = getattr(value, "tobytes", None)
+    return str(value) if to_bytes is None else hashlib.sha256(to_bytes()).hexdigest()

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from taut import durable
 from taut.data.dataset import Dataset
-from taut.data.strict_json import read_json
+from taut.data.json_io import read_json
 from taut.errors import DataError
+from taut.io import files
 from taut.types import TOP_IDS, TOP_LOGP, FloatArray, IntArray, Sample
 
 KEYS = ("ids", "targets", "top_ids", "top_logprobs")
@@ -123,12 +123,12 @@ def read_top_logprobs(path: Path, data: Dataset, num_rows: int) -> TopLogprobs:
         logps.append(top.logp_Nk.astype(np.float32))
     offsets = np.cumsum([0, *map(len, ids)])
     every = Top(np.concatenate(ids), np.concatenate(logps))
-    return TopLogprobs(every, offsets, durable.digest(path))
+    return TopLogprobs(every, offsets, files.digest(path))
 
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with durable.open_text(path) as file:
+        with files.open_text(path) as file:
             yield from file
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(

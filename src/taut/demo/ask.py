@@ -19,8 +19,8 @@ from taut.demo.reading import Document, Question, prompt
 from taut.evals import report
 from taut.evals.answers import EvalSampling, answer
 from taut.evals.report import Answer, Metric
+from taut.inference.open import ModelUse, open_engine
 from taut.rewards import open_panel
-from taut.rollout.open import ModelUse, open_engine
 
 MAX_NEW_TOKENS = 16
 RIGHT, HOLDING = "exact_match", "contains"

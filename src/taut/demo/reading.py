@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taut.errors import DataError
-from taut.rewards.normal import normalise
+from taut.rewards.text_match import normalise
 
 QUESTIONS_PER_DOCUMENT = 16
 MAX_ANSWER_WORDS = 5

@@ -18,7 +18,7 @@ from taut.demo import fetch
 from taut.demo.ask import RIGHT, Report, num_of
 from taut.demo.reading import QUESTIONS_PER_DOCUMENT, Document
 from taut.evals.report import Answer, Metric
-from taut.terminal import Terminal
+from taut.io.terminal import Terminal
 
 NUM_SAMPLES = 3
 NUM_LOSSES = 5

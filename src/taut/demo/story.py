@@ -23,9 +23,9 @@ from taut.demo import fetch, show
 from taut.demo.ask import Report, ask
 from taut.demo.reading import Document, read_documents, split_documents, write_rows
 from taut.errors import ConfigError
-from taut.outdir import require_usable
-from taut.run import Run
-from taut.runlog.events import read_events
+from taut.run.config import Run
+from taut.train.log.events import read_events
+from taut.train.run_dir import require_usable
 
 NUM_TRAIN, NUM_EVAL = 40, 8
 

@@ -15,8 +15,8 @@ from taut.config import configclass
 from taut.data.prompts import PromptRow
 from taut.errors import DataError
 from taut.evals.report import Answer
+from taut.inference.engine import Engine, OnDone, Sampling
 from taut.rewards import Answered, Panel
-from taut.rollout.engine import Engine, OnDone, Sampling
 from taut.types import Completion, Prompt
 
 

@@ -1,46 +1,275 @@
-"""Evaluation while a model trains: which measurements are due after which step, and answers among them.
-
-Answers come from the engine on the very weights that train, with random streams of its own: a run with evaluations and
-one without take the same steps, bit for bit. Under several ranks all of them generate, the writer judges, and the
-others take its word.
-
-May import what evals may. run names its configuration, api wires it.
-"""
+"""Loss on held-out data: the training loss's own sums and metrics, without gradient, over every row of a set."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import numpy as np
+import pydantic
 import torch
 from pydantic import Field
+from typing_extensions import TypedDict
 
-from taut import durable
-from taut.config import configclass, to_dict
+from taut import losses
+from taut.config import configclass, first_problem, to_dict
+from taut.data.batching import Rows
 from taut.data.dataset import DataConfig, sources
-from taut.data.groups import Rows
-from taut.data.length import Incident
-from taut.data.preferences import Kind
 from taut.data.prompts import PromptRow, load_prompts
-from taut.data.render import Renderer
+from taut.data.render import Incident, Renderer
+from taut.data.schema import Kind
 from taut.data.sources import Source
-from taut.errors import ConfigError, DataError
+from taut.errors import ConfigError, DataError, OutputError
 from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
-from taut.evals.best import Best
-from taut.evals.heldout import HeldOut
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
-from taut.loop import Job
-from taut.memory import require_room
-from taut.printing import counted
+from taut.evals.statistics import Calibration, calibrate
+from taut.inference.engine import Engine, require_usable
+from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.reward_model import open_rater
+from taut.io import files
+from taut.io.console import counted
+from taut.losses import Loss
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rewards.registry import read_parts
-from taut.rollout.engine import Engine, require_usable
-from taut.rollout.local import LocalConfig, LocalEngine
-from taut.rollout.rated import open_rater
+from taut.train.distributed import Ranks
+from taut.train.oom import require_room
+from taut.train.step_statistics import Planned, Sums
+from taut.train.trainer import Job, made_ready
+from taut.types import Packed, Scores, Tree
+
+ROWS_AT_A_TIME = 512
+"""Rows planned together; bounds what is laid out in memory. What a loss takes over a whole step it takes over so many.
+"""
+
+
+@dataclass
+class Found:
+    """What some rows gave."""
+
+    terms: Sums = field(default_factory=Sums)
+    metrics: Sums = field(default_factory=Sums)
+    num_tokens: int = 0
+    predictions: list[tuple[list[float], list[float]]] = field(default_factory=list)
+    """Probabilities, and what they came to."""
+    lowest: float = 0.0
+
+    def add(self, loss: Loss, scores: Scores, packed: Packed) -> None:
+        """Add a micro-batch."""
+        sums = loss(scores, packed)
+        for term, unit in loss.units.items():
+            self.terms.add(term, sums.terms[term], losses.count(unit, packed))
+        for name, (total, count) in sums.metrics.items():
+            self.metrics.add(name, total, count)
+        self.num_tokens += packed.num_tokens
+        predicted = loss.predictions(scores, packed)
+        if predicted is not None:
+            self.predictions.append((predicted.probability.tolist(), predicted.outcome.tolist()))
+            self.lowest = predicted.lowest
+
+    def calibration(self, ranks: Ranks) -> Calibration | None:
+        """How far the probabilities of all ranks can be believed; None where there are none."""
+        every = [one for rank in ranks.gather(self.predictions) for one in rank]
+        lowest = max(ranks.gather(self.lowest))
+        probability, outcome = (
+            np.array([value for some in every for value in some[part]]) for part in (0, 1)
+        )
+        return calibrate(probability, outcome, lowest) if probability.size else None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Evaluates ``job.method.loss`` on ``rows`` and emits an ``eval`` event."""
+
+    rows: Rows
+    job: Job
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
+        ranks.
+        """
+        job, method, found = self.job, self.job.method, Found()
+        job.scorer.eval()
+        for start in range(0, len(self.rows), ROWS_AT_A_TIME):
+            indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
+            trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
+            planned = made_ready(job, trees, observed, f"held-out loss after step {step}")
+            self._add(planned, trees, found, step)
+        ranks = job.ranks
+        metrics = {"loss": sum(found.terms.means(ranks).values()), **found.metrics.means(ranks)}
+        fields: dict[str, Any] = {"num_tokens": int(ranks.sum([found.num_tokens])[0])}
+        calibration = found.calibration(ranks)
+        if calibration is not None:
+            metrics["calibration_error"] = calibration.error
+            fields["calibration"] = calibration.as_dict()["bins"]
+        job.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
+        return metrics
+
+    def _add(self, planned: Planned, trees: Sequence[Tree], found: Found, step: int) -> None:
+        """Add what counts. All ranks run equally many forwards."""
+        job, loss = self.job, self.job.method.loss
+        for packed, is_real in planned:
+            with torch.no_grad(), job.compute():
+                score = partial(job.scorer, packed, wants=loss.wants)
+                where = f"held-out loss after step {step}"
+                scores = job.fit.attempt(score, packed, trees, where)
+            if is_real:
+                found.add(loss, scores, packed.to(scores.device))
+
+
+# --------------------------------------------------------------------------------------------------
+# The best model so far, by one metric, in ``out/best``: a model directory like ``model/``, with ``best.json``.
+#
+#     {"step": 40, "metric": "exact_match", "value": 0.61, "measured": "..."}
+#
+# ``measured`` is the fingerprint of what the metric is measured on and how; where a resumed run measures otherwise,
+# values cannot be compared and it is refused. A resumed run knows the best value up to its checkpoint; a later model
+# that is in the directory is found again at its step. Of equal values the earlier stays. The directory takes its place
+# whole, so a killed run leaves the best before or the best after.
+#
+# Does not measure and does not know models: ``save`` writes one. May import durable, errors and loop.
+
+FILE = "best.json"
+
+SMALLER_IS_BETTER = ("loss",)
+"""Metrics of which the smallest value is the best; of all others it is the largest."""
+
+Save = Callable[[Path, Callable[[Path], None]], None]
+"""``save(directory, finish)``: every rank calls it; ``finish`` completes the directory before it takes its place."""
+
+
+class BestState(TypedDict):
+    """What Best remembers."""
+
+    measured: str
+    metric: str
+    value: float | None
+    step: int | None
+
+
+class Note(TypedDict):
+    """``best.json``."""
+
+    measured: str
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass
+class Best:
+    """Keeps the model whose ``metric`` is the best so far."""
+
+    remembered: ClassVar[Any] = BestState
+    metric: str
+    measured: str
+    directory: Path
+    save: Save
+    job: Job
+    value: float | None = None
+    """The best value so far."""
+    step: int | None = None
+    """Where it was measured."""
+
+    def consider(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Save the model of ``step`` if it is better than all before; every rank calls this.
+
+        A metric without a value that may be trusted (nothing scored, too many errors, NaN) is told; nothing is saved.
+        """
+        value = self.job.ranks.gather(metrics.get(self.metric))[0]
+        if value is None or math.isnan(value):
+            detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
+            self.job.emit("warning", step=step, name="best", detail=detail)
+            return
+        if not (
+            step == self.step or self._is_better(value)
+        ):  # a resumed run may measure a step again
+            return
+        note = {
+            "step": step,
+            "metric": self.metric,
+            "value": value,
+            "measured": self.measured,
+        }
+        self.save(
+            self.directory,
+            lambda folder: _write(folder / FILE, note),
+        )
+        self.value, self.step = value, step
+        self.job.emit("best", step=step, name=self.metric, value=value, path=str(self.directory))
+
+    def remember(self) -> dict[str, Any]:
+        return {
+            "measured": self.measured,
+            "metric": self.metric,
+            "value": self.value,
+            "step": self.step,
+        }
+
+    def recall(self, remembered: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint left off, unless something else was measured then or the model is gone."""
+        is_same = (remembered["metric"], remembered["measured"]) == (self.metric, self.measured)
+        if self.job.ranks.gather(is_same and (self.directory / FILE).is_file())[0]:
+            self.value, self.step = remembered["value"], remembered["step"]
+
+    def _is_better(self, value: float) -> bool:
+        if self.value is None:
+            return True
+        return value < self.value if self.metric in SMALLER_IS_BETTER else value > self.value
+
+
+def require_same_measure(directory: Path, metric: str, measured: str) -> None:
+    """Raise ConfigError where a run left a best model by another metric, or measured otherwise, in ``directory``."""
+    note = _read(directory / FILE)
+    if note is None or (note["metric"], note["measured"]) == (metric, measured):
+        return
+    is_same = note["metric"] == metric
+    found = f"{metric} on other data or in another way" if is_same else f"{note['metric']}"
+    raise ConfigError(
+        f"{directory} is the best model by {found}, and eval.best={metric} cannot be compared with it; "
+        f"expected the same evaluation as before the resume; set it back, or remove {directory}"
+    )
+
+
+def drop_after(directory: Path, step: int) -> None:
+    """Remove a best model of a later step: for a run whose later steps will be others."""
+    note = _read(directory / FILE)
+    if note is not None and note["step"] > step:
+        files.remove_directory(directory)
+
+
+def _read(path: Path) -> Note | None:
+    try:
+        note = pydantic.TypeAdapter(Note).validate_python(files.read_json(path), strict=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        if isinstance(error, pydantic.ValidationError):
+            reason = first_problem(error)
+        raise OutputError(
+            f"{path} cannot be read: {reason}; expected what a run wrote; remove {path.parent}"
+        ) from error
+    return note
+
+
+def _write(path: Path, note: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(note) + "\n", encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation while a model trains: which measurements are due after which step, and answers among them.
+#
+# Answers come from the engine on the very weights that train, with random streams of its own: a run with evaluations
+# and one without take the same steps, bit for bit. Under several ranks all of them generate, the writer judges, and
+# the others take its word.
+#
+# May import what evals may. run names its configuration, api wires it.
 
 SAMPLES_LOGGED = 4
 ROOMIER = "set a smaller eval.answers.local.sequences or eval.answers.local.prefill_tokens"
@@ -183,7 +412,7 @@ class Answering:
         """A fingerprint of the questions, how they are asked and what judges."""
         asked = [_told(row) for row in self.rows]
         config = to_dict(self.config)
-        code = [durable.read_text(path) for path in files_of(self.config.rewards)]
+        code = [files.read_text(path) for path in files_of(self.config.rewards)]
         text = json.dumps([asked, config["rewards"], code, config["sampling"]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -21,12 +21,12 @@ import torch
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError, ModelError
-from taut.loop import Job
-from taut.memory import require_room
-from taut.rollout.engine import Engine, Sampling
-from taut.rollout.local import LocalEngine
+from taut.inference.engine import Engine, Sampling
+from taut.inference.local import LocalEngine
+from taut.train.oom import require_room
+from taut.train.trainer import Job
 from taut.types import Prompt, Sample
 
 LOOKED_AT = 64

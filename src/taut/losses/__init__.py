@@ -5,17 +5,11 @@ What a loss is: losses/loss.py. May import types, errors and torch only.
 
 from __future__ import annotations
 
-from taut.losses.correction import Correction
 from taut.losses.loss import Loss, Unit, count
-from taut.losses.margins import VARIANTS
-from taut.losses.policy import Kl, PolicyGradient
-from taut.losses.preference import Preference
-from taut.losses.reference_free import Orpo, cpo, simpo
+from taut.losses.policy import SURROGATES, Bounds, Correction, Critic, Kl, PolicyGradient
+from taut.losses.preference import VARIANTS, Orpo, Preference, Unpaired, cpo, simpo
 from taut.losses.reward import BradleyTerry, Process, Regression
-from taut.losses.sft import CrossEntropy
-from taut.losses.surrogates import SURROGATES, Bounds
-from taut.losses.unpaired import Unpaired
-from taut.losses.value import Critic
+from taut.losses.supervised import CrossEntropy
 
 __all__ = ["LOSSES", "Loss", "Unit", "count"]
 

@@ -1,53 +1,35 @@
-"""Policy gradients: PPO, GRPO and their family, on the tokens that a roll-out sampled.
+"""What a sampled token costs: the surrogates of policy gradients. One function and one entry for each.
 
-    sum over targets of  share * c * cost                    cost: a surrogate, losses/surrogates.py
-        + kl_coef * sum of share * divergence estimate       losses/kl.py
-        - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N
-        + value                                              losses/value.py
+With a sampled token's log-ratio u = log pi - log old, its ratio r = e^u, its advantage A, the bounds low and high, and
+clip(x) = x held between 1 - low and 1 + high. The cost, whose gradient goes down:
 
-c is the correction's weight (losses/correction.py), 1 where there is none. It multiplies the value of a token's cost,
-and every gradient that reaches this token's log-probability. Where a token's cost depends on its own log-probability
-alone, that is the product c * cost. With gspo all costs of a sample depend on all of its log-probabilities, and the
-product would give every token the sample's mean weight. Here a token of weight 0 gets no gradient from the policy term.
-It still counts in the sample's length and in the ratio s, as a constant: so it has a part in how large the gradient of
-the other tokens is, and in whether the sample is clipped. gmpo refuses weights of tokens: its ratio is a product, which
-one weight of 0 would make 0.
+    clip         -min(r A, clip(r) A)                       PPO, arXiv 1707.06347, eq. 7; high apart from low: DAPO's
+                                                            clip-higher, 2503.14476. With a dual clip c, not below c A
+                                                            where A < 0: 1912.09729 (TRL's delta)
+    gspo         the same of s = e^(mean of u over the sample's targets)
+                                                            GSPO, arXiv 2507.18071, eq. 5 to 7
+    gspo_token   the same of sg(s) r / sg(r): the sequence's ratio, with each token's own gradient
+                                                            GSPO-token, eq. 13 to 14
+    cispo        -sg(clip(r)) A log pi                      CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 to 5. low = 1 is
+                                                            no lower bound; 1 + high is TRL's epsilon_high
+    sapo         -(4 / t) sigmoid(t (r - 1)) A, t another one where A > 0 than elsewhere
+                                                            SAPO, arXiv 2511.20347
+    gmpo         -e^(mean of v over the sample's targets) A, v = u held between -low and high on the side on which clip
+                 would hold it: min(u, held u) where A > 0, else max
+                                                            GMPO, arXiv 2507.20673: bounds of log-ratios
+    reinforce    -A log pi                                  REINFORCE (Williams, 1992): reads no ratio
 
-``average`` says what a token's share is, and what the sums are divided by:
+sg: a constant of the gradient. Where the policy is the old one, u = 0, every one has the gradient of reinforce; gspo
+and gmpo have it of the mean of A over the sample, which is A where it is one number a sample.
 
-    token       weight_N, by the step's sum of weight_N      every token counts alike: DAPO, arXiv 2503.14476, eq. 8
-    sequence    weight_N / (sum of weight_N over the sample), by the number of samples
-                                                             every sample counts alike: GRPO, arXiv 2402.03300, eq. 3
-    constant    weight_N / constant_length, by the number of samples
-                                                             no sample's length counts: Dr. GRPO, arXiv 2503.20783
+r is e^u up to e^30 and goes on along its tangent from there: values and gradients are finite for any log-ratio.
 
-Streams: ``advantage_N``; ``old_logp_N``, what the trainer said of the tokens when the roll-out began to be trained on;
-``engine_logp_N``, what the engine said (NaN: nothing); ``ref_logp_N``, the reference's.
-
-``is_fresh``: the roll-out is the policy's own, and trained on once: old is the policy itself, held constant, so that
-every ratio is 1, nothing is clipped and the gradient is REINFORCE's. The policy term is then linear in logp with
-weights known beforehand; where there is no other term, no correction and no entropy to report, its gradient is formed
-in the forward (``linear_weights``).
-
-Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, of a policy's own tokens an estimate of its
-entropy that costs nothing. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would be the
-cross entropy of q and pi, which rises as the two part:
-
-    entropy_estimate = sum of w * (-log pi) / sum of w
-
-Both sums are unbiased, n times the entropy and n; their quotient has a bias of order 1 / n and a smaller spread than
-the first sum over n. q is what the engine said of the token, else old. It is the entropy after the prefixes that q
-drew. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
-say how many tokens it held; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
-
-It knows no groups and no rewards: losses/advantages.py makes the advantages.
-
-May import types, errors, torch and its neighbours in losses.
+May import types, torch and losses.answers. losses.policy imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -55,21 +37,426 @@ import torch
 from torch import Tensor
 
 from taut.errors import ConfigError
-from taut.losses.answers import Metrics, mean
-from taut.losses.correction import Correction, effective_share, engine_metrics, weights
-from taut.losses.kl import KlGradient, KlValue, estimate
 from taut.losses.loss import Loss, Unit
-from taut.losses.surrogates import (
-    SURROGATES,
-    Bounds,
-    Choices,
-    Cost,
-    Surrogate,
-    mean_of_sample,
-    ratio_of,
-)
-from taut.losses.value import Critic, explained_variance, value_cost
+from taut.losses.reward import STEEPEST, Metrics, mean, relative_power
 from taut.types import LossSum, Packed, Scores, Wants
+
+
+class Bounds(NamedTuple):
+    """The constants of the surrogates."""
+
+    low: float
+    high: float
+    dual: float | None = None
+    """Of clip, gspo and gspo_token: the largest ratio that counts where the advantage is negative."""
+    warm_positive: float = 1.0
+    """Of sapo: its temperature where the advantage is positive."""
+    warm_negative: float = 1.05
+    """Of sapo: its temperature elsewhere."""
+
+
+class Choices(NamedTuple):
+    """The sampled tokens of a micro-batch."""
+
+    logp_N: Tensor
+    log_ratio_N: Tensor
+    """u: log pi - log old."""
+    advantage_N: Tensor
+    packed: Packed
+    bounds: Bounds
+
+    def weighted(self, weight_N: Tensor) -> Choices:
+        """The same values; the gradient that reaches each token's log-probability is multiplied by its weight."""
+        step_N = self.logp_N - self.logp_N.detach()
+        return self._replace(
+            logp_N=self.logp_N.detach() + weight_N * step_N,
+            log_ratio_N=self.log_ratio_N.detach() + weight_N * step_N,
+        )
+
+
+class Cost(NamedTuple):
+    """What the tokens cost, and what was held."""
+
+    cost_N: Tensor
+    ratio_N: Tensor | None = None
+    """The ratio that was compared with the bounds, without gradient; None where there are none."""
+    low_N: Tensor | None = None
+    """Where it was held from below."""
+    high_N: Tensor | None = None
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """e^u, along its tangent beyond e^30."""
+    return relative_power(log_ratio, 1.0) + 1.0
+
+
+def mean_of_sample(value_N: Tensor, packed: Packed) -> Tensor:
+    """The weighted mean over each sample's targets, at each of them."""
+    weight_N = packed.weight_N.to(value_N)
+    total_S = packed.by_sample(weight_N * value_N)
+    return (total_S / packed.by_sample(weight_N)).index_select(0, packed.row_N)
+
+
+def _held(ratio_N: Tensor, advantage_N: Tensor, bounds: Bounds) -> Cost:
+    """PPO's pessimistic minimum."""
+    low, high = 1.0 - bounds.low, 1.0 + bounds.high
+    free_N = ratio_N if bounds.dual is None else ratio_N.clamp(max=bounds.dual)
+    gain_N = torch.minimum(free_N * advantage_N, ratio_N.clamp(low, high) * advantage_N)
+    seen_N = ratio_N.detach()
+    is_low_N = (seen_N < low) & (advantage_N < 0)
+    return Cost(-gain_N, seen_N, is_low_N, (seen_N > high) & (advantage_N > 0))
+
+
+def _clip(chosen: Choices) -> Cost:
+    return _held(ratio_of(chosen.log_ratio_N), chosen.advantage_N, chosen.bounds)
+
+
+def _gspo(chosen: Choices) -> Cost:
+    ratio_N = ratio_of(mean_of_sample(chosen.log_ratio_N, chosen.packed))
+    return _held(ratio_N, chosen.advantage_N, chosen.bounds)
+
+
+def _gspo_token(chosen: Choices) -> Cost:
+    ratio_N = ratio_of(mean_of_sample(chosen.log_ratio_N.detach(), chosen.packed))
+    own_N = (chosen.logp_N - chosen.logp_N.detach()).exp()
+    return _held(ratio_N * own_N, chosen.advantage_N, chosen.bounds)
+
+
+def _cispo(chosen: Choices) -> Cost:
+    low, high = 1.0 - chosen.bounds.low, 1.0 + chosen.bounds.high
+    ratio_N = ratio_of(chosen.log_ratio_N.detach())
+    cost_N = -ratio_N.clamp(low, high) * chosen.advantage_N * chosen.logp_N
+    return Cost(cost_N, ratio_N, ratio_N < low, ratio_N > high)
+
+
+def _sapo(chosen: Choices) -> Cost:
+    ratio_N, bounds = ratio_of(chosen.log_ratio_N), chosen.bounds
+    warm_N = torch.full_like(ratio_N, bounds.warm_negative)
+    warm_N = warm_N.masked_fill(chosen.advantage_N > 0, bounds.warm_positive)
+    gain_N = torch.sigmoid(warm_N * (ratio_N - 1.0)) * (4.0 / warm_N) * chosen.advantage_N
+    return Cost(-gain_N, ratio_N.detach())
+
+
+def _gmpo(chosen: Choices) -> Cost:
+    log_ratio_N, is_good_N = chosen.log_ratio_N, chosen.advantage_N > 0
+    low, high = -chosen.bounds.low, chosen.bounds.high
+    held_N = torch.where(is_good_N, log_ratio_N.clamp(max=high), log_ratio_N.clamp(min=low))
+    ratio_N = ratio_of(mean_of_sample(held_N, chosen.packed))
+    seen_N = log_ratio_N.detach()
+    is_high_N = (seen_N > high) & is_good_N
+    is_low_N = (seen_N < low) & (chosen.advantage_N < 0)
+    return Cost(-ratio_N * chosen.advantage_N, ratio_N.detach(), is_low_N, is_high_N)
+
+
+def _reinforce(chosen: Choices) -> Cost:
+    return Cost(-chosen.advantage_N * chosen.logp_N)
+
+
+class Surrogate(NamedTuple):
+    """One of them."""
+
+    cost: Callable[[Choices], Cost]
+    is_of_sample: bool = False
+    """Whether a sample has one ratio, with a gradient to all of its tokens."""
+    is_held: bool = True
+    """Whether it reads low and high."""
+    is_dual: bool = False
+    """Whether it reads the dual clip."""
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "clip": Surrogate(_clip, is_dual=True),
+    "gspo": Surrogate(_gspo, is_of_sample=True, is_dual=True),
+    "gspo_token": Surrogate(_gspo_token, is_dual=True),
+    "cispo": Surrogate(_cispo),
+    "sapo": Surrogate(_sapo, is_held=False),
+    "gmpo": Surrogate(_gmpo, is_of_sample=True),
+    "reinforce": Surrogate(_reinforce, is_held=False),
+}
+"""name -> what it is. Every entry is held to tests/invariants and tests/unit/losses."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The divergence of a policy from a reference, estimated from sampled tokens: as a value, as a gradient, as a reward.
+#
+# With u = log pi - log ref of a token drawn from pi (J. Schulman, Approximating KL divergence, 2020):
+#
+#     k1    u                   mean KL(pi || ref), can be negative, the widest spread
+#     k2    u^2 / 2             never negative; its mean is KL to second order only
+#     k3    e^-u - 1 + u        never negative; mean KL, narrower than k1 where the two are near
+#
+# A value's name says nothing of its gradient, because tokens are drawn from the policy that is differentiated (arXiv
+# 2506.09477, 2512.21852). The gradient of KL is E[u g], g the gradient of log pi. That of each estimator as a term of
+# the loss:
+#
+#     k1    g                   mean 0: no force at all, only noise. No term of the loss is made of it
+#     k2    u g                 the gradient of KL, token by token
+#     k3    (1 - e^-u) g        biased: the gradient of KL(ref || pi), near u g where u is small. GRPO's (DeepSeekMath,
+#                               arXiv 2402.03300, eq. 4) and TRL's
+#
+# Tokens drawn from an older policy are weighted by r = pi / old, a constant: the term of k2 is r k2, of gradient r u
+# g, right for them too. (r k3 with r differentiated has the same gradient, also where r is 1: DeepSeek-V3.2, arXiv
+# 2512.02556; TRL's use_bias_correction_kl.) The term of k3 is as GRPO has it, without a weight.
+#
+# "Token by token": each token is charged for its own divergence, the prefixes being what they are. What a token does
+# to the divergence of those after it is not in a term of the loss; it is in the reward. There the penalty -coef * u
+# of every token (``penalty``) becomes part of the return, and the gradient of the policy term is that of the
+# divergence of whole sequences (Ziegler et al., arXiv 1909.08593).
+#
+# It does not estimate a divergence from the whole distribution: that is distillation (models/divergence.py).
+#
+# May import torch and losses.answers.
+
+KlValue: TypeAlias = Literal["k1", "k2", "k3"]
+KlGradient: TypeAlias = Literal["k2", "k3"]
+
+
+def estimate(log_ratio: Tensor, kind: KlValue) -> Tensor:
+    """k1, k2 or k3 of log-ratios of tokens drawn from the numerator."""
+    match kind:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio**2 / 2
+        case "k3":
+            return relative_power(-log_ratio, 1.0) + log_ratio
+
+
+def penalty(logp_N: Tensor, ref_logp_N: Tensor, coef: float) -> Tensor:
+    """What a token's reward loses by its divergence: -coef * (log pi - log ref). Over a sample, its sum."""
+    return -coef * (logp_N - ref_logp_N)
+
+
+def adapted(coef: float, *, observed: float, target: float, horizon: float = 10.0) -> float:
+    """The coefficient after a roll-out that diverged by ``observed`` nats (arXiv 1909.08593, 2.2):
+
+        coef * (1 + e / horizon),    e = observed / target - 1, held between -0.2 and 0.2
+
+    Ten roll-outs that are far off change it by a fifth.
+    """
+    error = min(max(observed / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error / horizon)
+
+
+# --------------------------------------------------------------------------------------------------
+# The difference between the engine that sampled and the trainer that learns: its weights, and how large it is.
+#
+# Two programs give one token two log-probabilities. With d = old - engine, where old is the trainer's log-probability
+# when the roll-out was sampled, a token was drawn e^d times too seldom. The level says what a weight w is made of:
+#
+#     token        w = e^d of each token
+#     sequence     w = e^(sum of d over the sample's targets)         the exact weight of a whole sample
+#     geometric    w = e^(mean of d over the sample's targets)        its geometric mean per token
+#
+#  truncated    min(max(w, floor), cap)                 TIS (F. Yao et al., Your efficient RL framework secretly brings
+#                                                       you off-policy RL training, 2025), of tokens
+#  masked       w, 0 where it is not between floor and cap
+#                                                       MIS (J. Liu et al., When speed kills stability, 2025), of
+#                                                       samples; IcePop (Ring-1T, arXiv 2510.18855), of tokens
+#
+# The product over a sample fades with its length n: noise of s nats a token gives its logarithm a variance of n s^2
+# around a mean of -n s^2 / 2. At s = 0.02 and n = 16,384 weights below a cap of 2 average 0.16, and an honest engine
+# teaches next to nothing. The geometric mean has a spread of s / sqrt(n) and so judges answers of any length by the
+# same bounds. It is not the importance weight of the sample: it rejects answers that the two programs see
+# differently, and leaves the others as they are.
+#
+# Weights are constants of the gradient; losses/policy.py says how they enter it. A token of which the engine could not
+# say its log-probability (NaN) has d = 0 and is in no metric.
+#
+# ``engine/kl`` is KL(engine || trainer) by k3, ``engine/kl_k1`` by k1, both per token (losses/kl.py has the
+# estimators). ``engine/weight`` and ``engine/weight_square`` are means over tokens of the weight and its square,
+# after cap and floor: ``effective_share`` makes of them the effective sample size by the number of tokens, (sum w)^2
+# / (n sum w^2).
+#
+# May import types, torch and its neighbours in losses.
+
+CorrectionKind: TypeAlias = Literal["none", "truncated", "masked"]
+CorrectionLevel: TypeAlias = Literal["token", "sequence", "geometric"]
+FAR = 1.0
+"""Nats: what ``engine/far`` counts."""
+
+
+class Correction(NamedTuple):
+    """How the policy term is weighted."""
+
+    kind: CorrectionKind = "none"
+    level: CorrectionLevel = "token"
+    cap: float = 2.0
+    floor: float = 0.0
+
+
+def weights(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
+    """What each token counts for, [N]: constants."""
+    return _acted(_raw(difference_N.detach(), packed, how), how)
+
+
+def _raw(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
+    difference_N = difference_N.nan_to_num(nan=0.0)
+    match how.level:
+        case "token":
+            pass
+        case "sequence":
+            difference_N = packed.by_sample(difference_N).index_select(0, packed.row_N)
+        case "geometric":
+            difference_N = mean_of_sample(difference_N, packed)
+    return difference_N.clamp(max=STEEPEST).exp()
+
+
+def _acted(weight_N: Tensor, how: Correction) -> Tensor:
+    match how.kind:
+        case "none":
+            return weight_N
+        case "truncated":
+            return weight_N.clamp(how.floor, how.cap)
+        case "masked":
+            is_out_N = (weight_N < how.floor) | (weight_N > how.cap)
+            return weight_N.masked_fill(is_out_N, 0.0)
+
+
+@torch.no_grad()
+def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Metrics:
+    """How far engine and trainer are apart, over the tokens of which both have said something."""
+    is_known_N = ~difference_N.isnan()
+    raw_N = _raw(difference_N.double(), packed, how)
+    used_N = _acted(raw_N, how)
+    d = difference_N[is_known_N].double()
+    count = torch.tensor(float(d.numel()))
+    sums = {
+        "difference": d.abs().sum(),
+        "difference_square": (d**2).sum(),
+        "far": (d.abs() > FAR).sum(),
+        "kl": estimate(-d, "k3").sum(),
+        "kl_k1": -d.sum(),
+        "weight": used_N[is_known_N].sum(),
+        "weight_square": (used_N[is_known_N] ** 2).sum(),
+    }
+    if how.kind != "none":
+        sums["corrected"] = (used_N != raw_N)[is_known_N].sum()
+    return {f"engine/{name}": (total, count) for name, total in sums.items()}
+
+
+def effective_share(metrics: Mapping[str, float]) -> float | None:
+    """The effective sample size by the number of tokens, 0 (every one is masked) to 1, of a step's metrics; None where
+    there are none.
+    """
+    square = metrics.get("engine/weight_square")
+    if square is None:
+        return None
+    return metrics["engine/weight"] ** 2 / square if square > 0 else 0.0
+
+
+def largest_difference(scores: Scores, packed: Packed) -> float:
+    """The largest |old - engine| of a micro-batch, in nats; 0 where nothing is known. A maximum is no metric: those are
+    sums.
+    """
+    old_N = packed.streams.get("old_logp_N", scores.logp_N.detach()).to(scores.logp_N)
+    engine_N = packed.streams["engine_logp_N"].to(scores.logp_N)
+    gap_N = (old_N - engine_N).abs().nan_to_num(nan=0.0)
+    return float(gap_N.max()) if gap_N.numel() else 0.0
+
+
+# --------------------------------------------------------------------------------------------------
+# The critic's term: what a state is said to be worth against what it came to.
+#
+#     1/2 (V - R)^2
+#     1/2 max((V - R)^2, (V' - R)^2),    V' = V held within clip of V_old    with a clip: PPO's code, arXiv 1707.06347
+#
+# at each read of the scalar head, a state in which a token was chosen: R its return, V_old what the critic said of it
+# when the roll-out began to be trained on. The sum is divided by the number of reads.
+#
+# ``explained_variance`` makes of the metrics 1 - Var(R - V) / Var(R): 1 is a critic that knows, 0 one that says
+# nothing, less than 0 one that misleads.
+#
+# May import types, torch and losses.answers. losses.policy imports it.
+
+
+class Critic(NamedTuple):
+    """The term's constants."""
+
+    coef: float = 0.1
+    clip: float | None = None
+
+
+def value_cost(scores: Scores, packed: Packed, critic: Critic) -> tuple[Tensor, Metrics]:
+    """coef times the sum over reads, and the metrics."""
+    assert scores.scalar_R is not None, "the model was not asked for its scalar head"
+    value_R = scores.scalar_R
+    return_R = packed.read_values["return"].to(value_R)
+    error_R = value_R - return_R
+    square_R, metrics = error_R**2, {}
+    if critic.clip is not None:
+        old_R = packed.read_values["value"].to(value_R)
+        held_R = old_R + (value_R - old_R).clamp(-critic.clip, critic.clip)
+        held_square_R = (held_R - return_R) ** 2
+        metrics["value/clipped"] = mean((held_square_R > square_R).double())
+        square_R = torch.maximum(square_R, held_square_R)
+    of_R, off_R = packed.read_values["return"].double(), error_R.double()
+    metrics |= {
+        "value/mean": mean(value_R),
+        "value/error": mean(off_R),
+        "value/error_square": mean(off_R**2),
+        "return/mean": mean(of_R),
+        "return/square": mean(of_R**2),
+    }
+    return critic.coef * 0.5 * square_R.sum(), metrics
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float | None:
+    """Of a step's metrics; None where there is no critic, or all returns are one but for rounding."""
+    if "return/square" not in metrics:
+        return None
+    square = metrics["return/square"]
+    spread = square - metrics["return/mean"] ** 2
+    left = metrics["value/error_square"] - metrics["value/error"] ** 2
+    return 1.0 - left / spread if spread > 1e-9 * square else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Policy gradients: PPO, GRPO and their family, on the tokens that a roll-out sampled.
+#
+#     sum over targets of  share * c * cost                    cost: a surrogate, losses/surrogates.py
+#         + kl_coef * sum of share * divergence estimate       losses/kl.py
+#         - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N
+#         + value                                              losses/value.py
+#
+# c is the correction's weight (losses/correction.py), 1 where there is none. It multiplies the value of a token's
+# cost, and every gradient that reaches this token's log-probability. Where a token's cost depends on its own
+# log-probability alone, that is the product c * cost. With gspo all costs of a sample depend on all of its
+# log-probabilities, and the product would give every token the sample's mean weight. Here a token of weight 0 gets no
+# gradient from the policy term. It still counts in the sample's length and in the ratio s, as a constant: so it has a
+# part in how large the gradient of the other tokens is, and in whether the sample is clipped. gmpo refuses weights of
+# tokens: its ratio is a product, which one weight of 0 would make 0.
+#
+# ``average`` says what a token's share is, and what the sums are divided by:
+#
+#     token       weight_N, by the step's sum of weight_N      every token counts alike: DAPO, arXiv 2503.14476, eq. 8
+#     sequence    weight_N / (sum of weight_N over the sample), by the number of samples
+#                                                              every sample counts alike: GRPO, arXiv 2402.03300, eq. 3
+#     constant    weight_N / constant_length, by the number of samples
+#                                                              no sample's length counts: Dr. GRPO, arXiv 2503.20783
+#
+# Streams: ``advantage_N``; ``old_logp_N``, what the trainer said of the tokens when the roll-out began to be trained
+# on; ``engine_logp_N``, what the engine said (NaN: nothing); ``ref_logp_N``, the reference's.
+#
+# ``is_fresh``: the roll-out is the policy's own, and trained on once: old is the policy itself, held constant, so
+# that every ratio is 1, nothing is clipped and the gradient is REINFORCE's. The policy term is then linear in logp
+# with weights known beforehand; where there is no other term, no correction and no entropy to report, its gradient is
+# formed in the forward (``linear_weights``).
+#
+# Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, of a policy's own tokens an estimate of
+# its entropy that costs nothing. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would
+# be the cross entropy of q and pi, which rises as the two part:
+#
+#     entropy_estimate = sum of w * (-log pi) / sum of w
+#
+# Both sums are unbiased, n times the entropy and n; their quotient has a bias of order 1 / n and a smaller spread than
+# the first sum over n. q is what the engine said of the token, else old. It is the entropy after the prefixes that q
+# drew. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
+# say how many tokens it held; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
+#
+# It knows no groups and no rewards: losses/advantages.py makes the advantages.
+#
+# May import types, errors, torch and its neighbours in losses.
 
 Average: TypeAlias = Literal["token", "sequence", "constant"]
 

@@ -1,55 +1,261 @@
-"""Preference optimisation on pairs: DPO and its family, with or without a reference.
+"""The functions of the DPO family: what a pair's two log-ratios cost. One function and one entry for each.
 
-    sum over terms of  weight * mean over pairs of f(r_w, r_l)
-        + sft_weight * mean over the tokens of preferred answers of -logp
+With r = the score of an answer (its log-ratio log pi(y|x) - log ref(y|x), or what a divergence makes of it), w the
+better and l the worse answer, d = r_w - r_l, m the margin, s the logistic function, e the label smoothing:
 
-The functions f and their papers are in losses/margins.py. A sum of several is MPO (arXiv 2411.10442), with the term on
-good answers it is RPO's (2404.19733). The score r of an answer is its log-ratio u = log pi(y|x) - log ref(y|x), divided
-by its length where ``length_normalised`` (Tulu 3, 2411.15124), and then what the divergence makes of it (f-DPO, arXiv
-2309.16240, table 1: f' of e^u):
+    x = beta * d - m        m: a target margin (SimPO's gamma) or the data's (ODPO, arXiv 2402.10571)
 
-    reverse_kl    u                              forward_kl   1 - e^-u
-    js            log 2 + log sigmoid(u)         alpha        (1 - e^(-alpha u)) / alpha: 0 is reverse_kl, 1 forward_kl
+    sigmoid       -(1 - e) log s(x) - e log s(-x)           DPO, arXiv 2305.18290, eq. 7; e > 0: cDPO (E. Mitchell, A
+                                                            note on DPO with noisy preferences, 2023)
+    ipo           ((x - 1/2) / beta)^2 = (d - m / beta - 1 / (2 beta))^2 on log-ratios per token
+                                                            IPO, arXiv 2310.12036, eq. 17, with beta for tau. The paper
+                                                            writes sums; its results are of means per token, as TRL's
+    hinge         max(0, 1 - x)                             SLiC, arXiv 2305.10425, on log-ratios (RSO, 2309.06657)
+    robust        (-(1 - e) log s(x) + e log s(-x)) / (1 - 2e)
+                                                            rDPO, arXiv 2403.00409. Not bounded from below
+    exo           KL([s(x), s(-x)] || [1 - e, e])           EXO, arXiv 2402.00856, eq. 16 with two answers
+    discopop      (1 - s(x / tau)) * -log s(x) + s(x / tau) * exp(-x)
+                                                            DiscoPOP, arXiv 2406.08414, eq. 5 (log-ratio modulated)
+    nca           -log s(beta r_w) - (log s(-beta r_w) + log s(-beta r_l)) / 2
+                                                            NCA, arXiv 2402.05369, two answers labelled 1 and 0
+    bco           -log s(beta r_w - c) - log s(c - beta r_l)
+                                                            BCO, arXiv 2404.04656; c = the mean of beta r over all
+                                                            answers of the step, a constant (the paper: a running one)
+    sppo          (r_w - 1 / (2 beta))^2 + (r_l + 1 / (2 beta))^2
+                                                            SPPO, arXiv 2405.00675, eq. 4.7 where the better answer
+                                                            wins for sure
+    apo_zero      s(-beta r_w) + s(beta r_l)                APO, arXiv 2408.06266, eq. 7
+    apo_down      s(beta r_w) + s(-beta d)                  APO, arXiv 2408.06266, eq. 8
+    aot           sigmoid's, of beta * (a_(i) - b_(i)): the differences log pi(w) - log pi(l) of the step, sorted,
+                  against the reference's, sorted           AOT, arXiv 2406.05882, paired
+    aot_unpaired  sigmoid's, of beta * (r_w(i) - r_l(i)): the better answers of the step, sorted, against the worse
+                                                            AOT, arXiv 2406.05882, unpaired
 
-e^-u goes on along its tangent beyond e^30 (losses/answers.py). The constant beta log Z(x) of f-DPO leaves differences
-alone, so a divergence is for functions of x. TRL divides by the length after the divergence, not before, and its alpha
-is 1 - alpha.
+The order of AOT is over the whole step: a pair's partner reaches it as a constant (``Variant.statistics``). Unpaired,
+both partners move, so a pair is charged for its better answer against a constant, and for its worse one against
+another: the gradients add, and half of the sum is the value.
 
-``reference_free``: u = log pi(y|x), no reference is read. CPO, SimPO and AlphaPO are made of this in
-losses/reference_free.py.
+Finite, with finite gradients, for log-ratios of any size that float32 holds the square of.
 
-Pairs are all of a group's whose preference differs, each counted once; metrics of chosen and rejected are means over
-pairs. rewards are beta * r. An accuracy counts ties half (TRL: not at all), so it begins at 0.5, where policy and
-reference are one. logps and kl are explained in losses/answers.py.
-
-It does not weight pairs (WPO), nor tokens beyond those of the shorter answer (LD-DPO).
-
-May import types, errors, torch and its neighbours in losses.
+May import torch. losses.preference imports it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from taut.errors import ConfigError
-from taut.losses.answers import (
+from taut.losses.loss import Loss, Unit
+from taut.losses.reward import (
     Answers,
     Metrics,
     answers,
+    kind_metrics,
+    mean,
     nll_of_best,
     pair_metrics,
     relative_power,
     sequence_metrics,
+    share_above,
 )
-from taut.losses.loss import Loss, Unit
-from taut.losses.margins import VARIANTS, Compared, Observed
 from taut.types import LossSum, Packed, Scores, Wants
+
+
+class Compared(NamedTuple):
+    """Pairs of answers, and the constants of the functions."""
+
+    better_P: Tensor
+    """Scores of the better answers: log-ratios, or what a divergence makes of them."""
+    worse_P: Tensor
+    margin_P: Tensor
+    beta: float
+    smoothing: float
+    tau: float
+    stats: Mapping[str, Tensor]
+
+    @property
+    def x_P(self) -> Tensor:
+        return self.beta * (self.better_P - self.worse_P) - self.margin_P
+
+
+class Observed(NamedTuple):
+    """All pairs of a step, without gradient."""
+
+    better_P: Tensor
+    worse_P: Tensor
+    reference_P: Tensor
+    """log ref(w) - log ref(l)"""
+    beta: float
+
+
+def _smoothed(x_P: Tensor, smoothing: float) -> Tensor:
+    if smoothing == 0:
+        return -logsigmoid(x_P)
+    return -(1 - smoothing) * logsigmoid(x_P) - smoothing * logsigmoid(-x_P)
+
+
+def sigmoid(pairs: Compared) -> Tensor:
+    return _smoothed(pairs.x_P, pairs.smoothing)
+
+
+def ipo(pairs: Compared) -> Tensor:
+    return ((pairs.x_P - 0.5) / pairs.beta) ** 2
+
+
+def hinge(pairs: Compared) -> Tensor:
+    return torch.relu(1 - pairs.x_P)
+
+
+def robust(pairs: Compared) -> Tensor:
+    x_P, flipped = pairs.x_P, pairs.smoothing
+    return (flipped * logsigmoid(-x_P) - (1 - flipped) * logsigmoid(x_P)) / (1 - 2 * flipped)
+
+
+def exo(pairs: Compared) -> Tensor:
+    x_P = pairs.x_P
+    for_better_P = torch.sigmoid(x_P) * (logsigmoid(x_P) - math.log1p(-pairs.smoothing))
+    for_worse_P = torch.sigmoid(-x_P) * (logsigmoid(-x_P) - math.log(pairs.smoothing))
+    return for_better_P + for_worse_P
+
+
+def discopop(pairs: Compared) -> Tensor:
+    """s(x / tau) * exp(-x) is formed in the exponent: one factor is 0 where the other overflows."""
+    x_P, tau = pairs.x_P, pairs.tau
+    logistic_P = torch.sigmoid(-x_P / tau) * -logsigmoid(x_P)
+    return logistic_P + (logsigmoid(x_P / tau) - x_P).exp()
+
+
+def nca(pairs: Compared) -> Tensor:
+    better_P, worse_P = pairs.beta * pairs.better_P, pairs.beta * pairs.worse_P
+    return -logsigmoid(better_P) - 0.5 * (logsigmoid(-better_P) + logsigmoid(-worse_P))
+
+
+def bco(pairs: Compared) -> Tensor:
+    shift = pairs.stats["bco_shift"].to(pairs.better_P)
+    better_P, worse_P = pairs.beta * pairs.better_P, pairs.beta * pairs.worse_P
+    return -logsigmoid(better_P - shift) - logsigmoid(shift - worse_P)
+
+
+def sppo(pairs: Compared) -> Tensor:
+    half = 0.5 / pairs.beta
+    return (pairs.better_P - half) ** 2 + (pairs.worse_P + half) ** 2
+
+
+def apo_zero(pairs: Compared) -> Tensor:
+    return torch.sigmoid(-pairs.beta * pairs.better_P) + torch.sigmoid(pairs.beta * pairs.worse_P)
+
+
+def apo_down(pairs: Compared) -> Tensor:
+    falls_P = torch.sigmoid(-pairs.beta * (pairs.better_P - pairs.worse_P))
+    return torch.sigmoid(pairs.beta * pairs.better_P) + falls_P
+
+
+def aot(pairs: Compared) -> Tensor:
+    moved_P = pairs.better_P - pairs.worse_P + pairs.stats["aot_offset_P"].to(pairs.better_P)
+    return _smoothed(pairs.beta * moved_P, pairs.smoothing)
+
+
+def aot_unpaired(pairs: Compared) -> Tensor:
+    against_P = pairs.stats["aot_worse_P"].to(pairs.better_P)
+    for_better_P = _smoothed(pairs.beta * (pairs.better_P - against_P), pairs.smoothing)
+    against_P = pairs.stats["aot_better_P"].to(pairs.better_P)
+    for_worse_P = _smoothed(pairs.beta * (against_P - pairs.worse_P), pairs.smoothing)
+    both_P = for_better_P + for_worse_P
+    return both_P - 0.5 * both_P.detach()
+
+
+def _mean_reward(step: Observed) -> dict[str, Tensor]:
+    return {"bco_shift": step.beta * torch.cat([step.better_P, step.worse_P]).mean()}
+
+
+def _partner(value_P: Tensor, other_P: Tensor) -> Tensor:
+    """For each value the entry of ``other_P`` that has the same rank."""
+    partner_P = torch.empty_like(other_P)
+    partner_P[value_P.argsort(stable=True)] = other_P.sort().values
+    return partner_P
+
+
+def _offset_of_rank(step: Observed) -> dict[str, Tensor]:
+    """What makes log pi(w) - log pi(l) - b_(i) of the pair's own r_w - r_l."""
+    policy_P = step.better_P - step.worse_P + step.reference_P
+    return {"aot_offset_P": step.reference_P - _partner(policy_P, step.reference_P)}
+
+
+def _partners(step: Observed) -> dict[str, Tensor]:
+    return {
+        "aot_worse_P": _partner(step.better_P, step.worse_P),
+        "aot_better_P": _partner(step.worse_P, step.better_P),
+    }
+
+
+class Variant(NamedTuple):
+    """A member of the family."""
+
+    value: Callable[[Compared], Tensor]
+    """[P], to be summed."""
+    is_of_x: bool = False
+    """A function of x alone: it takes margins, divergences and the absence of a reference."""
+    is_smoothed: bool = False
+    """It reads the label smoothing."""
+    is_averaged: bool = False
+    """It is given log-ratios per token."""
+    statistics: Callable[[Observed], dict[str, Tensor]] | None = None
+    """What it needs of the whole step."""
+
+
+VARIANTS: dict[str, Variant] = {
+    "sigmoid": Variant(sigmoid, is_of_x=True, is_smoothed=True),
+    "ipo": Variant(ipo, is_of_x=True, is_averaged=True),
+    "hinge": Variant(hinge, is_of_x=True),
+    "robust": Variant(robust, is_of_x=True, is_smoothed=True),
+    "exo": Variant(exo, is_of_x=True, is_smoothed=True),
+    "discopop": Variant(discopop, is_of_x=True),
+    "nca": Variant(nca),
+    "bco": Variant(bco, statistics=_mean_reward),
+    "sppo": Variant(sppo),
+    "apo_zero": Variant(apo_zero),
+    "apo_down": Variant(apo_down),
+    "aot": Variant(aot, is_smoothed=True, statistics=_offset_of_rank),
+    "aot_unpaired": Variant(aot_unpaired, is_smoothed=True, statistics=_partners),
+}
+"""name -> what it costs; the formulas are in the module's docstring."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Preference optimisation on pairs: DPO and its family, with or without a reference.
+#
+#     sum over terms of  weight * mean over pairs of f(r_w, r_l)
+#         + sft_weight * mean over the tokens of preferred answers of -logp
+#
+# The functions f and their papers are in losses/margins.py. A sum of several is MPO (arXiv 2411.10442), with the term
+# on good answers it is RPO's (2404.19733). The score r of an answer is its log-ratio u = log pi(y|x) - log ref(y|x),
+# divided by its length where ``length_normalised`` (Tulu 3, 2411.15124), and then what the divergence makes of it
+# (f-DPO, arXiv 2309.16240, table 1: f' of e^u):
+#
+#   reverse_kl    u                              forward_kl   1 - e^-u
+#   js            log 2 + log sigmoid(u)         alpha        (1 - e^(-alpha u)) / alpha: 0 is reverse_kl, 1 forward_kl
+#
+# e^-u goes on along its tangent beyond e^30 (losses/answers.py). The constant beta log Z(x) of f-DPO leaves
+# differences alone, so a divergence is for functions of x. TRL divides by the length after the divergence, not
+# before, and its alpha is 1 - alpha.
+#
+# ``reference_free``: u = log pi(y|x), no reference is read. CPO, SimPO and AlphaPO are made of this in
+# losses/reference_free.py.
+#
+# Pairs are all of a group's whose preference differs, each counted once; metrics of chosen and rejected are means over
+# pairs. rewards are beta * r. An accuracy counts ties half (TRL: not at all), so it begins at 0.5, where policy and
+# reference are one. logps and kl are explained in losses/answers.py.
+#
+# It does not weight pairs (WPO), nor tokens beyond those of the shorter answer (LD-DPO).
+#
+# May import types, errors, torch and its neighbours in losses.
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 
@@ -233,3 +439,223 @@ def _require_sound_smoothing(loss: Preference, names: list[str]) -> None:
 
 def _named(trait: str) -> list[str]:
     return [name for name, variant in VARIANTS.items() if getattr(variant, trait)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Preference optimisation without a reference: ORPO, SimPO, AlphaPO, CPO.
+#
+# With q = log pi(y|x) / |y| the mean log-probability of an answer's tokens, s the logistic function, w the better and
+# l the worse answer:
+#
+#     ORPO     sft + beta * -log s(log odds(w) - log odds(l)),   log odds = q - log(1 - e^q)
+#                                                     arXiv 2403.07691, eq. 6 and 7, with beta for lambda
+#     SimPO    -log s(beta * (q_w - q_l) - gamma)     arXiv 2405.14734, eq. 6
+#     AlphaPO  SimPO with (1 - e^(-alpha q)) / alpha for q         arXiv 2501.03884
+#     CPO      sft_weight * sft + f of log pi(w|x) - log pi(l|x)   arXiv 2401.08417, eq. 3, f as in losses/margins.py
+#
+#     sft      the mean of -logp over the tokens of preferred answers (TRL's ORPO takes their prompts, too)
+#
+# SimPO, AlphaPO and CPO are ``Preference`` with a reference that is not there. ORPO's odds are finite where q is 0:
+# -q is not let below what the dtype can tell from 0.
+#
+# May import types, errors, torch and its neighbours in losses.
+
+CpoVariant: TypeAlias = Literal["sigmoid", "hinge", "ipo"]
+
+
+def simpo(
+    beta: float,
+    gamma: float,
+    *,
+    alpha: float = 0.0,
+    label_smoothing: float = 0.0,
+    sft_weight: float = 0.0,
+    entropy: bool = False,
+) -> Preference:
+    """SimPO; with ``alpha`` AlphaPO."""
+    return Preference(
+        beta=beta,
+        gamma=gamma,
+        label_smoothing=label_smoothing,
+        sft_weight=sft_weight,
+        length_normalised=True,
+        divergence="alpha" if alpha else "reverse_kl",
+        alpha=alpha,
+        reference_free=True,
+        entropy=entropy,
+    )
+
+
+def cpo(
+    beta: float,
+    variant: CpoVariant = "sigmoid",
+    *,
+    label_smoothing: float = 0.0,
+    sft_weight: float = 1.0,
+    entropy: bool = False,
+) -> Preference:
+    """CPO."""
+    return Preference(
+        beta=beta,
+        terms=((variant, 1.0),),
+        label_smoothing=label_smoothing,
+        sft_weight=sft_weight,
+        reference_free=True,
+        entropy=entropy,
+    )
+
+
+@dataclass(frozen=True)
+class Orpo(Loss):
+    """See the module docstring."""
+
+    beta: float = 0.1
+    """The weight of the odds ratio: lambda in the paper."""
+    entropy: bool = False
+    """Whether the entropy is among the metrics."""
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return {"odds_ratio": "pair", "sft": "better_token"}
+
+    @property
+    def needs_values(self) -> tuple[str, ...]:
+        return ("preference",)
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(entropy=self.entropy)
+
+    @property
+    def best_by(self) -> tuple[str, ...]:
+        return ("rewards/accuracy", "rewards/margin")
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        found = answers(scores, packed, has_reference=False)
+        mean_logp_S = found.logp_S / found.length_S
+        odds_S = log_odds(mean_logp_S)
+        ratio_P = odds_S.index_select(0, packed.better_P) - odds_S.index_select(0, packed.worse_P)
+        terms = {
+            "odds_ratio": -self.beta * logsigmoid(ratio_P).sum(),
+            "sft": nll_of_best(scores.logp_N, packed),
+        }
+        metrics = pair_metrics(self.beta * mean_logp_S, found, packed)
+        metrics["log_odds_ratio"] = mean(ratio_P)
+        return LossSum(terms, metrics | sequence_metrics(scores, found, kl=False))
+
+
+def log_odds(logp_S: Tensor) -> Tensor:
+    """log(p / (1 - p)) of p = e^logp: -(a + log(1 - e^-a)) with a = -logp, which nothing cancels in."""
+    unlikely_S = (-logp_S).clamp_min(torch.finfo(logp_S.dtype).eps)
+    return -(unlikely_S + (-torch.expm1(-unlikely_S)).log())
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers that are good or bad by themselves: KTO and its neighbours. One answer is one sample, ``label`` 1 or 0.
+#
+# With r = beta * (log pi(y|x) - log ref(y|x)), s the logistic function, y = +1 for desirable answers and -1 for
+# others, and w the weight of the answer's kind, the mean over all answers of
+#
+#     kto        w * s(-y (r - beta z))       KTO, arXiv 2402.01306, eq. 7 (with the constant w - v as w * (1 - s))
+#     bco        w * -log s(y (r - c))        BCO, arXiv 2404.04656, without its weights for a shift of prompts
+#     apo_zero   w * s(-y r)                  APO, arXiv 2408.06266, eq. 7, answer by answer
+#
+#     z = max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts with the answers of others: ``mismatched``
+#     c = the mean of the two kinds' mean r in the step (or the one kind's); the paper's are running ones
+#
+# z and c are of the whole step, and constants. They are the mean of a step, where TRL takes z of a micro-batch.
+#
+# The metric z0 is z; rewards/accuracy counts answers on their own side of beta z, c or 0, ties half; kl is explained
+# in losses/answers.py.
+#
+# May import types, errors, torch and its neighbours in losses.
+
+UnpairedVariant: TypeAlias = Literal["kto", "bco", "apo_zero"]
+
+
+@dataclass(frozen=True)
+class Unpaired(Loss):
+    """See the module docstring."""
+
+    variant: UnpairedVariant = "kto"
+    beta: float = 0.1
+    """How much a nat of log-ratio counts: larger keeps the policy closer to the reference."""
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    entropy: bool = False
+    """Whether the entropy is among the metrics."""
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return {self.variant: "sequence"}
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("ref_logp_N",)
+
+    @property
+    def needs_values(self) -> tuple[str, ...]:
+        return ("label",)
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(entropy=self.entropy)
+
+    @property
+    def observes(self) -> bool:
+        return self.variant != "apo_zero"
+
+    @property
+    def best_by(self) -> tuple[str, ...]:
+        return ("rewards/accuracy",)
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether what is observed is not the step's samples but each prompt with another one's answer."""
+        return self.variant == "kto"
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        found = answers(scores, packed, has_reference=True)
+        is_good_S = packed.values["label"] > 0.5
+        signed_S = self.beta * found.log_ratio_S - self._shift(found, packed)
+        signed_S = torch.where(is_good_S, signed_S, -signed_S)
+        if self.variant == "bco":
+            cost_S = -logsigmoid(signed_S)
+        else:
+            cost_S = torch.sigmoid(-signed_S)
+        good_S, bad_S = self.desirable_weight * cost_S, self.undesirable_weight * cost_S
+        total = torch.where(is_good_S, good_S, bad_S).sum()
+        return LossSum({self.variant: total}, self._metrics(scores, packed, found))
+
+    def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
+        log_ratio_S = answers(scores, packed, has_reference=True).log_ratio_S
+        return {"log_ratio_S": log_ratio_S, "label_S": packed.values["label"].to(log_ratio_S)}
+
+    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        log_ratio_S = observed["log_ratio_S"]
+        if self.variant == "kto":
+            return {"z0": log_ratio_S.mean().clamp_min(0)}
+        is_good_S = observed["label_S"] > 0.5
+        kinds = [log_ratio_S[is_good_S], log_ratio_S[~is_good_S]]
+        means = [kind.mean() for kind in kinds if kind.numel()]
+        return {"bco_shift": self.beta * torch.stack(means).mean()}
+
+    def _shift(self, found: Answers, packed: Packed) -> Tensor:
+        match self.variant:
+            case "kto":
+                return self.beta * packed.stats["z0"].to(found.log_ratio_S)
+            case "bco":
+                return packed.stats["bco_shift"].to(found.log_ratio_S)
+            case "apo_zero":
+                return found.log_ratio_S.new_zeros(())
+
+    def _metrics(self, scores: Scores, packed: Packed, found: Answers) -> Metrics:
+        is_good_S = packed.values["label"] > 0.5
+        reward_S = self.beta * found.log_ratio_S.detach()
+        above_S = reward_S - self._shift(found, packed)
+        right = share_above(torch.where(is_good_S, above_S, -above_S))
+        metrics = kind_metrics(reward_S, found, packed, chosen=is_good_S, rejected=~is_good_S)
+        metrics["rewards/accuracy"] = (right, mean(reward_S)[1])
+        if self.variant == "kto":
+            metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))
+        return metrics | sequence_metrics(scores, found, kl=True)

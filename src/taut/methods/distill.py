@@ -22,10 +22,9 @@ from taut.config import configclass, home_path, user_path
 from taut.data.dataset import Dataset
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
 from taut.errors import ConfigError, ModelError
-from taut.losses.distill import Distill
 from taut.losses.loss import Loss
-from taut.models.anatomy import head
-from taut.models.divergence import ListedTeacher, ModelTeacher
+from taut.losses.supervised import Distill
+from taut.models.architecture import head
 from taut.models.load import (
     context_length,
     load_config,
@@ -33,8 +32,9 @@ from taut.models.load import (
     load_tokenizer,
     require_language_model,
 )
-from taut.models.prove import one_sample_reasons
-from taut.models.score import Teacher
+from taut.models.scorer import Teacher
+from taut.models.self_test import one_sample_reasons
+from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.types import Divergence
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from taut.data.groups import Rows
-from taut.data.plan import Cursor, Order
+from taut.data.batching import Cursor, Order, Rows
 from taut.losses import Loss
 from taut.types import Tree
 

@@ -20,11 +20,19 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
-from taut.losses.correction import Correction, CorrectionKind, CorrectionLevel
-from taut.losses.kl import KlGradient, KlValue
-from taut.losses.policy import Average, Kl, PolicyGradient
-from taut.losses.surrogates import SURROGATES, Bounds
-from taut.losses.value import Critic
+from taut.losses.policy import (
+    SURROGATES,
+    Average,
+    Bounds,
+    Correction,
+    CorrectionKind,
+    CorrectionLevel,
+    Critic,
+    Kl,
+    KlGradient,
+    KlValue,
+    PolicyGradient,
+)
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.surrogates.SURROGATES; a test holds them to it."""

@@ -16,9 +16,16 @@ from pydantic import Field
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
-from taut.losses.preference import Divergence, Preference
-from taut.losses.reference_free import CpoVariant, Orpo, cpo, simpo
-from taut.losses.unpaired import Unpaired, UnpairedVariant
+from taut.losses.preference import (
+    CpoVariant,
+    Divergence,
+    Orpo,
+    Preference,
+    Unpaired,
+    UnpairedVariant,
+    cpo,
+    simpo,
+)
 
 DpoVariant: TypeAlias = Literal[
     "sigmoid",

@@ -24,9 +24,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from taut import parallel
 from taut.config import configclass
 from taut.errors import ConfigError
+from taut.train import distributed
 from taut.types import Packed, Wants
 
 STREAM = "ref_logp_N"
@@ -118,8 +118,8 @@ class Start(nn.Module):
     def _exchange(self) -> None:
         """Exchange the contents of the policy's tensors and the start's."""
         for number, parameter in enumerate(self._trained):
-            parallel.exchange(parameter, self.get_buffer(f"tensor_{number}"))
-        parallel.reshard(self._scorer[0])
+            distributed.exchange(parameter, self.get_buffer(f"tensor_{number}"))
+        distributed.reshard(self._scorer[0])
 
 
 class Other:

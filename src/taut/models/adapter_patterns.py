@@ -2,7 +2,7 @@
 
 adapter_config.json comes from whoever made the adapter, and peft hands its patterns to ``re`` as they are: ``(a+)+$``
 takes longer than anyone waits. Each is matched here first, in the form and on the names that peft matches it, in the
-process of ``taut.bounded``. May import errors and bounded; ``lora.py`` calls it.
+process of ``taut.io.processes``. May import errors and bounded; ``lora.py`` calls it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from taut import bounded
 from taut.errors import ModelError
+from taut.io import processes
 
 FORMS = {
     "target_modules": r"({})\Z",
@@ -40,9 +40,9 @@ def require_bounded_patterns(place: str, settings: Mapping[str, Any], names: Seq
         if not patterns:
             continue
         try:
-            bounded.call("taut.models.adapter_patterns:match_all", form, patterns, list(names))
-        except (bounded.LimitExceeded, bounded.FunctionFailed) as error:
-            is_slow = isinstance(error, bounded.LimitExceeded)
+            processes.call("taut.models.adapter_patterns:match_all", form, patterns, list(names))
+        except (processes.LimitExceeded, processes.FunctionFailed) as error:
+            is_slow = isinstance(error, processes.LimitExceeded)
             reason = f"matching it {error}" if is_slow else f"it is no regular expression ({error})"
             shown = repr(patterns[0][:80]) + (" and others" if patterns[1:] else "")
             raise ModelError(

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from taut.models import anatomy
-from taut.models.backbone import hidden_of
+from taut.models import architecture
+from taut.models.architecture import hidden_of
 from taut.models.heads import scalar, scalar_head
 from taut.types import Packed
 
@@ -32,9 +32,9 @@ class SharedCritic(nn.Module):
 
     def __init__(self, policy: nn.Module, *, detach: bool = False) -> None:
         super().__init__()
-        table = anatomy.stored_table(anatomy.embedding(policy))
+        table = architecture.stored_table(architecture.embedding(policy))
         assert table is not None, "an embedding has a weight"
-        size = anatomy.text_config(policy).hidden_size
+        size = architecture.text_config(policy).hidden_size
         head = nn.Linear(size, 1, device="meta", dtype=table.dtype)  # draws no random number
         self.score = head.to_empty(device=table.device)
         begin_at_zero(self.score)
@@ -60,7 +60,7 @@ class OwnCritic(nn.Module):
     @property
     def shards(self) -> list[nn.Module]:
         """What is sharded by itself, inner parts first: an engine on the policy then gathers nothing of it."""
-        return [*anatomy.layers(self.model), self]
+        return [*architecture.layers(self.model), self]
 
     def forward(self, packed: Packed) -> Tensor:
         """V [R] of a micro-batch."""

@@ -1,27 +1,20 @@
-"""A model directory or hub name -> the model and its tokenizer, ready for taut's forward, or one
-line why not.
+"""A model directory before the library reads it: its files are files, and config.json asks for nothing absurd.
 
-What is in force after ``load_model``: parameters in float32 (float64 for float64; the dtype
-computed in where nothing is trained), the attention asked for in the config of every submodule, no
-cache, no router auxiliary loss, no dropout, eager experts in float64, and a head whose logits equal
-the model's own. A model with a vision tower is the library's image-text-to-text model, of a family that
-vision/towers.py knows; others are refused. What it deliberately does not do: choose the attention,
-wrap adapters, move weights between ranks, or initialise a weight the checkpoint lacks.
+The library trusts both: it waits for ever at a FIFO in the place of a file, and builds a list of as many layers, or a
+table of as many labels, as config.json names. What is refused here is refused before anything is allocated.
 
-Models with a scalar head are loaded by ``models/reward.py``, with the parts that are public here.
-
-May import errors, vision.towers and models.{anatomy,directory,heads,in_force,parts}. Run, checks and the command line
-import it.
+May import errors and durable. ``load.py`` imports it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -39,14 +32,240 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from taut import hub
 from taut.config import user_path
 from taut.errors import ModelError
-from taut.models import anatomy, parts
-from taut.models.directory import require_readable
+from taut.io import files as durable
+from taut.io import hub
+from taut.models import architecture
 from taut.models.heads import prove_head
-from taut.models.in_force import Loading, asked_for, put_in_force
-from taut.vision import towers
+from taut.vision import tower
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Files by which the library finds the shards of weights. Others of such names are other programs'."""
+MOST_LAYERS = 2_000
+"""More than twice as many as the deepest published model has."""
+MOST = 2**24
+"""Of anything else that is counted: labels, experts, heads, positions of a learned table."""
+LARGEST = 2**31 - 1
+"""Largest token id, and largest context."""
+SMALL = 2**20
+"""A size that costs nothing, whatever the weights are."""
+LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers|depth")
+COUNTS = re.compile(r"(num|n)_\w+")
+SIZES = re.compile(
+    r"((\w+_)?(hidden|intermediate|vocab)_size|head_dim|n_embd|n_inner|(num|n)_(\w+_)?heads?)"
+)
+"""Sizes of weights."""
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+TOKEN_IDS = re.compile(r"(\w+_)?token_(id|ids|index)")
+PARTS = re.compile(r"(text|vision|audio|decoder|encoder)_config|rope_(scaling|parameters)")
+"""Keys whose values are tables."""
+
+
+def require_readable(directory: Path, *, needs_weights: bool) -> None:
+    """Raise ModelError for what the library could not read in bounded time and memory, or would misread."""
+    for file in sorted(directory.iterdir()):
+        _require_file(file)
+    place = directory / "config.json"
+    config = _read_table(place)
+    for index in filter(Path.is_file, (directory / name for name in INDEXES)):
+        files = _read_table(index).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise _refusal(index, "weight_map is no table of file names")
+        if odd := next((name for name in files.values() if Path(name).name != name), None):
+            raise _refusal(index, f"it names the weights {odd[:100]!r}; expected files next to it")
+    largest = None
+    if needs_weights:
+        weights = [file for kind in ("*.safetensors", "*.bin") for file in directory.glob(kind)]
+        num_bytes = sum(file.stat().st_size for file in weights if file.is_file())
+        largest = max(SMALL, 2 * num_bytes)  # a number takes at least 4 bits
+    settings = {place: config}
+    if (generation := directory / "generation_config.json").is_file():
+        settings[generation] = _read_table(generation)
+    for file, table in settings.items():
+        for key, value in _items(table):
+            if reason := _objection(key, value, largest):
+                raise _refusal(file, f"found {key}={_shown(value)}; expected {reason}")
+
+
+def _require_file(path: Path) -> None:
+    if path.is_dir() or not path.exists():  # a link to nothing is as good as no file
+        return
+    try:
+        durable.open_regular(path).close()
+    except PermissionError:
+        return  # it may be no file of the model's; the library says so of one that it reads
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be read: {error.strerror or error}; copy the model again"
+        ) from error
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        found = durable.read_json(path)
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be read: {error.strerror or error}; copy the model again"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({error}); copy it from the base model") from error
+    if not isinstance(found, dict):
+        raise _refusal(path, f"found a {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def _items(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key of a table and of the tables and lists in it, with its value."""
+    left: list[tuple[str, Any]] = list(table.items())
+    while left:
+        key, value = left.pop()
+        yield key, value
+        if isinstance(value, dict):
+            left.extend((str(name), item) for name, item in value.items())
+        elif isinstance(value, list):
+            left.extend((key, item) for item in value)
+
+
+def _objection(key: str, value: Any, largest: int | None) -> str:
+    """What a value should be, where it is not that; empty if it is."""
+    if isinstance(value, float) and math.isnan(value):
+        return "a number"
+    if key == "architectures" and not isinstance(value, list | str | None):
+        return "a list of names"
+    if PARTS.fullmatch(key) and not isinstance(value, dict | None):
+        return "a table"
+    if TOKEN_IDS.fullmatch(key) and not isinstance(value, list | None):
+        is_id = type(value) is int and abs(value) <= LARGEST
+        return "" if is_id else f"a token id, at most {LARGEST:,}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        return ""
+    if key in CONTEXTS and not 0 < value <= LARGEST:
+        return f"a length from 1 to {LARGEST:,}"
+    if LAYERS.fullmatch(key) and not 0 <= value <= MOST_LAYERS:
+        return f"at most {MOST_LAYERS:,} layers"
+    if SIZES.fullmatch(key) and (value < 0 or (largest is not None and value > largest)):
+        return f"a size of weights that have at most {largest:,} numbers" if largest else "a size"
+    if COUNTS.fullmatch(key) and value > MOST:
+        return f"at most {MOST:,}"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    """A number or text, short; a table or list may be nested too deeply to be written."""
+    return str(value)[:40] if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+
+
+def _refusal(path: Path, reason: str) -> ModelError:
+    return ModelError(f"{path}: {reason}; copy it from the base model")
+
+
+# --------------------------------------------------------------------------------------------------
+# What must be in force in a loaded model, whatever its head: float64 throughout where that was asked for, the
+# attention asked for in the config of every submodule, no cache, no router auxiliary loss, no dropout.
+#
+# A vision tower has the library's own attention: pictures are not packed into the run of tokens, and one never sees
+# another. The library can pass over each of these without a word, so each is set or proved here. May import errors and
+# models.anatomy.
+
+TOWER_ATTENTION = "sdpa"
+_NOISY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
+
+
+class Loading(NamedTuple):
+    """How a model is loaded; see ``load_model``."""
+
+    dtype: torch.dtype
+    attention: str
+    trust_remote_code: bool = False
+    is_narrow: bool = False
+
+
+def put_in_force(model: PreTrainedModel, how: Loading) -> None:
+    """What the library leaves to be done, and proofs of what it was asked for."""
+    if how.dtype == torch.float64:
+        model.double()  # buffers too: from_pretrained leaves RoPE's frequencies in float32
+    _switch_off(model)
+    require_attention(model, how.attention)
+    _require_no_dropout(model)
+
+
+def asked_for(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """What the library is told, so that the language model has ``attention`` and a vision tower its own."""
+    if not architecture.takes_pictures(config):
+        return attention
+    return {"text_config": attention, "vision_config": TOWER_ATTENTION}
+
+
+def set_attention(model: PreTrainedModel, attention: str) -> None:
+    """Put another attention in force in the language model."""
+    asked: Any = asked_for(model.config, attention)
+    model.set_attn_implementation(asked)
+
+
+def require_attention(model: PreTrainedModel, attention: str) -> None:
+    """Raise ModelError unless every submodule's config of the language model has ``attention`` in force."""
+    for name, module in architecture.language_model(model).named_modules():
+        config = getattr(module, "config", None)
+        found = getattr(config, "_attn_implementation", None)
+        if isinstance(config, PreTrainedConfig) and found != attention and not _is_vision(name):
+            raise ModelError(
+                f"{name or type(module).__name__} has the attention {found} in force; expected "
+                f"{attention}: the "
+                "model does not use the library's attention interface"
+            )
+
+
+def _switch_off(model: PreTrainedModel) -> None:
+    """No cache and no router auxiliary loss, in the config of every submodule."""
+    configs = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    for config in configs.values():
+        for name in ("use_cache", "output_router_logits"):
+            if getattr(config, name, False):
+                setattr(config, name, False)
+
+
+def _require_no_dropout(model: PreTrainedModel) -> None:
+    """Noise inside the model would depend on how samples are packed: none is let through."""
+    parts = {"config": architecture.text_config(model)}
+    if architecture.takes_pictures(model.config):
+        parts["config.vision_config"] = model.config.vision_config
+    found = [
+        (f"{part}.{name}", value)
+        for part, config in parts.items()
+        for name, value in config.to_dict().items()
+        if _NOISY.search(name)
+    ]
+    found += [(name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)]
+    for name, value in found:
+        if isinstance(value, float) and value > 0:
+            raise ModelError(
+                f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
+                "depend on how samples are packed; set it to 0 in the model's config.json"
+            )
+
+
+def _is_vision(name: str) -> bool:
+    return any(part in name for part in ("visual", "vision", "image", "audio"))
+
+
+# --------------------------------------------------------------------------------------------------
+# A model directory or hub name -> the model and its tokenizer, ready for taut's forward, or one
+# line why not.
+#
+# What is in force after ``load_model``: parameters in float32 (float64 for float64; the dtype
+# computed in where nothing is trained), the attention asked for in the config of every submodule, no
+# cache, no router auxiliary loss, no dropout, eager experts in float64, and a head whose logits equal
+# the model's own. A model with a vision tower is the library's image-text-to-text model, of a family that
+# vision/towers.py knows; others are refused. What it deliberately does not do: choose the attention,
+# wrap adapters, move weights between ranks, or initialise a weight the checkpoint lacks.
+#
+# Models with a scalar head are loaded by ``models/reward.py``, with the parts that are public here.
+#
+# May import errors, vision.towers and models.{anatomy,directory,heads,in_force,parts}. Run, checks and the command
+# line import it.
 
 _LIBRARY_ERRORS = (
     OSError,
@@ -184,13 +403,15 @@ def require_language_model(path: str, config: PreTrainedConfig, key: str = "mode
 
 def require_family(path: str, config: PreTrainedConfig) -> None:
     """Refuse a model with a vision tower whose ways with pictures are not known."""
-    if anatomy.takes_pictures(config) and config.model_type not in towers.FAMILIES:
-        raise ModelError(f"model={path}: {towers.unknown(config.model_type)}")
+    if architecture.takes_pictures(config) and config.model_type not in tower.FAMILIES:
+        raise ModelError(f"model={path}: {tower.unknown(config.model_type)}")
 
 
 def _auto(config: PreTrainedConfig) -> Any:
     """The library's automatic class for a model with an output head."""
-    return AutoModelForImageTextToText if anatomy.takes_pictures(config) else AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText if architecture.takes_pictures(config) else AutoModelForCausalLM
+    )
 
 
 def load_skeleton(
@@ -263,11 +484,11 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
     frozen: dict[str, nn.Parameter] = {}
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        matches = parts.matching(model, pattern, list(parameters), "freeze")
+        matches = architecture.matching(model, pattern, list(parameters), "freeze")
         if not matches:
             raise ModelError(
                 f"freeze pattern {pattern!r} matches no parameter; "
-                f"{anatomy.suggest(pattern, list(parameters))}"
+                f"{architecture.suggest(pattern, list(parameters))}"
             )
         frozen |= {name: parameters[name] for name in matches}
     for parameter in frozen.values():

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from taut.config import configclass
 from taut.errors import ModelError
-from taut.models import anatomy, parts
+from taut.models import architecture
 from taut.types import Packed
 
 
@@ -97,10 +97,10 @@ class Noise:
         own.
         """
         if self.alpha > 0:
-            self._hook = anatomy.embedding(model).register_forward_hook(self._add_to_embedding)
+            self._hook = architecture.embedding(model).register_forward_hook(self._add_to_embedding)
         for holder, adapter, name in _dropouts_of(model):
             p = holder[adapter].p
-            part = parts.part_of(name) if parts.has_parts(model) else "language_model"
+            part = architecture.part_of(name) if architecture.has_parts(model) else "language_model"
             if part != "language_model":
                 raise ModelError(
                     f"lora.dropout={p:g}, and {name.removesuffix('.lora_dropout')} is of the {part}, which sees "

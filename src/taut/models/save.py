@@ -1,19 +1,13 @@
-"""A trained model -> a model directory in Hugging Face format that stops where it should in any
-server.
+"""What describes a model's pictures, carried from the model that was loaded to what is saved: the files as they are.
 
-The stop set goes into generation_config exactly as it was derived (``data.stops``); its first, the
-turn end, becomes eos of tokenizer and config; the template in use is saved with the tokenizer. The
-pad token is never the turn end where another candidate exists: tools that mask pads by id would
-unteach it. An adapter is merged. A reward model's pad ends no answer at all, since the library reads its score
-before the pads. What describes a model's pictures is copied from the model that was loaded. The directory is written
-beside its place and renamed, and the tokenizer is read back first.
-
-May import errors and models.{anatomy,lora,processor_files}. Only the rank that writes calls it.
+But for a chat template among them: the library prefers one there to chat_template.jinja, where the template in use is
+saved. May import errors and models.anatomy.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +19,69 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
-from taut import durable
 from taut.errors import OutputError
-from taut.models.anatomy import has_head
+from taut.io import files
+from taut.models import architecture
+from taut.models.architecture import has_head
 from taut.models.load import quiet_library
 from taut.models.lora import plain_model
-from taut.models.processor_files import copy_processor
+
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def find_processor(model: nn.Module) -> dict[str, Path]:
+    """Name -> file, of the model that was loaded; nothing for one that takes no pictures. Asked once when a hub model
+    is loaded, it is answered from the library's cache ever after.
+    """
+    inner = architecture.unwrap(model)
+    if not architecture.takes_pictures(inner.config):
+        return {}
+    origin = str(inner.name_or_path)
+    found: dict[str, Path] = {}
+    for name in FILES:
+        file = cached_file(
+            origin,
+            name,
+            revision=getattr(inner.config, "_commit_hash", None),
+            _raise_exceptions_for_missing_entries=False,
+        )
+        if file is not None:
+            found[name] = Path(file)
+    if not found:
+        raise OutputError(
+            f"{origin} has no {FILES[0]} any more, which says how pictures are scaled and cut; expected it beside "
+            "config.json; put it back"
+        )
+    return found
+
+
+def copy_processor(model: nn.Module, directory: Path, *, has_template: bool) -> None:
+    """Write into ``directory`` what the library needs to make pictures ready for ``model``. ``has_template``: whether
+    the directory has a chat template of its own.
+    """
+    for name, file in find_processor(model).items():
+        said = files.read_json(file)
+        if has_template and said.pop("chat_template", None) is not None:
+            text = json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+            (directory / name).write_text(text, encoding="utf-8")
+        else:
+            (directory / name).write_bytes(file.read_bytes())
+
+
+# --------------------------------------------------------------------------------------------------
+# A trained model -> a model directory in Hugging Face format that stops where it should in any
+# server.
+#
+# The stop set goes into generation_config exactly as it was derived (``data.stops``); its first, the
+# turn end, becomes eos of tokenizer and config; the template in use is saved with the tokenizer. The
+# pad token is never the turn end where another candidate exists: tools that mask pads by id would
+# unteach it. An adapter is merged. A reward model's pad ends no answer at all, since the library reads its score
+# before the pads. What describes a model's pictures is copied from the model that was loaded. The directory is written
+# beside its place and renamed, and the tokenizer is read back first.
+#
+# May import errors and models.{anatomy,lora,processor_files}. Only the rank that writes calls it.
 
 _PADS = (
     "<pad>",
@@ -85,7 +135,7 @@ def saving(
             make_readable(partial)
             del plain  # the block may load the model again
             yield partial
-            durable.replace_directory(partial, directory)
+            files.replace_directory(partial, directory)
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"{directory} cannot be written: {error}; expected room and permission for the "

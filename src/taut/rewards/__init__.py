@@ -8,10 +8,9 @@ May import types, errors and config. Methods, evals, checks and commands import 
 
 from __future__ import annotations
 
-from taut.rewards.answered import Answered
 from taut.rewards.panel import Panel, PanelConfig, Tally, Verdict, open_panel, tally
 from taut.rewards.registry import REWARDS, RewardSpec, files_of, listed
-from taut.rewards.verifier import Score, Verifier
+from taut.rewards.verifier import Answered, Score, Verifier
 
 __all__ = [
     "REWARDS",

@@ -2,7 +2,7 @@
 
 A request that failed in transit or met a server that is busy or broken (408, 429, 5xx) is sent again after a pause that
 doubles, for as long as its caller waits. A key comes from the environment variable that its name is given of, and is in
-no message. What an answer may take is limited by ``taut.web``.
+no message. What an answer may take is limited by ``taut.io.http``.
 
 Imports web and errors. The verifiers that run remotely import it, and the lane they run in (``remote.py``).
 """
@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import anyio
 import httpx2
 
-from taut import web
 from taut.errors import ConfigError, EngineError
+from taut.io import http as web
 
 BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Statuses that another attempt may change."""

@@ -1,16 +1,11 @@
-"""A number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
+"""Pictures in what is sent to servers: inside the request, as data URLs; nobody else has our files.
 
-The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at temperature 0;
-the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the reward. A reply without
-a number, or with one outside of low to high, is asked for again, ``tries`` times in all; then it is an error. What an
-answer says to the judge is a text like any other to it: a model that trains against a judge learns what pleases it, so
-keep another measure beside it.
-
-May import config, errors, ``http.py`` and the verifiers' base.
+May import errors and vision. The verifiers that run remotely import it.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -18,12 +13,64 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import configclass
-from taut.errors import ConfigError, DataError
-from taut.rewards.answered import Answered
+from taut.config import ComputeDtype, configclass
+from taut.errors import ConfigError, DataError, EngineError, PictureError
 from taut.rewards.http import Client, require_url, secret_of
-from taut.rewards.pictures import pictures_of
-from taut.rewards.verifier import Place, Verifier
+from taut.rewards.verifier import Answered, Place, Verifier
+from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
+
+WITHIN = ImagesConfig(max_bytes=2**40)
+"""Limits of what is sent: it was read within the run's own."""
+
+
+def sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as JSON, each picture an ``image_url``. Raises PictureError for one that cannot be had."""
+    return [
+        {key: _with_data_urls(it) if key == "content" else it for key, it in message.items()}
+        for message in messages
+    ]
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The pictures of messages, in their order, as parts of a content."""
+    return [
+        part
+        for message in sent(messages)
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+
+
+def _with_data_urls(content: Any) -> Any:
+    if not isinstance(content, list | tuple):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": _data_url(part["image"])}}
+        if part["type"] == "image"
+        else part
+        for part in content
+    ]
+
+
+def _data_url(picture: ImageRef) -> str:
+    raw = encoded(picture, WITHIN)
+    kind = mime_type(raw)
+    if kind is None:
+        raise PictureError(f"the picture {picture.name} is of no format that is read")
+    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+
+
+# --------------------------------------------------------------------------------------------------
+# A number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
+#
+# The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at temperature
+# 0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the reward. A reply
+# without a number, or with one outside of low to high, is asked for again, ``tries`` times in all; then it is an
+# error. What an answer says to the judge is a text like any other to it: a model that trains against a judge learns
+# what pleases it, so keep another measure beside it.
+#
+# May import config, errors, ``http.py`` and the verifiers' base.
 
 TEMPLATE = """\
 Judge how good the answer to the question is.
@@ -160,3 +207,81 @@ def _content(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     return " ".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+
+
+# --------------------------------------------------------------------------------------------------
+# The number of a reward model's scalar head: the model in this process, or at ``taut serve-reward``.
+#
+# In this process it is loaded beside the model that trains and scores a batch of answers at a time
+# (``rollout/rated.py``, which may load models; here are its settings only). At a server each answer is a request, and
+# the server scores those that wait together.
+#
+# May import config, errors, vision, ``http.py``, ``pictures.py`` and the verifiers' base.
+
+UNREAD = ("folder", "bad", "fps", "max_frames", "limit_video_pixels", "limit_video_seconds")
+"""Settings of pictures that are for files of rows."""
+
+
+@configclass
+class RewardModel(Verifier):
+    """A reward model in this process."""
+
+    runs: ClassVar[Place] = "model"
+
+    model: str
+    """Directory (or hub name) of the reward model."""
+    template: str | None = None
+    """A file with a chat template to use in place of the tokenizer's own."""
+    dtype: ComputeDtype | None = None
+    """By default bfloat16 on a GPU that has it, else float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """auto, reference, varlen or flex."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    images: ImagesConfig = ImagesConfig()
+    """Pictures in what is scored."""
+    tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
+    """Tokens computed at a time; a longer answer is computed alone."""
+
+    def __post_init__(self) -> None:
+        from taut.vision.image_store import require_unset  # with it come the processors
+
+        require_unset(self.images, UNREAD, "a reward, which is shown what a run has read")
+
+
+@configclass
+class RewardServer(Verifier):
+    """A reward model at a server."""
+
+    runs: ClassVar[Place] = "remote"
+    seconds: ClassVar[float] = 60.0
+
+    url: str
+    """Of taut serve-reward, as in http://127.0.0.1:5000."""
+    key: str | None = None
+    """Name of the environment variable that holds its key; none is sent by default."""
+
+    def __post_init__(self) -> None:
+        require_url(self.url, "reward_server")
+
+    def prepare(self) -> None:
+        """The key has to be there."""
+        secret_of(self.key)
+
+    async def ask(self, client: Client, answered: Answered) -> float:
+        """EngineError where the server says something else than one number."""
+        url = f"{self.url.rstrip('/')}/score"
+        prompt: Any = answered.prompt
+        completion: Any = answered.text
+        if not isinstance(prompt, str):
+            prompt, completion = sent(prompt), sent(answered.messages) or answered.text
+        said = await client.post(url, {"prompts": [prompt], "completions": [completion]}, self.key)
+        scores = said.get("scores") if isinstance(said, dict) else None
+        if not isinstance(scores, list) or len(scores) != 1:
+            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
+        if scores[0] is None:
+            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
+        score: float = scores[0]
+        return score

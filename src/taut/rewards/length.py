@@ -23,8 +23,7 @@ from pydantic import Field
 
 from taut.config import configclass, fields_of
 from taut.errors import ConfigError, DataError
-from taut.rewards.answered import Answered
-from taut.rewards.verifier import Decision, Judged, Place, Verifier
+from taut.rewards.verifier import Answered, Decision, Judged, Place, Verifier
 
 
 @configclass
@@ -175,3 +174,24 @@ class LengthCosine(Verifier):
                 "computes, such as math; name another"
             )
         return found
+
+
+# --------------------------------------------------------------------------------------------------
+# 1 where an answer ended by itself; where it was cut, ``otherwise``.
+#
+# May import config and the verifiers' base.
+
+
+@configclass
+class Stop(Verifier):
+    """It ends."""
+
+    judges: ClassVar[Judged] = "form"
+
+    ended: float = 1.0
+    """For an answer that ends by itself."""
+    otherwise: float = 0.0
+    """For one that was cut."""
+
+    def __call__(self, answered: Answered) -> float:
+        return self.ended if answered.finish_reason == "stop" else self.otherwise

@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 
 from taut.config import configclass
 from taut.errors import ConfigError, DataError, install_extra
-from taut.rewards.answered import Answered
-from taut.rewards.verifier import Place, Verifier
+from taut.rewards.verifier import Answered, Place, Verifier
 
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![^{]*\})")
 """A word, that is no command of LaTeX and stands in no braces."""

@@ -20,8 +20,7 @@ from typing import ClassVar, NamedTuple
 
 from taut.config import configclass
 from taut.errors import DataError
-from taut.rewards.answered import Answered
-from taut.rewards.verifier import Verifier
+from taut.rewards.verifier import Answered, Verifier
 
 TOLERANCE = 1e-6
 """Relative."""

@@ -1,36 +1,84 @@
-"""The panel: every reward of a configuration asked about every answer, and what they say added up.
+"""Verifiers that ask a server: many answers at a time on one thread of their own, each within its time.
 
-    total = sum of weight * value over the rewards that gave a number
-            None where one of them gave an error, or none applied
+The limit covers all attempts and holds in any thread; what is cancelled closes its connection.
 
-Verifiers run side by side and off the caller's thread: worker processes for what computes (``workers.py``), one thread
-for what asks servers (``remote.py``); only what is quick and cannot hang runs in the caller's. A batch of answers comes
-back whole and in its order; an error is of one answer and one reward, and counting and bounding errors is the caller's
-(``tally``). A reward that returns a value of the wrong type is no such error: ``grade`` raises UserCodeError. The same
-answers get the same verdicts, whatever the number of workers, if the rewards are functions of the answer. ``grade`` may
-be called from any thread, by one at a time.
-
-May import config, errors and its lanes. Methods, evals, checks and commands import it.
+Imports web, ``http.py`` and the verifiers' base. The panel imports it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Annotated, TypeAlias
 
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import ConfigError, UserCodeError
-from taut.rewards.answered import Answered
+from taut.io import http
+from taut.rewards.http import Client
 from taut.rewards.registry import Part, RewardSpec, read_parts
-from taut.rewards.remote import Remotes
-from taut.rewards.verifier import Decision, Judged, Score, Verifier
+from taut.rewards.verifier import Answered, Decision, Judged, Score, Verifier, reason, scored
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
+
+
+class Remotes:
+    """The thread, opened with the first answer. ``concurrency``: answers that are asked about at a time."""
+
+    def __init__(self, concurrency: int) -> None:
+        self._limit = anyio.Semaphore(concurrency)
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._close = weakref.finalize(self, self._stack.close)
+        """Also at the end of the process, which would wait for the thread."""
+
+    def start(self, part: Part, answered: Answered) -> Future[Score]:
+        """The word of a verifier on an answer, to be."""
+        if not self._close.alive:
+            raise RuntimeError("the rewards are closed")
+        if self._portal is None:
+            self._portal = self._stack.enter_context(start_blocking_portal())
+            manager = self._portal.wrap_async_context_manager(http.open_client())
+            self._client = Client(self._stack.enter_context(manager))
+        return self._portal.start_task_soon(self._ask, part, answered)
+
+    def close(self) -> None:
+        """End the thread and its connections."""
+        self._close()
+
+    async def _ask(self, part: Part, answered: Answered) -> Score:
+        async with self._limit:
+            try:
+                with anyio.fail_after(part.timeout):
+                    return scored(part.label, await part.verifier.ask(self._client, answered))
+            except TimeoutError as error:
+                last = f"; the last: {error}" if str(error) else ""
+                return Score(error=f"{part.label} had no answer within {part.timeout:g} s{last}")
+            except Exception as error:  # noqa: BLE001 (what a server's answer leads to is counted and shown)
+                return Score(error=reason(error))
+
+
+# --------------------------------------------------------------------------------------------------
+# The panel: every reward of a configuration asked about every answer, and what they say added up.
+#
+#     total = sum of weight * value over the rewards that gave a number
+#             None where one of them gave an error, or none applied
+#
+# Verifiers run side by side and off the caller's thread: worker processes for what computes (``workers.py``), one
+# thread for what asks servers (``remote.py``); only what is quick and cannot hang runs in the caller's. A batch of
+# answers comes back whole and in its order; an error is of one answer and one reward, and counting and bounding
+# errors is the caller's (``tally``). A reward that returns a value of the wrong type is no such error: ``grade``
+# raises UserCodeError. The same answers get the same verdicts, whatever the number of workers, if the rewards are
+# functions of the answer. ``grade`` may be called from any thread, by one at a time.
+#
+# May import config, errors and its lanes. Methods, evals, checks and commands import it.
 
 Rater: TypeAlias = Callable[[Sequence[Answered]], list[Score]]
 """A model in this process: the score of each answer."""

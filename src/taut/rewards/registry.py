@@ -19,24 +19,16 @@ from pydantic import Field
 
 from taut.config import configclass, home_path, restore
 from taut.errors import ConfigError
-from taut.rewards.answered import Answered
 from taut.rewards.code import Code
-from taut.rewards.contains import Contains
-from taut.rewards.exact_match import ExactMatch
+from taut.rewards.format import JsonSchema, Language, Repetition, Tags
 from taut.rewards.gym import Gym
-from taut.rewards.json_schema import JsonSchema
-from taut.rewards.judge import Judge
-from taut.rewards.language import Language
-from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget
+from taut.rewards.judge import Judge, RewardModel, RewardServer
+from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
 from taut.rewards.maths import Math
 from taut.rewards.numeric import Numeric
-from taut.rewards.regex import Regex
-from taut.rewards.repetition import Repetition
-from taut.rewards.reward_model import RewardModel, RewardServer
-from taut.rewards.stop import Stop
-from taut.rewards.tags import Tags
+from taut.rewards.text_match import Contains, ExactMatch, Regex
 from taut.rewards.user import own
-from taut.rewards.verifier import Judged, Verifier
+from taut.rewards.verifier import Answered, Judged, Verifier
 
 REWARDS: dict[str, type[Verifier]] = {
     "exact_match": ExactMatch,

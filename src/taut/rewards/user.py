@@ -29,11 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, get_args
 
-from taut import durable
 from taut.config import home_path
 from taut.errors import ConfigError
-from taut.rewards.answered import FIELDS, Answered
-from taut.rewards.verifier import Judged, Place, Verifier
+from taut.io import files
+from taut.rewards.verifier import FIELDS, Answered, Judged, Place, Verifier
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def own(spec: str, options: Mapping[str, Any]) -> Own:
     if path.suffix != ".py":
         raise ConfigError(f"found the reward {spec!r}; expected a file that ends in .py; rename it")
     try:
-        code = durable.read_text(path)
+        code = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the reward file {path} cannot be read: {error}; expected Python in UTF-8; correct it"

@@ -1,29 +1,61 @@
-"""What a verifier is: an answer in, a number out, or None: it does not apply.
+"""What a verifier is shown: one answer, with all that is known of it.
 
-    verifier(answered) -> float | None
-
-A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is a number
-that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be judged, since
-it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A value of the
-wrong type (a text, a tensor) is no error of one answer but a bug: it stops the run (``read_number``, the one rule for
-rewards and environments).
-
-May import ``rewards.answered`` and errors. Every verifier imports it.
+A file of its own without imports of ours, so that worker processes load nothing else with it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from taut.errors import DataError, UserCodeError
-from taut.rewards.answered import Answered
 
 if TYPE_CHECKING:
     from taut.rewards.http import Client
+    from taut.types import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """A completion, or the last one of a conversation, and the row it answers."""
+
+    text: str
+    """Without what ended it."""
+    references: tuple[str, ...] = ()
+    """The row's right answers, any of them; empty where it has none."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The row as it stands in the data."""
+    num_tokens: int | None = None
+    """Of all that the policy wrote, what ended it included; None: the answer was not sampled."""
+    finish_reason: FinishReason = "stop"
+    prompt: tuple[Mapping[str, Any], ...] | str = ()
+    """What was asked: messages, or a text; where an environment began with messages of its own, those."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation after the prompt, up to the policy's last turn: its turns and what an environment said between
+    them. Empty: ``text`` is all."""
+
+
+FIELDS = ("text", "references", "row", "num_tokens", "finish_reason", "prompt", "messages")
+"""By these names a function of the user's may ask for them."""
+
+
+# --------------------------------------------------------------------------------------------------
+# What a verifier is: an answer in, a number out, or None: it does not apply.
+#
+#     verifier(answered) -> float | None
+#
+# A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is a
+# number that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be
+# judged, since it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A
+# value of the wrong type (a text, a tensor) is no error of one answer but a bug: it stops the run (``read_number``,
+# the one rule for rewards and environments).
+#
+# May import ``rewards.answered`` and errors. Every verifier imports it.
 
 Place: TypeAlias = Literal["here", "process", "remote", "model"]
 """Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
 from taut.errors import TautError
-from taut.printing import Printer
-from taut.rewards.answered import Answered
+from taut.io.console import Printer
 from taut.rewards.user import Own
-from taut.rewards.verifier import Judged, Score, Verifier, reason, scored
+from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
 
 PARENT_LOOKED_AT = 1.0
 """Seconds."""

@@ -27,9 +27,8 @@ from queue import LifoQueue
 from typing import Any
 
 from taut.errors import ConfigError
-from taut.rewards.answered import Answered
 from taut.rewards.registry import Part
-from taut.rewards.verifier import Judged, Score
+from taut.rewards.verifier import Answered, Judged, Score
 from taut.rewards.worker import Loaded
 
 START_SECONDS = 120.0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from taut.errors import SandboxError
+from taut.io.temporary import TemporaryFolder
 from taut.sandbox import guest, walls
 from taut.sandbox.jail import (
     ENVIRONMENT,
@@ -33,7 +34,6 @@ from taut.sandbox.jail import (
     wait_for,
 )
 from taut.sandbox.limits import Limits, Ran, Trial
-from taut.temporary import TemporaryFolder
 
 _NOBODY = 65534
 _OWN_FAILURE = 128

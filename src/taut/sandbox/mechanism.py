@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, get_args
 
 from taut.config import home_path
 from taut.errors import SandboxError, install_extra
+from taut.io.temporary import TemporaryFolder
 from taut.sandbox import gvisor, kernel, walls
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
 from taut.sandbox.limits import Limits, Trial
-from taut.temporary import TemporaryFolder
 
 NAMES: tuple[MechanismName, ...] = get_args(MechanismName)
 _REASONS = {

@@ -14,8 +14,7 @@ from torch.nn import functional
 from transformers.models.qwen2 import modeling_qwen2
 
 from taut.attention import select
-from taut.attention.call import Call
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout
 from taut.checks.session import Session
 
 

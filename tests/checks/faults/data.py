@@ -15,7 +15,7 @@ from tests.models import save_tiny
 from tests.tokenizers import tiny_tokenizer
 
 from taut.checks.session import Session
-from taut.data import plan
+from taut.data import batching
 from taut.types import Packed
 
 NUM_ROWS = 12
@@ -445,9 +445,9 @@ def the_answer_in_the_system_message(place: Place, is_faulty: bool) -> Session:
 @fault("data.packing", says="is seen 0 times an epoch")
 def an_order_that_forgets_samples(place: Place, is_faulty: bool) -> Session:
     """A resumed run's arithmetic that skips the first sample of each step: class 31."""
-    step = plan.Order.step
+    step = batching.Order.step
     if is_faulty:
-        place.patch.setattr(plan.Order, "step", lambda self, *args: step(self, *args)[1:])
+        place.patch.setattr(batching.Order, "step", lambda self, *args: step(self, *args)[1:])
     return place.session()
 
 
@@ -455,15 +455,17 @@ def an_order_that_forgets_samples(place: Place, is_faulty: bool) -> Session:
 def micro_batches_over_the_budget(place: Place, is_faulty: bool) -> Session:
     """Bins that never fill up."""
     if is_faulty:
-        place.patch.setattr(plan, "_first_fit", lambda pieces, tokens: [list(pieces)])
-        place.patch.setattr(plan, "_fill", lambda pieces, budget: [tuple(p.tree for p in pieces)])
+        place.patch.setattr(batching, "_first_fit", lambda pieces, tokens: [list(pieces)])
+        place.patch.setattr(
+            batching, "_fill", lambda pieces, budget: [tuple(p.tree for p in pieces)]
+        )
     return place.session(batch__tokens_per_microbatch=64, batch__share_prefixes=False)
 
 
 @fault("data.packing", says="weights")
 def a_pack_that_forgets_weights(place: Place, is_faulty: bool) -> Session:
     """Later samples of a micro-batch count half."""
-    pack = plan.pack
+    pack = batching.pack
 
     def halved(*args: Any) -> Packed:
         packed = pack(*args)
@@ -471,14 +473,14 @@ def a_pack_that_forgets_weights(place: Place, is_faulty: bool) -> Session:
         return replace(packed, weight_N=weight_N)
 
     if is_faulty:
-        place.patch.setattr(plan, "pack", halved)
+        place.patch.setattr(batching, "pack", halved)
     return place.session()
 
 
 @fault("data.packing", says="times in a step")
 def micro_batches_that_lose_a_sample(place: Place, is_faulty: bool) -> Session:
     """The last piece of a rank is in no micro-batch: class 33."""
-    fill = plan._fill
+    fill = batching._fill
     if is_faulty:
-        place.patch.setattr(plan, "_fill", lambda pieces, budget: fill(pieces[:-1], budget))
+        place.patch.setattr(batching, "_fill", lambda pieces, budget: fill(pieces[:-1], budget))
     return place.session()

@@ -10,8 +10,8 @@ import torch
 from tests.checks.planting import Place, fault
 
 from taut.checks.session import Session
-from taut.rollout import engine, local
-from taut.rollout.sampling import draw
+from taut.inference import engine, local
+from taut.inference.local import draw
 
 
 @fault("engine.logps", says="engine and trainer differ")

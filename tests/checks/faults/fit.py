@@ -9,8 +9,8 @@ from tests.checks.planting import Place, fault
 from torch import Tensor
 from transformers.models.qwen2 import modeling_qwen2
 
-from taut import build
 from taut.checks.session import Session
+from taut.run import setup
 
 
 @fault("fit.schedule", says="step 1: 0")
@@ -18,7 +18,7 @@ def a_schedule_counted_from_zero(place: Place, is_faulty: bool) -> Session:
     """The warm-up gives the first step a rate of 0, so that it is thrown away."""
     if is_faulty:
         place.patch.setattr(
-            build, "learning_rate", lambda step, total, config: 1e-3 * (step - 1) / total
+            setup, "learning_rate", lambda step, total, config: 1e-3 * (step - 1) / total
         )
     return place.session()
 
@@ -28,7 +28,7 @@ def a_decay_that_ends_half_way(place: Place, is_faulty: bool) -> Session:
     """The schedule believes the run to be half as long."""
     if is_faulty:
         place.patch.setattr(
-            build,
+            setup,
             "learning_rate",
             lambda step, total, config: 1e-3 * max(0.0, 1 - 2 * (step - 1) / total),
         )
@@ -51,7 +51,7 @@ def a_rate_beyond_reason(place: Place, is_faulty: bool) -> Session:
 def an_optimizer_that_maximises(place: Place, is_faulty: bool) -> Session:
     """The optimizer adds the gradient."""
     if is_faulty:
-        make = build.build_optimizer
+        make = setup.build_optimizer
 
         def wrong(*args: Any) -> torch.optim.AdamW:
             optimizer = make(*args)
@@ -59,7 +59,7 @@ def an_optimizer_that_maximises(place: Place, is_faulty: bool) -> Session:
                 group["maximize"] = True
             return optimizer
 
-        place.patch.setattr(build, "build_optimizer", wrong)
+        place.patch.setattr(setup, "build_optimizer", wrong)
     return place.session()
 
 

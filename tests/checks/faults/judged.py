@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from taut.attention.layout import Layout
 from taut.checks.session import Session
-from taut.data import plan
-from taut.losses import margins
+from taut.data import batching
+from taut.losses import preference
 from taut.methods.reference import Start
 from taut.models import save
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
 from taut.types import Packed
 
 NUM_ROWS = 12
@@ -96,13 +96,13 @@ def margins_that_no_row_has(place: Place, is_faulty: bool) -> Session:
 def pairs_that_are_cut(place: Place, is_faulty: bool) -> Session:
     """Each answer is laid out for itself, and compared with nothing."""
     if is_faulty:
-        layouts = plan.layouts
+        layouts = batching.layouts
 
         def apart(trees: Any, *args: Any) -> list[Packed]:
             singles = [replace(tree, samples=(one,)) for tree in trees for one in tree.samples]
             return [packed for one in singles for packed in layouts((one,), *args)]
 
-        place.patch.setattr("taut.data.forecast.layouts", apart)
+        place.patch.setattr("taut.data.batching.layouts", apart)
     return place.session(data=place.data(compared()), method="simpo")
 
 
@@ -159,9 +159,9 @@ def a_reference_in_another_precision(place: Place, is_faulty: bool) -> Session:
 def a_loss_that_is_twice_what_it_is_named_after(place: Place, is_faulty: bool) -> Session:
     """The formula has a factor that nobody asked for."""
     if is_faulty:
-        plain = margins.VARIANTS["sigmoid"]
+        plain = preference.VARIANTS["sigmoid"]
         twice = plain._replace(value=lambda pairs: 2 * plain.value(pairs))
-        place.patch.setitem(margins.VARIANTS, "sigmoid", twice)
+        place.patch.setitem(preference.VARIANTS, "sigmoid", twice)
     return place.session(data=place.data(compared()), method="dpo")
 
 

@@ -12,24 +12,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen2 import modeling_qwen2
 
-from taut import build, loop, losses
+from taut import losses
 from taut.checks.session import Session
-from taut.data import plan
-from taut.losses.sft import CrossEntropy
-from taut.models import score
+from taut.data import batching
+from taut.losses.supervised import CrossEntropy
+from taut.models import scorer
+from taut.run import setup
+from taut.train import trainer
 from taut.types import Packed
 
 
 def _loaded(place: Place, change: Callable[[PreTrainedModel], None]) -> None:
     """The model is changed as the library's loading might have."""
-    load = build.load_model
+    load = setup.load_model
 
     def wrong(*args: Any, **keywords: Any) -> PreTrainedModel:
         model = load(*args, **keywords)
         change(model)
         return model
 
-    place.patch.setattr(build, "load_model", wrong)
+    place.patch.setattr(setup, "load_model", wrong)
 
 
 def _mlp(place: Place, change: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
@@ -103,33 +105,33 @@ def a_softcap_that_is_dropped(place: Place, is_faulty: bool) -> Session:
 def a_target_read_one_row_late(place: Place, is_faulty: bool) -> Session:
     """The way that the run takes reads the next row's token; the other way is right."""
     if is_faulty:
-        apply = score.LinearHead.apply
+        apply = scorer.LinearHead.apply
 
         def shifted(*args: Any) -> Any:
             asked = args[-1]
             return apply(*args[:-1], asked._replace(target_N=asked.target_N.roll(1)))
 
-        place.patch.setattr(score.LinearHead, "apply", shifted)
+        place.patch.setattr(scorer.LinearHead, "apply", shifted)
     return place.session()
 
 
 def _chunked(place: Place, **changes: Any) -> None:
     """The chunked head is given another description of the head."""
-    init = score.Chunks.__init__
+    init = scorer.Chunks.__init__
 
     def wrong(self: Any, *args: Any) -> None:
         init(self, *args)
         fields = {name: getattr(self.spec, name) for name in ("weight", "bias", "softcap", "rows")}
         self.spec = type(self.spec)(**{**fields, "scale": self.spec.scale, **changes})
 
-    place.patch.setattr(score.Chunks, "__init__", wrong)
+    place.patch.setattr(scorer.Chunks, "__init__", wrong)
 
 
 @fault("loss.head_gradient", says="with respect to the")
 def a_derivative_without_the_softcap(place: Place, is_faulty: bool) -> Session:
     """The head's backward leaves out what the softcap does to the gradient."""
     if is_faulty:
-        place.patch.setattr(score.Chunks, "to_raw", lambda self, grad, z: grad)
+        place.patch.setattr(scorer.Chunks, "to_raw", lambda self, grad, z: grad)
     return place.session(place.model("gemma2"))
 
 
@@ -137,7 +139,7 @@ def a_derivative_without_the_softcap(place: Place, is_faulty: bool) -> Session:
 def a_derivative_without_the_scale(place: Place, is_faulty: bool) -> Session:
     """The head's backward leaves out the factor on the logits."""
     if is_faulty:
-        place.patch.setattr(score.Chunks, "to_raw", lambda self, grad, z: grad)
+        place.patch.setattr(scorer.Chunks, "to_raw", lambda self, grad, z: grad)
     return place.session(place.model("granite"))
 
 
@@ -281,8 +283,8 @@ def weights_that_are_not_the_derivative(place: Place, is_faulty: bool) -> Sessio
 def a_micro_batch_that_is_lost(place: Place, is_faulty: bool) -> Session:
     """The last micro-batch of each step is never computed."""
     if is_faulty:
-        some = loop.microbatches_of
-        place.patch.setattr(loop, "microbatches_of", lambda *args: some(*args)[:-1])
+        some = trainer.microbatches_of
+        place.patch.setattr(trainer, "microbatches_of", lambda *args: some(*args)[:-1])
     return place.session(batch__tokens_per_microbatch=64)
 
 
@@ -290,7 +292,7 @@ def a_micro_batch_that_is_lost(place: Place, is_faulty: bool) -> Session:
 def targets_that_sharing_loses(place: Place, is_faulty: bool) -> Session:
     """A target that several samples have in a shared prefix is listed once."""
     if is_faulty:
-        pack = plan.pack
+        pack = batching.pack
 
         def once(*args: Any) -> Packed:
             packed = pack(*args)
@@ -300,7 +302,7 @@ def targets_that_sharing_loses(place: Place, is_faulty: bool) -> Session:
             changed = {name: getattr(packed, name)[kept] for name in names}
             return type(packed)(**{**vars(packed), **changed})
 
-        place.patch.setattr(plan, "pack", once)
+        place.patch.setattr(batching, "pack", once)
     return place.session(data=place.data(_turns()))
 
 
@@ -330,7 +332,7 @@ def a_mean_over_sequences(place: Place, is_faulty: bool) -> Session:
 def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
     """Each micro-batch is divided by its own count."""
     if is_faulty:
-        backward, denominators = loop.backward, loop.denominators
+        backward, denominators = trainer.backward, trainer.denominators
         num: list[int] = []
 
         def counted(loss: Any, microbatches: Any, ranks: Any) -> dict[str, float]:
@@ -341,8 +343,8 @@ def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
             share = 1.0 / (num[-1] * float(packed.weight_N.sum()))
             return backward(job, packed, dict.fromkeys(scales, share), step)
 
-        place.patch.setattr(loop, "denominators", counted)
-        place.patch.setattr(loop, "backward", own)
+        place.patch.setattr(trainer, "denominators", counted)
+        place.patch.setattr(trainer, "backward", own)
     return place.session()
 
 

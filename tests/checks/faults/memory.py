@@ -8,8 +8,8 @@ from typing import Any
 from tests.checks.planting import Place, fault
 from transformers import PreTrainedModel
 
-from taut import build
 from taut.checks.session import Session
+from taut.run import setup
 
 
 @fault("memory.peak", says="activation_checkpointing=true")
@@ -24,7 +24,7 @@ def a_device_that_is_too_small(place: Place, is_faulty: bool) -> Session:
 @fault("memory.measured", says="keeps tensors")
 def a_hook_that_keeps_what_it_sees(place: Place, is_faulty: bool) -> Session:
     """A library has put a hook on the loaded model's layers that keeps copies."""
-    load, kept = build.load_model, []
+    load, kept = setup.load_model, []
 
     def hooked(*args: Any, **keywords: Any) -> PreTrainedModel:
         model = load(*args, **keywords)
@@ -32,5 +32,5 @@ def a_hook_that_keeps_what_it_sees(place: Place, is_faulty: bool) -> Session:
             layer.register_forward_hook(lambda *seen: kept.append(seen[2].repeat(1, 1, 40)))
         return model
 
-    place.patch.setattr(build, "load_model", hooked)
+    place.patch.setattr(setup, "load_model", hooked)
     return place.session()

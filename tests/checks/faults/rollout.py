@@ -10,15 +10,15 @@ from tests.checks.planting import Place, fault
 from tests.tokenizers import CHATML
 
 from taut.checks.session import Session
+from taut.inference import local
+from taut.inference.engine import Texts
 from taut.losses import advantages
 from taut.methods import reference
-from taut.online import rollouts
-from taut.rollout import local
-from taut.rollout.text import Texts
+from taut.rl import rollout
 from taut.types import Wants
 
 GAME = """\
-from taut.rollout.environment import Step
+from taut.rl.environment import Step
 
 class {name}:
     def step(self, text, calls):
@@ -93,13 +93,13 @@ def an_end_of_turn_that_depends_on_the_turn(place: Place, is_faulty: bool) -> Se
 @fault("rollout.groups", says="completions of 2 prompts", part="quick")
 def groups_of_answers_to_several_prompts(place: Place, is_faulty: bool) -> Session:
     """Roll-outs come back sample by sample, and are cut into groups as if they came prompt by prompt: class 38."""
-    play = rollouts.play
+    play = rollout.play
 
     def dealt(*args: Any) -> Any:
         return sorted(play(*args), key=lambda episode: episode.index)
 
     if is_faulty:
-        place.patch.setattr(rollouts, "play", dealt)
+        place.patch.setattr(rollout, "play", dealt)
     return generating(place)
 
 

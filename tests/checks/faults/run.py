@@ -14,12 +14,13 @@ from tests.checks.planting import Place, fault
 from torch import nn
 from transformers import PreTrainedModel
 
-from taut import build, optim
 from taut.checks.session import Session
-from taut.data import plan
-from taut.data.pack import PackPolicy
+from taut.data import batching
+from taut.data.packing import PackPolicy
 from taut.models import lora
 from taut.models.precision import ChosenDtype
+from taut.run import setup
+from taut.train import optim
 
 # -- what was asked is not in force
 
@@ -28,7 +29,7 @@ from taut.models.precision import ChosenDtype
 def freezing_that_names_and_does_not_freeze(place: Place, is_faulty: bool) -> Session:
     """The names are found and told, and the parameters train on."""
     if is_faulty:
-        place.patch.setattr(build, "freeze", lambda model, patterns: ["model.layers.0.mlp"])
+        place.patch.setattr(setup, "freeze", lambda model, patterns: ["model.layers.0.mlp"])
     return place.session(freeze=["*.mlp.*"])
 
 
@@ -85,7 +86,7 @@ def optimizer_settings_that_get_lost(place: Place, is_faulty: bool) -> Session:
         return make(model, optim.OptimConfig(learning_rate=config.learning_rate), *more)
 
     if is_faulty:
-        place.patch.setattr(build, "build_optimizer", plain)
+        place.patch.setattr(setup, "build_optimizer", plain)
     return place.session(optim__beta2=0.95)
 
 
@@ -93,7 +94,7 @@ def optimizer_settings_that_get_lost(place: Place, is_faulty: bool) -> Session:
 def sharing_that_is_dropped_without_a_word(place: Place, is_faulty: bool) -> Session:
     """Prefixes are computed again and again, and no decision says why."""
     if is_faulty:
-        place.patch.setattr(build, "build_policy", lambda *_, **__: (PackPolicy(False, 16), []))
+        place.patch.setattr(setup, "build_policy", lambda *_, **__: (PackPolicy(False, 16), []))
     return place.session()
 
 
@@ -102,7 +103,7 @@ def a_dtype_that_is_not_used(place: Place, is_faulty: bool) -> Session:
     """float64 was asked for, and the model computes in float32."""
     other = ChosenDtype(torch.float32, "asked for by name")
     if is_faulty:
-        place.patch.setattr(build, "resolve_dtype", lambda requested, device: other)
+        place.patch.setattr(setup, "resolve_dtype", lambda requested, device: other)
     return place.session(dtype="float64")
 
 
@@ -110,16 +111,16 @@ def a_dtype_that_is_not_used(place: Place, is_faulty: bool) -> Session:
 def noise_that_is_not_installed(place: Place, is_faulty: bool) -> Session:
     """NEFTune was asked for, and no hook adds it."""
     if is_faulty:
-        place.patch.setattr(build, "install_noise", lambda model, config, seed: None)
+        place.patch.setattr(setup, "install_noise", lambda model, config, seed: None)
     return place.session(noise__neftune_alpha=5.0)
 
 
 @fault("run.in_force", says="optim.clip_grad_norm: asked 0.5, found None")
 def clipping_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
     """The job is made without the largest norm."""
-    make = build.Job
+    make = setup.Job
     if is_faulty:
-        place.patch.setattr(build, "Job", lambda **parts: make(**{**parts, "clip_grad_norm": None}))
+        place.patch.setattr(setup, "Job", lambda **parts: make(**{**parts, "clip_grad_norm": None}))
     return place.session(optim__clip_grad_norm=0.5)
 
 
@@ -129,11 +130,13 @@ def clipping_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
 @fault("run.steps", says="other samples when it is prepared again")
 def an_order_without_a_seed(place: Place, is_faulty: bool) -> Session:
     """Each process shuffles in its own way, so a resumed run sees other samples."""
-    make = plan.Order._make_epoch
+    make = batching.Order._make_epoch
     random = np.random.default_rng()
     if is_faulty:
         place.patch.setattr(
-            plan.Order, "_make_epoch", lambda order, epoch: random.permutation(make(order, epoch))
+            batching.Order,
+            "_make_epoch",
+            lambda order, epoch: random.permutation(make(order, epoch)),
         )
     return place.session()
 
@@ -142,15 +145,17 @@ def an_order_without_a_seed(place: Place, is_faulty: bool) -> Session:
 def a_resume_that_begins_a_step_late(place: Place, is_faulty: bool) -> Session:
     """Going on from a cursor skips the samples of a step."""
 
-    def late(order: plan.Order, cursor: plan.Cursor, epochs: float | None) -> plan.Order:
+    def late(
+        order: batching.Order, cursor: batching.Cursor, epochs: float | None
+    ) -> batching.Order:
         return replace(
-            order, origin=plan.Cursor(cursor.step, cursor.samples + order.samples_per_step)
+            order, origin=batching.Cursor(cursor.step, cursor.samples + order.samples_per_step)
         )
 
     if is_faulty:
-        going_on = plan.Order.going_on_from
+        going_on = batching.Order.going_on_from
         place.patch.setattr(
-            plan.Order,
+            batching.Order,
             "going_on_from",
             lambda order, cursor, epochs: (
                 late(order, cursor, epochs) if cursor.step else going_on(order, cursor, epochs)
@@ -163,8 +168,8 @@ def a_resume_that_begins_a_step_late(place: Place, is_faulty: bool) -> Session:
 def epochs_that_are_cut_short(place: Place, is_faulty: bool) -> Session:
     """The last step of the second epoch is dropped."""
     if is_faulty:
-        plain = plan.Order.num_steps
-        place.patch.setattr(plan.Order, "num_steps", lambda order, n: plain(order, n) - (n > 1))
+        plain = batching.Order.num_steps
+        place.patch.setattr(batching.Order, "num_steps", lambda order, n: plain(order, n) - (n > 1))
     return place.session(steps=None, epochs=2.0)
 
 

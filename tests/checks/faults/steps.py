@@ -10,11 +10,11 @@ from tests.checks.planting import Place, fault
 from torch import Tensor
 from transformers.models.qwen2 import modeling_qwen2
 
-from taut import build, loop, parallel
 from taut.attention import select
-from taut.attention.call import Call
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout
 from taut.checks.session import Session
+from taut.run import setup
+from taut.train import distributed, trainer
 from taut.types import Packed, Scores
 
 
@@ -64,7 +64,7 @@ def a_kernel_with_a_scale_of_its_own(place: Place, is_faulty: bool) -> Session:
 def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Session:
     """Accumulation divides by the number of micro-batches what was divided by the count of targets before."""
     if is_faulty:
-        cut, summed = loop.microbatches_of, loop.backward
+        cut, summed = trainer.microbatches_of, trainer.backward
         number = [1]
 
         def counted(*args: Any) -> list[Packed]:
@@ -75,8 +75,8 @@ def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Sessio
         def divided(job: Any, packed: Packed, scales: dict[str, float], step: int) -> Scores:
             return summed(job, packed, {k: v / number[0] for k, v in scales.items()}, step)
 
-        place.patch.setattr(loop, "microbatches_of", counted)
-        place.patch.setattr(loop, "backward", divided)
+        place.patch.setattr(trainer, "microbatches_of", counted)
+        place.patch.setattr(trainer, "backward", divided)
     return place.session()
 
 
@@ -97,9 +97,9 @@ def rank_and_alpha_in_each_others_place(place: Place, is_faulty: bool) -> Sessio
 def weight_decay_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
     """The optimizer is made without weight decay."""
     if is_faulty:
-        make = build.build_optimizer
+        make = setup.build_optimizer
         place.patch.setattr(
-            build,
+            setup,
             "build_optimizer",
             lambda scorer, config, *more: make(scorer, replace(config, weight_decay=0.0), *more),
         )
@@ -110,6 +110,6 @@ def weight_decay_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
 def clipping_that_clips_nothing(place: Place, is_faulty: bool) -> Session:
     """The norm is measured, and the gradient left as it is."""
     if is_faulty:
-        clip = parallel.clip_gradients
-        place.patch.setattr(parallel, "clip_gradients", lambda tensors, _: clip(tensors, None))
+        clip = distributed.clip_gradients
+        place.patch.setattr(distributed, "clip_gradients", lambda tensors, _: clip(tensors, None))
     return place.session(optim__clip_grad_norm=0.01)

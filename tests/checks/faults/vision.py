@@ -17,9 +17,9 @@ from tests.vision_models import tiny_vlm
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from taut.checks.session import Session
-from taut.models import processor_files, save
-from taut.vision import album, towers
-from taut.vision.processor import Shape
+from taut.models import save
+from taut.vision import image_store, tower
+from taut.vision.placeholders import Shape
 from taut.vision.processors import qwen
 
 KIND = "qwen2_vl"
@@ -102,7 +102,7 @@ def pictures_that_mix(place: Place, is_faulty: bool) -> Session:
 @fault("vision.neighbour", says="is taken for", part="quick")
 def pictures_known_by_their_size(place: Place, is_faulty: bool) -> Session:
     """A picture is told from others by its width and height: equal grids, equal prefixes."""
-    plain = album.Album.picture
+    plain = image_store.Album.picture
 
     def alike(self: Any, source: str, content: str, num_pictures: int, where: str) -> Any:
         with Image.open(source) as image:
@@ -111,34 +111,34 @@ def pictures_known_by_their_size(place: Place, is_faulty: bool) -> Session:
         return replace(plain(self, source, content, num_pictures, where), digest=digest)
 
     if is_faulty:
-        place.patch.setattr(album.Album, "picture", alike)
+        place.patch.setattr(image_store.Album, "picture", alike)
     return pictured(place)
 
 
 @fault("loss.reached", says="in vision_tower", part="quick")
 def features_without_a_gradient(place: Place, is_faulty: bool) -> Session:
     """What the tower says goes to the language model detached: it would never learn."""
-    plain = towers.features_of
+    plain = tower.features_of
 
-    def detached(*given: Any) -> list[towers.Features]:
+    def detached(*given: Any) -> list[tower.Features]:
         return [it._replace(main_ND=it.main_ND.detach()) for it in plain(*given)]
 
     if is_faulty:
-        place.patch.setattr(towers, "features_of", detached)
+        place.patch.setattr(tower, "features_of", detached)
     return pictured(place)
 
 
 @fault("loss.reached", says="not to train", part="quick")
 def a_tower_that_thaws(place: Place, is_faulty: bool) -> Session:
     """A frozen tower whose code lets it train again while it runs."""
-    plain = towers.encode
+    plain = tower.encode
 
     def thawed(backbone: Any, *given: Any) -> Any:
         backbone.visual.requires_grad_(torch.is_grad_enabled())
         return plain(backbone, *given)
 
     if is_faulty:
-        place.patch.setattr(towers, "encode", thawed)
+        place.patch.setattr(tower, "encode", thawed)
     return pictured(place, freeze=["vision_tower"])
 
 
@@ -147,7 +147,7 @@ def a_processor_that_is_saved_otherwise(place: Place, is_faulty: bool) -> Sessio
     """The saved processor scales pictures to other colours than in training."""
 
     def other(model: Any, directory: Path, *, has_template: bool) -> None:
-        processor_files.copy_processor(model, directory, has_template=has_template)
+        save.copy_processor(model, directory, has_template=has_template)
         file = directory / "preprocessor_config.json"
         said = json.loads(file.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}
         file.write_text(json.dumps(said))

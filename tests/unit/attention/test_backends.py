@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from taut.attention import flex, reference, varlen
-from taut.attention.call import Call, read_call
-from taut.attention.layout import Layout
+from taut.attention.layout import Call, Layout, read_call
 from taut.attention.select import select
 from taut.errors import AttentionError
 

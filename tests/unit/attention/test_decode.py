@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from taut.attention.call import Call
 from taut.attention.decode import Decoding, Group, Own, Stretch
+from taut.attention.layout import Call
 
 LAYER = nn.Identity()
 CALL = Call(scale=0.5)

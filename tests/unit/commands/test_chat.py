@@ -15,13 +15,12 @@ from taut.cli import main
 from taut.commands.chat import Chat, Stream, chat
 from taut.config import from_mapping, load
 from taut.data.render import Renderer
-from taut.data.stops import derive_stop_set
+from taut.data.stop_tokens import derive_stop_set
 from taut.errors import ConfigError
-from taut.interrupts import Interrupt
-from taut.rollout.engine import Engine, Sampling
-from taut.rollout.local import LocalEngine
-from taut.rollout.open import Opened
-from taut.rollout.text import Texts
+from taut.inference.engine import Engine, Sampling, Texts
+from taut.inference.local import LocalEngine
+from taut.inference.open import Opened
+from taut.train.signals import Interrupt
 from taut.types import Prompt
 
 

@@ -20,7 +20,7 @@ from taut.commands.export import Export, run
 from taut.config import from_mapping
 from taut.errors import CheckFailed, ModelError, OutputError
 from taut.models import gguf
-from taut.models.gguf_vocabulary import PRE_TOKENIZERS, pre_tokenizer_name, vocabulary
+from taut.models.gguf import PRE_TOKENIZERS, pre_tokenizer_name, vocabulary
 from taut.models.load import quiet_library
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 

@@ -16,8 +16,8 @@ from taut.commands import generate as command
 from taut.commands.generate import Generate, generate
 from taut.config import from_mapping
 from taut.errors import DataError, OutputError
-from taut.rollout.engine import OnDone, Sampling
-from taut.rollout.open import Opened, Rendering
+from taut.inference.engine import OnDone, Sampling
+from taut.inference.open import Opened, Rendering
 from taut.types import Completion, FinishReason, Prompt
 
 ROWS = [{"id": name, "prompt": f"the {name}", "answer": name} for name in ("cat", "dog", "bird")]

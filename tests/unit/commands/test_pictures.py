@@ -19,10 +19,9 @@ from taut.commands.evaluate import Evaluate, evaluate
 from taut.commands.generate import Generate, generate
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError, OutputError, PictureError, RenderError
-from taut.rewards.pictures import pictures_of, sent
-from taut.rewards.reward_model import RewardModel
-from taut.rollout.open import Opened, open_engine, open_renderer
-from taut.vision.picture import ImageRef
+from taut.inference.open import Opened, open_engine, open_renderer
+from taut.rewards.judge import RewardModel, pictures_of, sent
+from taut.vision.content import ImageRef
 
 GREEDY = {"sampling.max_new_tokens": 3, "sampling.temperature": 0, "dtype": "float64"}
 

@@ -22,14 +22,12 @@ from taut.commands.score import Score, score
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import from_mapping
 from taut.errors import ConfigError, PictureError
-from taut.models.reward import NewHead, load_reward_model
+from taut.inference.reward_model import Batcher, Judge, JudgeUse, open_judge, rater
+from taut.models.reward_model import NewHead, load_reward_model
 from taut.rewards import Answered
-from taut.rewards.pictures import sent
+from taut.rewards.judge import sent
 from taut.rewards.verifier import Score as Number
-from taut.rollout.batcher import Batcher
-from taut.rollout.judge import Judge, JudgeUse, open_judge
-from taut.rollout.rated import rater
-from taut.vision.picture import ImageRef
+from taut.vision.content import ImageRef
 
 KIND = "qwen2_vl"
 TEXT = {"type": "text", "text": "what?"}

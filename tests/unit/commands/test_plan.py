@@ -14,11 +14,10 @@ from tests.chats import chats, save_model, write_rows
 from tests.models import tiny_config
 
 from taut.commands import plan as command
-from taut.commands.plan import Plan, memory, plan
-from taut.commands.plan_report import show
+from taut.commands.plan import Plan, memory, plan, show
 from taut.config import from_mapping
 from taut.errors import ConfigError, TautError
-from taut.printing import told_when_slow
+from taut.io.console import told_when_slow
 
 
 def config_of(model: Path, **keys: Any) -> Plan:

@@ -17,7 +17,7 @@ import pytest
 import taut
 from taut.cli import main
 from taut.commands import runs as command
-from taut.outdir import Lock
+from taut.train.run_dir import Lock
 
 NOW = time.time()
 

@@ -21,7 +21,7 @@ from taut.config import from_mapping
 from taut.errors import DataError, ModelError, OutputError
 from taut.models.load import quiet_library
 from taut.models.precision import Wide
-from taut.models.reward import NewHead, load_reward_model
+from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
 
 CPU = torch.device("cpu")

@@ -21,9 +21,8 @@ from taut.commands import serve_reward as command
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import from_mapping
 from taut.errors import ConfigError, EngineError, NonFiniteError, OutOfMemory
-from taut.models.reward import NewHead
-from taut.rollout.batcher import Batcher, Busy
-from taut.rollout.judge import Judge, Rendered, open_judge
+from taut.inference.reward_model import Batcher, Busy, Judge, Rendered, open_judge
+from taut.models.reward_model import NewHead
 from taut.types import FloatArray, Sample
 
 KEY = {"Authorization": "Bearer open sesame"}

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from tests.chats import chats, write_rows
 from tests.tokenizers import tiny_tokenizer
 
-from taut import durable
 from taut.data import cache
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
+from taut.io import files
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -32,7 +32,7 @@ def seal(entry: Path, **changes: Any) -> None:
     """Note the arrays' digests as they are now, and other values of meta.json."""
     meta = json.loads((entry / "meta.json").read_text())
     names = meta["sha256"]
-    meta["sha256"] = {name: durable.digest(entry / f"{name}.npy") for name in names} | changes.pop(
+    meta["sha256"] = {name: files.digest(entry / f"{name}.npy") for name in names} | changes.pop(
         "sha256", {}
     )
     (entry / "meta.json").write_text(json.dumps(meta | changes))

@@ -16,7 +16,7 @@ from tests.tokenizers import QWEN3, tiny_tokenizer
 
 from taut.data import cache
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
-from taut.data.pictures import BATCH_ROWS
+from taut.data.images import BATCH_ROWS
 from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError

@@ -15,9 +15,9 @@ from tests.chats import write_rows
 from tests.tiled import picture, renderer
 
 from taut.config import from_mapping
-from taut.data import pictures
+from taut.data import images
+from taut.data.cache import media_arrays
 from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.media_arrays import media_arrays
 from taut.data.render import Renderer
 from taut.errors import DataError, PictureError
 from taut.types import Sample
@@ -157,7 +157,7 @@ def test_a_video_that_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.M
     film = {"type": "video", "video": "film.gif"}
     asked = [{"role": "user", "content": [film]}, {"role": "assistant", "content": "dog"}]
     write_rows(place / "rows.jsonl", [{"messages": asked}, *rows(None), {"messages": asked}])
-    monkeypatch.setattr(pictures, "BATCH_BYTES", 1)
+    monkeypatch.setattr(images, "BATCH_BYTES", 1)
     sizes = []
     look = Renderer.look
 

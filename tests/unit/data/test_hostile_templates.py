@@ -9,11 +9,11 @@ import pytest
 from tests.slow import slow_except
 from tests.tokenizers import CHATML, tiny_tokenizer
 
-from taut import bounded
-from taut.data.formats import Conversation
+from taut.data.chat_template import Template
+from taut.data.messages import Conversation
 from taut.data.render import Renderer
-from taut.data.template import Template
 from taut.errors import ModelError, RenderError
+from taut.io import processes
 from tokenizers import Regex, pre_tokenizers
 
 ROW = Conversation(
@@ -70,14 +70,14 @@ QUICK = ("nested loops", "a constant", "a power", "a width of format", "join", "
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of these tests: half a second, 200 MB."""
-    call = bounded.call
-    monkeypatch.setattr(bounded, "call", lambda *given: call(*given, seconds=0.5, memory_mb=200))
+    call = processes.call
+    monkeypatch.setattr(processes, "call", lambda *given: call(*given, seconds=0.5, memory_mb=200))
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, HOSTILE))
 def test_a_hostile_template_is_an_error(name: str) -> None:
     source, limit = HOSTILE[name]
-    bounded.start()
+    processes.start()
     started = time.monotonic()
     with pytest.raises((ModelError, RenderError), match=limit) as raised:
         Renderer(tiny_tokenizer(), CHATML + source).render(ROW)
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_renders_in_its_own_way_is_asked() -> None:
     tokenizer.__class__ = Own
     template = Template(tokenizer, None)
     assert template.write(ROW.messages, (), is_prompt=False, place="d:1") == "<u>HI<a>HELLO"
-    with pytest.raises(bounded.FunctionFailed, match=r"^'content'$"):
+    with pytest.raises(processes.FunctionFailed, match=r"^'content'$"):
         template.write([{"role": "user"}], (), is_prompt=False, place="d:1")
 
 

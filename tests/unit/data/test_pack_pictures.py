@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tests.pictures import Piece, illustrated
 
 from taut.attention.layout import Layout
-from taut.data.pack import ALONE, PackPolicy, common_prefix, pack
-from taut.data.plan import prefix_groups
+from taut.data.batching import prefix_groups
+from taut.data.packing import ALONE, PackPolicy, common_prefix, pack
 from taut.types import Sample
-from taut.vision.positions import positions_of
+from taut.vision.placeholders import positions_of
 
 SHARE_ALL = PackPolicy(True, 1)
 WIDE = (1, 2, 3)

@@ -13,10 +13,9 @@ import pytest
 from tests.chats import write_rows
 from tests.tokenizers import tiny_tokenizer
 
-from taut.data.columns import Columns
-from taut.data.preferences import Kind
 from taut.data.prompts import LAST_MESSAGE, PromptRow, load_prompts
 from taut.data.render import Renderer
+from taut.data.schema import Columns, Kind
 from taut.errors import ConfigError, DataError, RenderError
 
 USER = {"role": "user", "content": "the cat"}
@@ -118,7 +117,7 @@ def test_whole_texts_have_no_prompt_to_be_told(tmp_path: Path, renderer: Rendere
 def test_a_prompt_of_messages_is_what_training_takes_for_context(
     tmp_path: Path, renderer: Renderer
 ) -> None:
-    from taut.data.formats import read_conversation
+    from taut.data.messages import read_conversation
 
     (found,) = load(tmp_path, renderer, {"messages": [USER, ANSWER]})
     (sample,) = renderer.render(read_conversation([USER, ANSWER], "row"))

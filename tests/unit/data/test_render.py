@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
 
-from taut.data.formats import Completion, Document, read_conversation
+from taut.data.messages import Completion, Document, read_conversation
 from taut.data.render import Renderer, Targets
 from taut.errors import RenderError
 from taut.types import Sample

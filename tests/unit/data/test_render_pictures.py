@@ -13,13 +13,11 @@ from tests.tokenizers import tiny_tokenizer
 from tests.vision_models import FAMILIES, vision_config, vision_tokenizer
 from tests.vision_processors import save_processor
 
-from taut.data.formats import Completion, Conversation, Document
-from taut.data.media import images_of
+from taut.data.messages import Completion, Conversation, Document, images_of
 from taut.data.render import Renderer, Targets
 from taut.errors import RenderError
-from taut.vision.album import Album
-from taut.vision.opening import open_album
-from taut.vision.picture import ImageRef, ImagesConfig
+from taut.vision.content import ImageRef, ImagesConfig
+from taut.vision.image_store import Album, open_album
 
 
 def dialogue(tmp_path: Path, scale: int = 1) -> Conversation:

@@ -13,20 +13,15 @@ from tests.chats import write_rows
 from tests.tiled import chat, learned, picture, renderer, said
 
 from taut.config import from_mapping
-from taut.data import pictures
-from taut.data.answers import fit_any, render_any, render_each
-from taut.data.attempts import attempt_rows
-from taut.data.columns import Columns
-from taut.data.dataset import DataConfig
-from taut.data.formats import Conversation, Message
-from taut.data.length import Limits
-from taut.data.media import images_of
-from taut.data.preferences import Answers, Stepwise
-from taut.data.prompt_set import Asking, load_prompt_set
-from taut.data.prompts import load_prompts
+from taut.data import images
+from taut.data.dataset import DataConfig, attempt_rows
+from taut.data.messages import Conversation, Message, images_of
+from taut.data.prompts import Asking, load_prompt_set, load_prompts
+from taut.data.render import Limits, fit_any, render_any, render_each
+from taut.data.schema import Answers, Columns, Stepwise
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, PictureError, RenderError
-from taut.vision.picture import ImageRef
+from taut.vision.content import ImageRef
 
 
 def test_rows_without_their_picture_are_told_from_the_others(tmp_path: Path) -> None:
@@ -178,7 +173,7 @@ def test_prompts_hold_few_pictures_at_a_time(
         sizes.append(len(seen))
         look(seen)
 
-    monkeypatch.setattr(pictures, "BATCH_BYTES", len(content))
+    monkeypatch.setattr(images, "BATCH_BYTES", len(content))
     monkeypatch.setattr(using.template.pictures, "look", counted)
     found = load_prompts(str(rows), using)
     assert sizes == [2, 1]

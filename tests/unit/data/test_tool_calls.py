@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.tokenizers import TEMPLATES, tiny_tokenizer
 
-from taut.data.call_format import TOOLS, derive_call_format
-from taut.data.template import Template
-from taut.data.tool_calls import CallFormat, ToolCall
+from taut.data.chat_template import Template
+from taut.data.tool_calls import TOOLS, CallFormat, ToolCall, derive_call_format
 from taut.errors import RenderError
 
 TURN = (

@@ -13,7 +13,7 @@ from tests.chats import chats, write_rows
 from tests.tokenizers import CHATML, tiny_tokenizer
 
 from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.pack import pack
+from taut.data.packing import pack
 from taut.data.render import Renderer
 from taut.data.top_logprobs import Top, WithTeacher, line_of, read_top_logprobs
 from taut.errors import DataError

@@ -15,8 +15,8 @@ from taut.data.dataset import DataConfig
 from taut.errors import DataError
 from taut.evals import during
 from taut.evals.during import Answering, AnswersConfig, build_answering
-from taut.parallel import Ranks
-from taut.vision.picture import ImagesConfig
+from taut.train.distributed import Ranks
+from taut.vision.content import ImagesConfig
 
 
 @pytest.mark.parametrize("rank", [0, 1])

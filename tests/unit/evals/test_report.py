@@ -19,9 +19,9 @@ from taut.errors import ConfigError, DataError
 from taut.evals.answers import EvalSampling, answer, require_scorable
 from taut.evals.report import Answer, Report, build_report, pass_ks, spaced
 from taut.evals.statistics import bootstrap_interval, mean, pass_at_k, wilson_interval
+from taut.inference.engine import Sampling
 from taut.rewards import Answered, Panel, PanelConfig, Verifier, open_panel
 from taut.rewards.registry import Part
-from taut.rollout.engine import Sampling
 from taut.types import FinishReason
 
 

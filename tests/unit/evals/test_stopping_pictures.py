@@ -8,8 +8,8 @@ import numpy as np
 from tests.pictures import illustrated
 
 from taut.evals.stopping import StopConfig, choose
-from taut.online.rehearsal import _group
-from taut.online.scoring import sample_of
+from taut.rl.dry_run import _group
+from taut.rl.rollout import sample_of
 from taut.types import Sample
 
 END = 7

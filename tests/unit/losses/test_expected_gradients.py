@@ -17,10 +17,7 @@ from tests.preferences import packs
 from torch import Tensor
 
 from taut.losses.advantages import gae
-from taut.losses.correction import Correction
-from taut.losses.kl import estimate, penalty
-from taut.losses.policy import Kl, PolicyGradient
-from taut.losses.surrogates import SURROGATES
+from taut.losses.policy import SURROGATES, Correction, Kl, PolicyGradient, estimate, penalty
 from taut.types import Packed, Sample, Scores
 
 STOP, LONGEST = 2, 3

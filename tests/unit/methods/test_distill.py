@@ -14,9 +14,9 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError
-from taut.losses.distill import Distill
+from taut.losses.supervised import Distill
 from taut.methods.distill import DistillConfig, Setting, load_teacher
-from taut.models.divergence import ListedTeacher, ModelTeacher
+from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.types import Divergence
 
 

@@ -11,10 +11,7 @@ import torch
 from taut.config import configclass, load
 from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, pass_at_k
-from taut.losses.correction import Correction
-from taut.losses.policy import Kl, PolicyGradient
-from taut.losses.surrogates import SURROGATES, Bounds
-from taut.losses.value import Critic
+from taut.losses.policy import SURROGATES, Bounds, Correction, Critic, Kl, PolicyGradient
 from taut.methods.policy import Advantage, GrpoConfig, PolicyLoss, PpoConfig, RollOut
 
 LOCAL = RollOut(0.8, 64, is_fresh=True, has_engine_logp=True)

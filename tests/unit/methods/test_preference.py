@@ -8,10 +8,7 @@ import pytest
 
 from taut.config import configclass, load
 from taut.errors import ConfigError
-from taut.losses.margins import VARIANTS
-from taut.losses.preference import Preference
-from taut.losses.reference_free import Orpo
-from taut.losses.unpaired import Unpaired
+from taut.losses.preference import VARIANTS, Orpo, Preference, Unpaired
 from taut.methods.preference import (
     CpoConfig,
     DpoConfig,

@@ -12,9 +12,9 @@ import pytest
 from tests.models import tiny_model
 from torch import nn
 
-from taut import bounded
 from taut.checks.run.adapters import _targets
 from taut.errors import ModelError
+from taut.io import processes
 from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.lora import LoraConfig, apply_lora, save_adapter
 
@@ -32,8 +32,8 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = bounded.call
-    monkeypatch.setattr(bounded, "call", lambda *given: call(*given, seconds=0.5))
+    call = processes.call
+    monkeypatch.setattr(processes, "call", lambda *given: call(*given, seconds=0.5))
 
 
 @pytest.mark.parametrize("setting", HOSTILE)

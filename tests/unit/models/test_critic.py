@@ -27,17 +27,17 @@ from tests.models import parameters_of
 from tests.tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from taut import optim, sharded
-from taut.data.pack import ALONE, pack
-from taut.methods.critic import CriticConfig, build_critic, save_critic
+from taut.data.packing import ALONE, pack
 from taut.models.critic import OwnCritic
 from taut.models.load import quiet_library
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import compute_context
-from taut.models.reward import NewHead, load_reward_model
+from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
-from taut.models.score import Scorer
-from taut.optim import OptimConfig
+from taut.models.scorer import Scorer
+from taut.rl.critic import CriticConfig, build_critic, save_critic
+from taut.train import optim, sharded
+from taut.train.optim import OptimConfig
 
 HOW: dict[str, Any] = {"stop_ids": [2], "template": None, "dtype": torch.float64}
 

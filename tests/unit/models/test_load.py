@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from taut.attention.select import PREFIX
 from taut.errors import ModelError
-from taut.models import in_force, load
+from taut.models import load
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_attention_is_in_force_everywhere(tmp_path: Path) -> None:
     assert {config._attn_implementation for config in configs} == {PREFIX + "reference"}
     model.model.config = tiny_model("qwen2").config
     with pytest.raises(ModelError, match="has the attention eager in force; expected taut_"):
-        in_force.require_attention(model, PREFIX + "reference")
+        load.require_attention(model, PREFIX + "reference")
 
 
 def test_experts_are_eager_in_float64_and_the_router_loss_is_off(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from transformers import Qwen2ForCausalLM
 from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
 from taut.config import from_mapping
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError, ModelError
-from taut.models import anatomy, heads
+from taut.models import architecture, heads
 from taut.models.lora import LoraConfig, apply_lora, plain_model, save_adapter
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
 from taut.types import Sample
 
 
@@ -142,15 +142,15 @@ def test_merging_reads_a_state_dict_that_is_given() -> None:
 def test_a_tied_embedding_trained_whole_stays_tied_to_the_head() -> None:
     config = LoraConfig(rank=2, modules_to_save=["embed_tokens"])
     model = apply_lora(tiny_model("qwen2"), config)
-    assert anatomy.is_tied(model)
-    assert anatomy.head(model).weight.requires_grad
-    assert anatomy.is_tied(plain_model(shake(model)))
+    assert architecture.is_tied(model)
+    assert architecture.head(model).weight.requires_grad
+    assert architecture.is_tied(plain_model(shake(model)))
 
 
 def test_the_head_is_honoured_when_it_is_trained_whole() -> None:
     model = apply_lora(tiny_model("llama"), LoraConfig(rank=2, modules_to_save=["lm_head"]))
     shake(model)
-    assert anatomy.head(model).weight.requires_grad
+    assert architecture.head(model).weight.requires_grad
     assert heads.prove_head(model) < 1e-12
 
 
@@ -223,7 +223,7 @@ def test_an_adapter_that_parted_head_and_embedding_is_merged_apart(tmp_path: Pat
     assert (logits_of(model) - expected).abs().max() < 1e-12
     plain_model(model).save_pretrained(tmp_path / "merged")
     read = Qwen2ForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    assert not anatomy.is_tied(read)
+    assert not architecture.is_tied(read)
     merged = with_weights_of(read, "qwen2", tie_word_embeddings=False)
     assert (logits_of(merged) - expected).abs().max() < 1e-12
 
@@ -254,7 +254,7 @@ def test_rows_have_the_gradients_of_the_librarys_own_forward(name: str, is_linea
         if is_ours:
             total, logp_N = ours(model, is_linear)
         else:
-            del anatomy.embedding(model).token_adapter.forward_adapters
+            del architecture.embedding(model).token_adapter.forward_adapters
             total, logp_N = theirs(model)
         total.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -288,11 +288,11 @@ def test_rows_are_part_of_the_head_and_can_be_switched_off(name: str) -> None:
     base = tiny_model(name)
     before = logits_of(base)
     model: Any = shake(apply_lora(base, LoraConfig(rank=2), rows=ROWS[name]))
-    assert anatomy.is_tied(model) == (name != "llama")
-    assert anatomy.head(model).rows is not None
+    assert architecture.is_tied(model) == (name != "llama")
+    assert architecture.head(model).rows is not None
     assert heads.prove_head(model) < 1e-12
     with model.disable_adapter():
-        assert anatomy.head(model).rows is None
+        assert architecture.head(model).rows is None
         assert torch.equal(logits_of(model), before)
     assert not torch.equal(logits_of(model), before)
 

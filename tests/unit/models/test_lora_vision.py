@@ -11,7 +11,7 @@ from tests.vision_models import vision_model
 from torch import nn
 
 from taut.errors import ModelError
-from taut.models import parts
+from taut.models import architecture
 from taut.models.load import quiet_library
 from taut.models.lora import (
     LoraConfig,
@@ -24,7 +24,7 @@ from taut.models.noise import NoiseConfig, install_noise
 
 
 def adapted_parts(model: nn.Module) -> str:
-    return parts.counted(name for name, m in model.named_modules() if hasattr(m, "lora_A"))
+    return architecture.counted(name for name, m in model.named_modules() if hasattr(m, "lora_A"))
 
 
 def test_all_linear_is_the_language_model() -> None:
@@ -68,7 +68,7 @@ def test_an_adapter_is_saved_loaded_and_merged(kind: str, tmp_path: Path) -> Non
                 parameter.add_(0.1)
     merged = plain_model(model)
     changed = {name for name, value in merged.state_dict().items() if not value.equal(before[name])}
-    assert {parts.part_of(name) for name in changed} == set(parts.WORDS)
+    assert {architecture.part_of(name) for name in changed} == set(architecture.WORDS)
     save_adapter(model, tmp_path / "adapter")
     again = apply_lora(vision_model(kind), LoraConfig(adapter=str(tmp_path / "adapter")))
     for name, value in plain_model(again).state_dict().items():

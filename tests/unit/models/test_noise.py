@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from taut.config import from_mapping
-from taut.data.pack import ALONE, PackPolicy, pack
+from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ConfigError, ModelError
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.noise import KeyedDropout, Noise, NoiseConfig, install_noise

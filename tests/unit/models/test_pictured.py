@@ -13,10 +13,10 @@ from tests.vision_samples import Drawn, Handle, Seeing
 from transformers import AutoModelForSequenceClassification
 
 from taut.attention.select import PREFIX, select
-from taut.contract import facts_of
-from taut.data.pack import pack
+from taut.data.packing import pack
 from taut.errors import ModelError
-from taut.models import anatomy, in_force
+from taut.evals.contract import facts_of
+from taut.models import architecture, load
 from taut.models.load import (
     checkpoint_dtype,
     load_config,
@@ -26,12 +26,12 @@ from taut.models.load import (
     quiet_library,
 )
 from taut.models.precision import compute_context
-from taut.models.prove import library_scalars, prove
-from taut.models.reward import NewHead, load_reward_model
+from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
-from taut.models.score import Scorer
+from taut.models.scorer import Scorer
+from taut.models.self_test import library_scalars, prove
 from taut.types import Wants
-from taut.vision import towers
+from taut.vision import tower
 
 CPU = torch.device("cpu")
 REFERENCE = PREFIX + "reference"
@@ -51,21 +51,21 @@ def test_the_language_model_has_taut_attention_and_the_tower_its_own(qwen: Path)
     assert model.model.language_model.config._attn_implementation == REFERENCE
     assert model.model.visual.config._attn_implementation == "sdpa"
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    in_force.set_attention(model, "eager")
+    load.set_attention(model, "eager")
     assert model.model.visual.config._attn_implementation == "sdpa"
     with pytest.raises(ModelError, match="has the attention eager in force"):
-        in_force.require_attention(model, REFERENCE)
+        load.require_attention(model, REFERENCE)
 
 
 def test_its_parts_are_found(qwen: Path) -> None:
     model = open_model(qwen)
-    assert anatomy.decoder(model) is model.model
-    assert anatomy.language_model(model) is model.model.language_model
-    assert list(anatomy.layers(model)) == list(model.model.language_model.layers)
-    assert anatomy.table_names(model) == ["model.language_model.embed_tokens"]
+    assert architecture.decoder(model) is model.model
+    assert architecture.language_model(model) is model.model.language_model
+    assert list(architecture.layers(model)) == list(model.model.language_model.layers)
+    assert architecture.table_names(model) == ["model.language_model.embed_tokens"]
     skeleton = load_skeleton(str(qwen), load_config(str(qwen)))
-    assert anatomy.flops(skeleton).per_token == 6 * sum(
-        p.numel() for p in anatomy.layers(model).parameters() if p.ndim > 1
+    assert architecture.flops(skeleton).per_token == 6 * sum(
+        p.numel() for p in architecture.layers(model).parameters() if p.ndim > 1
     )
 
 
@@ -125,7 +125,7 @@ def test_all_pictures_are_expected_before_the_first_is_waited_for(
         Handle, "tensors", lambda self: (asked.append(f"tensors {self.drawn.seed}"), made(self))[1]
     )
     with torch.no_grad():
-        towers.features_of(anatomy.decoder(seeing.scorer.model), sample.media)
+        tower.features_of(architecture.decoder(seeing.scorer.model), sample.media)
     assert asked == ["expect 0", "expect 1", "tensors 0", "tensors 1"]
 
 
@@ -152,7 +152,7 @@ def test_a_scalar_head_sees_pictures_and_is_saved_for_the_library(
     options: dict[str, Any] = {"dtype": torch.float64, "device": CPU, "attention": REFERENCE}
     model = load_reward_model(str(path), NewHead(), **options)
     base = open_model(path)
-    ours, theirs = anatomy.decoder(model).state_dict(), anatomy.decoder(base).state_dict()
+    ours, theirs = architecture.decoder(model).state_dict(), architecture.decoder(base).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -15,7 +15,7 @@ from taut.attention.layout import Layout
 from taut.attention.select import PREFIX
 from taut.commands.generate import Generate
 from taut.config import load
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError
 from taut.models.precision import (
     ChosenDtype,
@@ -25,7 +25,7 @@ from taut.models.precision import (
     compute_context,
     resolve_dtype,
 )
-from taut.run import Run
+from taut.run.config import Run
 from taut.types import Packed, Sample
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from tests.models import parameters_of, tiny_model
 from tests.tokenizers import tiny_tokenizer
 
-from taut.models import anatomy, heads
+from taut.models import architecture, heads
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
 
 ADD = TokensConfig(add=["<|think|>", "<|im_end|>", "<|done|>"])
@@ -27,7 +27,7 @@ def test_rows_are_added_as_the_mean_and_ties_stay(name: str) -> None:
     model = tiny_model(name)
     before = parameters_of(model)
     assert add_tokens(model, [97, 99]) == 3
-    head, table = anatomy.head(model).weight, anatomy.embedding(model).weight
+    head, table = architecture.head(model).weight, architecture.embedding(model).weight
     assert table.shape == head.shape == (100, 32)
     assert (head is table) == (name == "qwen2")
     assert model.config.vocab_size == 100
@@ -45,10 +45,10 @@ def test_spare_rows_are_used_before_any_is_added() -> None:
     the 90.
     """
     model = tiny_model("llama")
-    table = anatomy.embedding(model).weight
+    table = architecture.embedding(model).weight
     mean, others = table[:90].mean(0), torch.cat([table[:90], table[91:]])
     assert add_tokens(model, [90]) == 0
-    assert anatomy.embedding(model).weight is table
+    assert architecture.embedding(model).weight is table
     assert torch.allclose(table[90], mean, atol=1e-15)
     assert torch.equal(torch.cat([table[:90], table[91:]]), others)
     assert add_tokens(model, []) == 0

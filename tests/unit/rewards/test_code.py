@@ -11,11 +11,10 @@ from tests.services import serving
 
 from taut.errors import ConfigError, DataError, SandboxError
 from taut.rewards import PanelConfig, RewardSpec, open_panel
-from taut.rewards.answered import Answered
-from taut.rewards.code import Code, last_block
+from taut.rewards.code import Code, last_block, read_cases
 from taut.rewards.length import LengthCosine
 from taut.rewards.registry import verifier_of
-from taut.rewards.testcases import read_cases
+from taut.rewards.verifier import Answered
 from taut.rewards.worker import judged
 from taut.sandbox import Limits, close_shared, kernel, shared, walls
 

@@ -13,11 +13,9 @@ from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.rewards import Answered, RewardSpec, files_of, open_panel
 from taut.rewards.code import Code
-from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget
+from taut.rewards.format import Repetition, Tags
+from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
 from taut.rewards.registry import read_parts
-from taut.rewards.repetition import Repetition
-from taut.rewards.stop import Stop
-from taut.rewards.tags import Tags
 
 WHOLE = "<think>2 + 2</think>\n<answer>4</answer>\n"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from taut.rewards import Answered
-from taut.rewards.regex import Regex
+from taut.rewards.text_match import Regex
 from taut.rewards.workers import COMMAND
 
 OWN = """

@@ -11,9 +11,8 @@ import pytest
 from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.rewards import Answered, Panel, PanelConfig, RewardSpec, Score, open_panel
+from taut.rewards.format import _NO_LANGUAGE, JsonSchema, Language
 from taut.rewards.gym import rows
-from taut.rewards.json_schema import JsonSchema
-from taut.rewards.language import _NO_LANGUAGE, Language
 
 ENGLISH = "We add the two numbers first, and then we divide what we have found by three."
 GERMAN = "Wir addieren zuerst die beiden Zahlen und teilen dann das Ergebnis durch drei."

@@ -25,7 +25,7 @@ from taut.rewards import (
     open_panel,
     tally,
 )
-from taut.rewards.exact_match import ExactMatch
+from taut.rewards.text_match import ExactMatch
 from taut.rewards.worker import SPARE, _memory
 
 OWN = """

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from taut.config import describe
 from taut.errors import ConfigError, DataError
 from taut.rewards import REWARDS, Answered, open_panel
-from taut.rewards.contains import Contains
-from taut.rewards.exact_match import ExactMatch
-from taut.rewards.normal import normalise
 from taut.rewards.numeric import Numeric, read_number
 from taut.rewards.registry import verifier_of
+from taut.rewards.text_match import Contains, ExactMatch, normalise
 from taut.rewards.verifier import Place, Score, Verifier
 from taut.rewards.worker import judged
 

@@ -22,9 +22,10 @@ import pytest
 from PIL import Image
 
 from taut.errors import DataError, PictureError
-from taut.vision import decoding, picture
+from taut.vision import content as picture
+from taut.vision import decoding
+from taut.vision.content import ImagesConfig, decode, decoded_size, mime_type
 from taut.vision.decoder import num_scans
-from taut.vision.picture import ImagesConfig, decode, decoded_size, mime_type
 
 IMAGES = ImagesConfig()
 
@@ -198,7 +199,7 @@ def test_threads_have_processes_of_their_own() -> None:
 
 SLOW = """
 import sys
-from taut.vision.picture import ImagesConfig, decode
+from taut.vision.content import ImagesConfig, decode
 with open(sys.argv[1], "rb") as file:
     decode(file.read(), "x", ImagesConfig())
 """

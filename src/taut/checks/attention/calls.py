@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.models import anatomy
+from taut.models import architecture
 
 
 def ask(session: Session) -> Finding:
     """Does every attention layer call the attention that was chosen, once?"""
     seen, chosen = session.observed, session.loaded.attention
-    expected = anatomy.attention_layer_count(session.scorer.model)
+    expected = architecture.attention_layer_count(session.scorer.model)
     names = {module: name for name, module in session.scorer.named_modules()}
     called = [names.get(module, type(module).__name__) for module in seen.layers]
     if len(called) != expected or len(set(called)) != expected:

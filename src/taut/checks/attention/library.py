@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 from taut.checks.differ import drift
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
-from taut.models import anatomy
+from taut.data.packing import ALONE, pack
+from taut.models import architecture
 from taut.models.heads import scalar, scalar_head
-from taut.models.in_force import set_attention
+from taut.models.load import set_attention
 from taut.types import Sample
-from taut.vision import towers
+from taut.vision import tower
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
 SHOWN = 3
@@ -107,9 +107,9 @@ def _told(leaks: dict[Setting, float], limit: float, unit: str) -> Iterator[str]
 def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tensor:
     """log-probs of the last sample's targets, or scores where they are predicted, as the library computes them."""
     packed = pack(samples, ALONE).to(session.ranks.device)
-    ids, backbone = packed.ids_T, anatomy.decoder(session.model)
+    ids, backbone = packed.ids_T, architecture.decoder(session.model)
     keywords: dict[str, Any] = {"use_cache": setting.uses_cache}
-    keywords |= towers.library_arguments(backbone, packed.media, ids)
+    keywords |= tower.library_arguments(backbone, packed.media, ids)
     if setting.has_positions:
         keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
     if setting.has_mask:
@@ -130,7 +130,7 @@ def _numbers(session: Session, setting: Setting, samples: list[Sample]) -> Tenso
 @contextmanager
 def plainly(session: Session, kernel: str) -> Iterator[None]:
     """The model with one of the library's kernels."""
-    ours = anatomy.text_config(session.model)._attn_implementation
+    ours = architecture.text_config(session.model)._attn_implementation
     set_attention(session.model, kernel)
     try:
         yield

@@ -6,7 +6,7 @@ from taut.checks.attention.trace import first_that_moves
 from taut.checks.differ import changed, gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 
 
 def ask(session: Session) -> Finding:

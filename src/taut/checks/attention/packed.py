@@ -10,7 +10,7 @@ import torch
 from taut.checks.differ import drift
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.models.prove import library_attention, library_logps, library_scalars
+from taut.models.self_test import library_attention, library_logps, library_scalars
 
 
 def ask(session: Session) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from taut.checks.differ import changed, drift, first_word
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.pack import PackPolicy
+from taut.data.packing import PackPolicy
 
 
 def ask(session: Session) -> Finding:

@@ -7,8 +7,8 @@ from taut.checks.attention.trace import first_that_moves
 from taut.checks.differ import changed, gap
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
-from taut.models import anatomy
+from taut.data.packing import ALONE, pack
+from taut.models import architecture
 from taut.types import Packed
 
 
@@ -20,7 +20,7 @@ def ask(session: Session) -> Finding:
     with session.quiet(), observe(is_deaf=True):
         moved = gap(*(session.said(packed)[1:] for packed in (left, right)))
     unit = session.says.unit
-    known = anatomy.stateful_layers(session.scorer.model)
+    known = architecture.stateful_layers(session.scorer.model)
     if moved > session.exact and not known:
         return failed(
             f"a token changes what follows it by {moved:.3g} {unit} with attention taken out",

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from taut.checks.differ import gap
 from taut.checks.session import Session
-from taut.models import anatomy
+from taut.models import architecture
 from taut.types import Packed
 
 
 def first_that_moves(session: Session, left: Packed, right: Packed, at: Sequence[int]) -> str:
     """The first layer whose output at the tokens ``at`` differs between two micro-batches of one shape."""
-    layers = list(anatomy.layers(session.scorer.model))
+    layers = list(architecture.layers(session.scorer.model))
     outputs = zip(_outputs(session, layers, left), _outputs(session, layers, right), strict=True)
     names = {module: name for name, module in session.scorer.named_modules()}
     index = torch.as_tensor(list(at))

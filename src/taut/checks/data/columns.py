@@ -13,7 +13,7 @@ from typing import NamedTuple
 from taut.checks.data.records import Record, records, words_in
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.columns import REQUIRED, Recognised, recognise
+from taut.data.schema import REQUIRED, Recognised, recognise
 from taut.errors import DataError
 
 SHOWN = 4

@@ -8,10 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from taut.checks.session import Session
-from taut.data.flips import PairIds
-from taut.data.labels import PairReport, examine_pairs
-from taut.data.pack import ids_with_pictures
-from taut.data.tokenise import VALUE
+from taut.data.dataset import VALUE
+from taut.data.label_noise import PairIds, PairReport, examine_pairs
+from taut.data.packing import ids_with_pictures
 from taut.types import FloatArray, Sample
 
 ROWS = 10_000

@@ -14,13 +14,11 @@ from taut.checks.data.records import Record, records
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.owned import Unavailable
 from taut.checks.session import Session
-from taut.data.formats import Conversation, images_of
-from taut.data.judged import read_any
-from taut.data.media import PICTURES
-from taut.data.preferences import best_row
+from taut.data.messages import PICTURES, Conversation, images_of
+from taut.data.schema import best_row, read_any
 from taut.errors import DataError, PictureError
-from taut.vision.album import Album
-from taut.vision.picture import ImageRef, ImagesConfig, decoded_size, encoded, require_allowed
+from taut.vision.content import ImageRef, ImagesConfig, decoded_size, encoded, require_allowed
+from taut.vision.image_store import Album
 
 MOST = 200
 """Pictures that are opened."""

@@ -19,7 +19,7 @@ from taut.checks.data.texts import texts
 from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.data.dataset import Dataset
-from taut.run import Run
+from taut.run.config import Run
 from taut.types import IntArray
 
 GRAM = 13

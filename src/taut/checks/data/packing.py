@@ -17,12 +17,11 @@ import numpy as np
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.forecast import StepPlan, lay_out, step_plan
-from taut.data.plan import START, Order, samples_of
+from taut.data.batching import START, Order, StepPlan, lay_out, samples_of, step_plan
 from taut.methods.offline import Offline
-from taut.online.method import Online
+from taut.rl.online import Online
 from taut.types import Packed, Sample, Tree
-from taut.vision.positions import positions_of
+from taut.vision.placeholders import positions_of
 
 STEPS = 5
 """Steps that are laid out."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from taut.checks.data.compared import pair_report
 from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
-from taut.data.labels import Lengths, PairReport
+from taut.data.label_noise import Lengths, PairReport
 from taut.evals.statistics import wilson_interval
 
 SHOWN = 4

@@ -18,13 +18,10 @@ from taut.checks.data.seen import Hashes, seen_in
 from taut.checks.owned import owned_by
 from taut.checks.session import Session
 from taut.config import home_path
-from taut.data.columns import Columns
 from taut.data.dataset import Dataset, sources
-from taut.data.formats import Completion, Conversation, Row
-from taut.data.judged import read_any
-from taut.data.media import text_of
-from taut.data.preferences import best_row
-from taut.data.prompt_set import PromptSet
+from taut.data.messages import Completion, Conversation, Row, text_of
+from taut.data.prompts import PromptSet
+from taut.data.schema import Columns, best_row, read_any
 from taut.data.sources import open_source
 from taut.errors import DataError
 from taut.types import IntArray

@@ -11,12 +11,11 @@ from taut.checks.data.records import splits
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.owned import Unavailable
 from taut.checks.session import Session
-from taut.data.attempts import Attempt, attempt_rows
-from taut.data.dataset import sources
-from taut.data.length import Limits
+from taut.data.dataset import Attempt, attempt_rows, sources
+from taut.data.render import Limits
 from taut.data.sources import open_source
 from taut.errors import TautError
-from taut.run import longest_sample
+from taut.run.config import longest_sample
 
 SHOWN = 4
 PARTICULAR = re.compile(r"\d+|'[^']*'")

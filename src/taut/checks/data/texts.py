@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from taut.checks.data.records import splits
 from taut.checks.owned import owned_by
 from taut.checks.session import Session
-from taut.data.columns import Columns, recognise, renamed
 from taut.data.dataset import sources
+from taut.data.schema import Columns, recognise, renamed
 from taut.data.sources import open_source
 from taut.errors import DataError
 

@@ -14,9 +14,9 @@ from taut.checks.data.texts import CONTROLS, Broken, texts
 from taut.checks.finding import Finding, failed, passed, warned
 from taut.checks.session import Session
 from taut.checks.template.rendered import short
-from taut.data import media
-from taut.data.formats import Completion, Document, Row
-from taut.run import num_rows
+from taut.data import messages
+from taut.data.messages import Completion, Document, Row
+from taut.run.config import num_rows
 
 UNKNOWN = 0.2
 BROKEN = 0.1
@@ -85,7 +85,7 @@ def text_of(row: Row) -> list[str]:
         return [row.text]
     if isinstance(row, Completion):
         return [row.prompt, row.completion]
-    return [media.text_of(message["content"]) for message in row.messages]
+    return [messages.text_of(message["content"]) for message in row.messages]
 
 
 def _broken(session: Session) -> Finding | None:

@@ -11,7 +11,7 @@ from taut.checks.data.records import rows
 from taut.checks.data.targets import WITHOUT
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.formats import Document
+from taut.data.messages import Document
 
 SHOWN = 4
 

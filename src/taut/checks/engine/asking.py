@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from taut.alarms import TOLERANCE
-from taut.build import engine_of
 from taut.checks.rollout.opened import roller
 from taut.checks.samples import part
 from taut.checks.session import Session
 from taut.errors import ModelError
-from taut.rollout import answer
-from taut.rollout.engine import Sampling
-from taut.rollout.local import LocalEngine
-from taut.rollout.server import ServerEngine
+from taut.inference import vllm_client
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.inference.vllm import ServerEngine
+from taut.run.setup import engine_of
+from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Prompt, Sample
 
 PROMPTS = 4
@@ -119,4 +119,6 @@ def _path(prompt: Prompt, done: Completion) -> Sample:
 def limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
     """Largest mean difference that is rounding; a server computes in a precision of its own."""
     own = TOLERANCE[session.dtype]
-    return max(own, answer.TOLERANCE["bfloat16"] / 4) if isinstance(engine, ServerEngine) else own
+    return (
+        max(own, vllm_client.TOLERANCE["bfloat16"] / 4) if isinstance(engine, ServerEngine) else own
+    )

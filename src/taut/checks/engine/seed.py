@@ -13,7 +13,7 @@ import torch
 from taut.checks.engine.asking import asked, sampling
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.rollout.server import ServerEngine
+from taut.inference.vllm import ServerEngine
 from taut.types import Completion
 
 

@@ -14,11 +14,11 @@ from itertools import zip_longest
 
 import torch
 
-from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.fit.weights import put_back, restore
 from taut.checks.session import Session
-from taut.loop import StepReport
+from taut.train import trainer
+from taut.train.trainer import StepReport
 from taut.types import Sample, Tree
 
 TOKENS = 96
@@ -123,7 +123,7 @@ def _curve(
     curve: list[float] = []
     for step in range(1, STEPS + 1):
         job.optimizer.zero_grad(set_to_none=True)
-        report = loop.add_gradients(job, trees, step)
+        report = trainer.add_gradients(job, trees, step)
         curve.append(report.loss)
         is_stuck = step > WINDOW and not curve[-1] < SLOW * curve[-1 - WINDOW]
         is_learned = _is_learned(session, report, curve, PART)

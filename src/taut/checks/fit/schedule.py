@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from taut import optim
 from taut.checks.finding import Finding, failed, passed, warned
 from taut.checks.session import Session
+from taut.train import optim
 
 MOST = 20_000
 """Steps that are looked at; evenly spread where a run has more."""

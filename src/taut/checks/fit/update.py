@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taut import loop, optim, parallel
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.fit.weights import local, put_back
 from taut.checks.loss.step import trained
 from taut.checks.session import Session
+from taut.train import distributed, optim, trainer
 
 LARGEST = 0.5
 """A step that moves the weights by this part of their norm leaves little of what they knew."""
@@ -27,10 +27,10 @@ def ask(session: Session) -> Finding:
     job = session.job
     rate = max(job.learning_rate(step) for step in range(1, min(job.num_steps, 10_000) + 1))
     with put_back(session) as copies:
-        before = loop.add_gradients(job, session.trees, 1).loss
+        before = trainer.add_gradients(job, session.trees, 1).loss
         optim.clip(job.optimizer, job.clip_grad_norm)
         parts = optim.parts(job.optimizer).values()
-        length = max(parallel.clip_gradients(part, None) for part in parts)
+        length = max(distributed.clip_gradients(part, None) for part in parts)
         slopes = {
             name: local(p.grad).clone()
             for name, p in trained(session).items()
@@ -39,7 +39,7 @@ def ask(session: Session) -> Finding:
         _update(session, rate)
         moves = _moves(session, copies, slopes)
         job.optimizer.zero_grad(set_to_none=True)
-        after = loop.add_gradients(job, session.trees, 1).loss
+        after = trainer.add_gradients(job, session.trees, 1).loss
     moved, size, slope, changed = session.ranks.sum(moves)
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from taut import losses
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.methods.reference import STREAM
-from taut.models.prove import library_logps, library_scalars
+from taut.models.self_test import library_logps, library_scalars
 from taut.types import Sample, Scores
 
 

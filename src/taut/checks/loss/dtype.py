@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"}
 SHOWN = 3

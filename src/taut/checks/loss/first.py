@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from taut.alarms import STEADY_TARGETS, TOLERANCE
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.alone import Expected, expected, library_numbers, obstacle
 from taut.checks.loss.step import step
 from taut.checks.session import Session
-from taut.loop import Scored
+from taut.train.monitors import STEADY_TARGETS, TOLERANCE
+from taut.train.trainer import Scored
 from taut.types import Sample
 
 EXACT = 1e-5

@@ -8,7 +8,7 @@ from collections import defaultdict
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.loss.step import step
 from taut.checks.session import Session
-from taut.models import anatomy
+from taut.models import architecture
 
 SHOWN = 4
 
@@ -44,7 +44,7 @@ def _by_layer(session: Session, norms: dict[str, float]) -> dict[str, float]:
     """The norm of each decoder layer, and of each tensor outside them."""
     model = session.scorer.model
     names = {module: name for name, module in model.named_modules()}
-    prefix = names[anatomy.layers(model)] + "."
+    prefix = names[architecture.layers(model)] + "."
     squares: dict[str, float] = defaultdict(float)
     for name, value in norms.items():
         inside = name.removeprefix(prefix)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.step import head_of, step
 from taut.checks.session import Session
-from taut.models.anatomy import HeadSpec
-from taut.models.score import score_hidden
+from taut.models.architecture import HeadSpec
+from taut.models.scorer import score_hidden
 
 TARGETS = 48
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2}

@@ -8,7 +8,7 @@ import torch
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.pack import pack
+from taut.data.packing import pack
 from taut.types import Scores
 
 EXACT = 1e-9

@@ -5,12 +5,12 @@ derivative of the loss by them.
 
 from __future__ import annotations
 
-from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.alone import expected, library_numbers, obstacle
 from taut.checks.loss.compare import ROUNDING, gradients, worst
 from taut.checks.session import Session
-from taut.models.prove import library_attention
+from taut.models.self_test import library_attention
+from taut.train import trainer
 from taut.types import Sample
 
 
@@ -26,7 +26,7 @@ def ask(session: Session) -> Finding:
         return skipped("the library's own path runs on one rank")
     trees = session.trees
     samples = [sample for tree in trees for sample in tree.samples]
-    ours = gradients(session, lambda: loop.add_gradients(job, trees, 1))
+    ours = gradients(session, lambda: trainer.add_gradients(job, trees, 1))
     theirs = gradients(session, lambda: _alone(session, samples))
     name, error = worst(theirs, ours)
     library, limit = library_attention(session.model), ROUNDING[session.dtype]

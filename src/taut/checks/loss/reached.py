@@ -23,7 +23,7 @@ from torch import nn
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.loss.step import Step, norm, step, trained
 from taut.checks.session import Session
-from taut.models import parts
+from taut.models import architecture
 from taut.models.critic import PART, OwnCritic
 from taut.models.heads import scalar_head
 
@@ -68,10 +68,10 @@ def ask(session: Session) -> Finding:
         and not _is_first(parameters, name, seen)
         and not _is_behind_zero(session, name)
     ]
-    blind = parts.unreached(session.scorer.model, seen.norms, still)
+    blind = architecture.unreached(session.scorer.model, seen.norms, still)
     num_pictures = session.train.report.num_pictures
     if blind and num_pictures and not _sees_a_picture(session):
-        still = [name for name in still if parts.part_of(name) not in blind]
+        still = [name for name in still if architecture.part_of(name) not in blind]
     if still and _sees_more_than_one(session):
         remedy = (
             f"the data have no picture: set freeze={json.dumps(blind)}"
@@ -89,8 +89,8 @@ def ask(session: Session) -> Finding:
     notes = (
         [f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}"] if zero else []
     )
-    if parts.has_parts(session.scorer.model):
-        notes.append(parts.counted(parameters))
+    if architecture.has_parts(session.scorer.model):
+        notes.append(architecture.counted(parameters))
     return passed("all trained tensors get a gradient", every, "tensors", notes)
 
 
@@ -125,5 +125,5 @@ def _sees_more_than_one(session: Session) -> bool:
 
 def _shortened(session: Session, names: list[str]) -> list[str]:
     more, model = len(names) - SHOWN, session.scorer.model
-    counted = [parts.counted(names)] if parts.has_parts(model) else []
+    counted = [architecture.counted(names)] if architecture.has_parts(model) else []
     return [*counted, *names[:SHOWN], *([f"and {more} more"] if more > 0 else [])]

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from taut import loop
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.compare import ROUNDING, gradients, worst
 from taut.checks.session import Session
-from taut.data.pack import PackPolicy
-from taut.loop import Job
+from taut.data.packing import PackPolicy
+from taut.train import trainer
+from taut.train.trainer import Job
 
 LOSS = 0.25
 """Part of the limit of gradients that the loss may differ by, relatively,"""
@@ -73,6 +73,6 @@ def _cuts(session: Session) -> Iterator[tuple[str, Job]]:
 def _taken(session: Session, job: Job) -> tuple[dict[str, Tensor], float]:
     losses: list[float] = []
     found = gradients(
-        session, lambda: losses.append(loop.add_gradients(job, session.trees, 1).loss)
+        session, lambda: losses.append(trainer.add_gradients(job, session.trees, 1).loss)
     )
     return found, losses[0]

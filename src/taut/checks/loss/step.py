@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from taut import loop
 from taut.checks.session import Session
-from taut.loop import StepReport
-from taut.models import anatomy
-from taut.models.score import score_hidden
+from taut.models import architecture
+from taut.models.scorer import score_hidden
+from taut.train import trainer
+from taut.train.trainer import StepReport
 from taut.types import Packed, Scores
 
 ROWS = 64
@@ -62,7 +62,7 @@ def step(session: Session) -> Step:
     was_training = scorer.training
     try:
         with _watching(session, seen):
-            seen.report = loop.add_gradients(job, session.trees, 1)
+            seen.report = trainer.add_gradients(job, session.trees, 1)
         for name, parameter in trained(session).items():
             if parameter.grad is None:
                 seen.absent.append(name)
@@ -146,7 +146,7 @@ def _watching(session: Session, seen: Step) -> Iterator[None]:
 
     hooks = [
         scorer.register_forward_pre_hook(begin),
-        anatomy.decoder(scorer.model).register_forward_hook(look),
+        architecture.decoder(scorer.model).register_forward_hook(look),
         scorer.register_forward_hook(end),
     ]
     try:
@@ -156,10 +156,10 @@ def _watching(session: Session, seen: Step) -> Iterator[None]:
             hook.remove()
 
 
-def head_of(session: Session) -> anatomy.HeadSpec:
+def head_of(session: Session) -> architecture.HeadSpec:
     """The head, at the temperature at which the loss reads it."""
     warmth = session.job.method.loss.wants.temperature
-    return replace(anatomy.head(session.scorer.model), temperature=warmth)
+    return replace(architecture.head(session.scorer.model), temperature=warmth)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.models import anatomy
+from taut.models import architecture
 from taut.models.lora import is_adapted
 
 
@@ -13,11 +13,11 @@ def ask(session: Session) -> Finding:
     if session.is_scalar:
         return skipped("a reward model has no output head")
     model = session.scorer.model
-    is_tied = anatomy.is_tied(model)
+    is_tied = architecture.is_tied(model)
     was_tied = bool(
         getattr(session.language.config.get_text_config(), "tie_word_embeddings", False)
     )
-    names = anatomy.table_names(model)
+    names = architecture.table_names(model)
     if was_tied and not is_tied and not _are_parted(session):
         return failed(
             "the configuration ties head and embedding, and they are two tensors",
@@ -52,14 +52,14 @@ def _are_parted(session: Session) -> bool:
         for config in wrapped.values()
         for name in getattr(config, "modules_to_save", None) or ()
     }
-    return any(name.endswith(kept) for name in anatomy.table_names(model) for kept in saved)
+    return any(name.endswith(kept) for name in architecture.table_names(model) for kept in saved)
 
 
 def _training(session: Session) -> list[str]:
     """What of them trains."""
     model = session.scorer.model
-    head = anatomy.head(model)
-    embedding = anatomy.stored_table(anatomy.embedding(model))
+    head = architecture.head(model)
+    embedding = architecture.stored_table(architecture.embedding(model))
     parts = []
     if embedding is not None and embedding.requires_grad:
         parts.append("the embedding trains")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from taut.checks.session import Session
 from taut.errors import ModelError
-from taut.estimate import (
+from taut.plan import (
     FUSED,
     Footprint,
     Kernels,

@@ -10,11 +10,11 @@ from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import kernels_of, told
 from taut.checks.samples import around, ending, num_tokens
 from taut.checks.session import NUM_ROWS, Session
-from taut.data.pack import pack
-from taut.data.plan import samples_of
+from taut.data.batching import samples_of
+from taut.data.packing import pack
 from taut.errors import ModelError
-from taut.estimate import measure, measured_parts, predict
-from taut.run import rows_of
+from taut.plan import measure, measured_parts, predict
+from taut.run.config import rows_of
 from taut.types import Packed, Sample
 
 MIB = 2**20

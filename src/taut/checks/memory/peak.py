@@ -11,9 +11,9 @@ from torch import nn
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.memory.foretold import GIB, foretold, in_training, told
 from taut.checks.session import Session
-from taut.estimate import device_memory, reference_bytes
-from taut.models import anatomy
-from taut.models.score import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+from taut.models import architecture
+from taut.models.scorer import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+from taut.plan import device_memory, reference_bytes
 
 ROOMY = 0.5
 """A bound below this part of the device's memory is enough."""
@@ -60,7 +60,7 @@ def _bound(session: Session) -> int | None:
     if session.run.objective.teacher is not None or (online is not None and online.critic):
         return None
     model = session.scorer.model
-    table = anatomy.stored_table(anatomy.embedding(model))
+    table = architecture.stored_table(architecture.embedding(model))
     assert table is not None, "an embedding has a weight"
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -70,7 +70,7 @@ def _bound(session: Session) -> int | None:
     tokens = max(session.run.batch.tokens_per_microbatch, session.inputs.longest)
     kept = FACTOR * tokens * sum(module.in_features + module.out_features for module in linear)
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
-    has_chunks = anatomy.has_head(model)
+    has_chunks = architecture.has_head(model)
     head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0]) if has_chunks else 0
     beside = reference_bytes(session.run, session.job.trained)
     return session.loaded.dtype.parameters.itemsize * (kept + weights + head) + beside

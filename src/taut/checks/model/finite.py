@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.models import anatomy
+from taut.models import architecture
 
 SHOWN = 3
 
@@ -59,7 +59,9 @@ def _first_layer(session: Session) -> str:
         if not found and not _is_finite(hidden):
             found.append(names[module])
 
-    hooks = [layer.register_forward_hook(look) for layer in anatomy.layers(session.scorer.model)]
+    hooks = [
+        layer.register_forward_hook(look) for layer in architecture.layers(session.scorer.model)
+    ]
     try:
         session.numbers(session.pair[:1])
     finally:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 
 
 def ask(session: Session) -> Finding:

@@ -18,8 +18,8 @@ from taut.checks.differ import gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.loss.step import step
 from taut.checks.session import Session
-from taut.loop import StepReport
 from taut.methods.reference import STREAM
+from taut.train.trainer import StepReport
 from taut.types import Packed
 
 LN2 = math.log(2)

@@ -12,7 +12,7 @@ from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.reward.scored import some
 from taut.checks.samples import text_at
 from taut.checks.session import Session
-from taut.data.pack import ALONE, PackPolicy
+from taut.data.packing import ALONE, PackPolicy
 from taut.types import Sample
 
 

@@ -13,10 +13,10 @@ from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.reward.scored import some
 from taut.checks.session import Session
 from taut.checks.stop.served import served
-from taut.models import anatomy
-from taut.models.prove import library_attention
+from taut.models import architecture
+from taut.models.self_test import library_attention
 from taut.types import Sample
-from taut.vision import towers
+from taut.vision import tower
 
 
 def ask(session: Session) -> Finding:
@@ -51,11 +51,11 @@ def ask(session: Session) -> Finding:
 
 def _library(session: Session, sample: Sample, pad: int | None) -> Tensor:
     """What the library's class says where the sample is read."""
-    config = anatomy.text_config(session.model)
+    config = architecture.text_config(session.model)
     before, config.pad_token_id = config.pad_token_id, pad
     ids_T = torch.from_numpy(sample.ids_T).to(session.ranks.device)
-    backbone = anatomy.decoder(session.model)
-    pictures = towers.library_arguments(backbone, sample.media, ids_T)
+    backbone = architecture.decoder(session.model)
+    pictures = tower.library_arguments(backbone, sample.media, ids_T)
     try:
         with session.quiet(), plainly(session, library_attention(session.model)):
             logits: Tensor = session.model(

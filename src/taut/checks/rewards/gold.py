@@ -16,19 +16,18 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, get_args
 
-from taut.build import engine_of
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.owned import owned_by
 from taut.checks.rollout.opened import roller
 from taut.checks.session import Session
-from taut.data.prompt_set import PromptSet
-from taut.data.prompts import PromptRow
+from taut.data.prompts import PromptRow, PromptSet
 from taut.evals.answers import as_answer
 from taut.evals.during import Answering, build_answering
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.registry import Part
 from taut.rewards.user import Own
 from taut.rewards.verifier import Judged
+from taut.run.setup import engine_of
 
 MOST = 16
 """Rows looked at: a reward may take its time, and is asked some four times a row."""

@@ -15,14 +15,12 @@ from taut.checks.rollout.opened import groups, obstacle, online, roller
 from taut.checks.session import Session
 from taut.losses import advantages
 from taut.losses.advantages import Estimator
-from taut.online.credit import Rewarded, paths_of
-from taut.online.policy_credit import PolicyCredit, ShapingConfig
-from taut.online.rollouts import Group
-from taut.online.scoring import scored
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rollout.environment import World
-from taut.rollout.episode import Episode
+from taut.rl.advantages import PolicyCredit, Rewarded, ShapingConfig, paths_of
+from taut.rl.environment import World
+from taut.rl.rollout import Group, scored
+from taut.rl.sampler import Episode
 from taut.types import Media
 
 SHOWN = 3

@@ -11,8 +11,8 @@ from dataclasses import replace
 from taut.checks.finding import Finding, skipped
 from taut.checks.owned import owned_by
 from taut.checks.session import Session
-from taut.online.method import Online
-from taut.online.rollouts import Group, Roller
+from taut.rl.online import Online
+from taut.rl.rollout import Group, Roller
 
 PROMPTS, COMPLETIONS, TOKENS = 2, 3, 8
 """Of the small roll-out."""

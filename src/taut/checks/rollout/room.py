@@ -7,7 +7,7 @@ import numpy as np
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.rollout.opened import NONE_GENERATED, roller
 from taut.checks.session import Session
-from taut.rollout.server import ServerEngine
+from taut.inference.vllm import ServerEngine
 
 SHOWN = 3
 FEW = 0.05

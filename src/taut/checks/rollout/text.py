@@ -10,7 +10,7 @@ import numpy as np
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.rollout.opened import groups, obstacle, roller
 from taut.checks.session import Session
-from taut.rollout.episode import Episode
+from taut.rl.sampler import Episode
 
 SHOWN = 3
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.rollout.opened import NONE_GENERATED, roller
 from taut.checks.session import Session
-from taut.data.formats import Message
-from taut.data.prompt_set import PromptSet
+from taut.data.messages import Message
+from taut.data.prompts import PromptSet
 from taut.errors import RenderError
 
 ROWS = 8

@@ -16,8 +16,8 @@ from taut.checks.fit.weights import local, put_back, restore
 from taut.checks.loss.step import scatter, trained
 from taut.checks.rollout.opened import NONE_GENERATED
 from taut.checks.session import Session
-from taut.rollout.local import LocalEngine
-from taut.rollout.server import ServerEngine
+from taut.inference.local import LocalEngine
+from taut.inference.vllm import ServerEngine
 
 MOVES = (0.1, 0.5, 2.0)
 """Standard deviations of the move, in those of a tensor; of one that is all alike (a new adapter's), in SPREAD."""

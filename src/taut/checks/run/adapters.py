@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from taut import durable
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
 from taut.config import home_path
-from taut.models import parts
+from taut.io import files
+from taut.models import architecture
 from taut.models.noise import KeyedDropout
 
 INNER = {"base_layer", "lora_A", "lora_B", "lora_dropout", "original_module", "modules_to_save"}
@@ -74,7 +74,7 @@ def _asked(session: Session) -> dict[str, Any]:
             "modules_to_save": config.modules_to_save,
         }
     path = home_path(config.adapter) / "adapter_config.json"
-    saved = durable.read_json(path)
+    saved = files.read_json(path)
     return {
         "rank": saved["r"],
         "alpha": float(saved["lora_alpha"]),
@@ -100,7 +100,7 @@ def _targets(
     }
     every = {name for name in linear | set(adapted) if modules[name] is not head}
     if asked == "all-linear":
-        named = ["language_model"] if parts.has_parts(session.scorer.model) else ["*"]
+        named = ["language_model"] if architecture.has_parts(session.scorer.model) else ["*"]
         whole = {name for name in every if hasattr(modules[name], "modules_to_save")}
         return _meant(session, every - whole, named)
     if (
@@ -114,9 +114,9 @@ def _meant(session: Session, names: set[str], targets: Sequence[str]) -> set[str
     """Those that a target means: a part or a pattern, else the end of a name."""
     found: set[str] = set()
     for target in targets:
-        if target in parts.WORDS or any(sign in target for sign in "*?[/"):
+        if target in architecture.WORDS or any(sign in target for sign in "*?[/"):
             found |= set(
-                parts.matching(session.scorer.model, target, sorted(names), "lora.targets")
+                architecture.matching(session.scorer.model, target, sorted(names), "lora.targets")
             )
         else:
             found |= {name for name in names if _ends(name, target)}
@@ -150,9 +150,9 @@ def _dropout(module: Any, name: str) -> float | str:
 def _saved(session: Session, names: list[str]) -> Iterator[Setting]:
     trained = [n for n, p in session.scorer.model.named_parameters() if p.requires_grad]
     for name in names:
-        is_part = name == "projector" and parts.has_parts(session.scorer.model)
+        is_part = name == "projector" and architecture.has_parts(session.scorer.model)
         is_there = any(
-            parts.part_of(one) == name if is_part else f"{name}.modules_to_save" in one
+            architecture.part_of(one) == name if is_part else f"{name}.modules_to_save" in one
             for one in trained
             if ".modules_to_save" in one
         )

@@ -16,7 +16,7 @@ from taut.checks.loss.step import trained as every_trained
 from taut.checks.run.adapters import adapters
 from taut.checks.run.setting import Setting, listed
 from taut.checks.session import Session
-from taut.models import anatomy, parts
+from taut.models import architecture
 
 SHOWN = 6
 """Settings shown of those that are not in force."""
@@ -60,7 +60,7 @@ def precision(session: Session) -> Iterator[Setting]:
 def attention(session: Session) -> Iterator[Setting]:
     """The name in the configuration of every module of the text model."""
     chosen = session.loaded.attention
-    modules = anatomy.language_model(session.scorer.model).modules()
+    modules = architecture.language_model(session.scorer.model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [getattr(config, "_attn_implementation", None) for config in configs.values()]
     asked = chosen.name if session.run.attention == "auto" else session.run.attention
@@ -69,7 +69,7 @@ def attention(session: Session) -> Iterator[Setting]:
 
 def recomputation(session: Session) -> Iterator[Setting]:
     """Activation checkpointing, layer by layer."""
-    layers = anatomy.layers(session.scorer.model)
+    layers = architecture.layers(session.scorer.model)
     on = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
     asked = len(layers) if session.run.activation_checkpointing else 0
     yield Setting(
@@ -91,7 +91,7 @@ def trained(session: Session) -> Iterator[Setting]:
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
     frozen: set[str] = set()
     for pattern in session.run.freeze:
-        matches = parts.matching(session.scorer.model, pattern, list(named), "freeze")
+        matches = architecture.matching(session.scorer.model, pattern, list(named), "freeze")
         frozen |= set(matches)
         moving = [name for name in matches if name in held]
         yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")
@@ -99,7 +99,9 @@ def trained(session: Session) -> Iterator[Setting]:
         still = [name for name in named if name not in frozen and name not in held]
         decided = {name: value for name, value, _ in session.built.decisions}
         is_idle = decided.get(IDLE) == f"{len(still)} tensors"
-        if is_idle and all(parts.part_of(name) in ("vision_tower", "projector") for name in still):
+        if is_idle and all(
+            architecture.part_of(name) in ("vision_tower", "projector") for name in still
+        ):
             still = []
         found = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", found)

@@ -11,14 +11,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from taut import sharded
-from taut.checkpoint import SPARE
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.config import user_path
 from taut.errors import OutputError
 from taut.models.lora import is_adapted
-from taut.outdir import CHECKPOINTS, WRITTEN, complete, require_usable
+from taut.train import sharded
+from taut.train.checkpoint import SPARE
+from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
 
 
 def ask(session: Session) -> Finding:

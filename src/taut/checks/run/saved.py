@@ -16,10 +16,7 @@ import torch
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.errors import OutputError, TautError
-from taut.models.load import load_config, load_tokenizer
-from taut.models.lora import is_adapted
-from taut.models.save import saving
-from taut.reloaded import (
+from taut.evals.reload import (
     Comparison,
     Trained,
     compare_saved,
@@ -28,7 +25,10 @@ from taut.reloaded import (
     samples_to_compare,
     score,
 )
-from taut.temporary import TemporaryFolder
+from taut.io.temporary import TemporaryFolder
+from taut.models.load import load_config, load_tokenizer
+from taut.models.lora import is_adapted
+from taut.models.save import saving
 from taut.vision.processors import open_processor
 
 MOST = 2_000_000_000

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
-from taut.data.plan import Order
+from taut.data.batching import Order
+from taut.io.console import counted
 from taut.methods.offline import Offline
-from taut.printing import counted
 from taut.types import Tree
 
 ORDER = (

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from taut.attention.layout import Layout
-from taut.build import engine_of
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
-from taut.data.pack import ALONE, pack
+from taut.data.packing import ALONE, pack
 from taut.evals.stopping import Asked, StopConfig, prepare
-from taut.rollout.engine import Sampling
+from taut.inference.engine import Sampling
+from taut.run.setup import engine_of
 from taut.types import Sample
 
 PROMPTS, TOKENS = 8, 32

@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.stop.served import served
-from taut.data.stops import described
+from taut.data.stop_tokens import described
+from taut.io.temporary import TemporaryFolder
 from taut.models.load import quiet_library
 from taut.models.save import generation_to_save
-from taut.temporary import TemporaryFolder
 
 FILE = "the model's generation_config.json"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from taut.build import rows_to_train
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.errors import ModelError
-from taut.models.untrained import require_trained, untrained_rows
+from taut.models.tokens import require_trained, untrained_rows
+from taut.run.setup import rows_to_train
 
 
 def ask(session: Session) -> Finding:

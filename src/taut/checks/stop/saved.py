@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.stop.served import served
-from taut.data.formats import Completion, Conversation, Row
+from taut.data.chat_template import Ids, Text, common_length
+from taut.data.messages import Completion, Conversation, Row
 from taut.data.render import Renderer
-from taut.data.template import Ids, Text, common_length
 from taut.errors import TautError
+from taut.io.temporary import TemporaryFolder
 from taut.models.load import load_tokenizer, quiet_library
-from taut.temporary import TemporaryFolder
 
 ROWS = 16
 CHARACTERS = 100_000

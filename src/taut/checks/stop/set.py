@@ -5,7 +5,7 @@ from __future__ import annotations
 from taut.checks.finding import Finding, passed
 from taut.checks.session import Session
 from taut.checks.stop.served import served
-from taut.data.stops import described
+from taut.data.stop_tokens import described
 
 
 def ask(session: Session) -> Finding:

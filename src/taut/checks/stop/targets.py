@@ -5,7 +5,7 @@ from __future__ import annotations
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.samples import GENERATED
 from taut.checks.session import Session
-from taut.data.stops import described
+from taut.data.stop_tokens import described
 
 SHOWN = 3
 

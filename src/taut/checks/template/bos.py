@@ -5,7 +5,7 @@ from __future__ import annotations
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.template.rendered import SHOWN, is_most, rendered, short
-from taut.data.template import Ids, Text
+from taut.data.chat_template import Ids, Text
 
 
 def ask(session: Session) -> Finding:

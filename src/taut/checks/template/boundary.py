@@ -6,7 +6,7 @@ from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.samples import GENERATED
 from taut.checks.session import Session
 from taut.checks.template.rendered import SHOWN, Turn, is_most, rendered
-from taut.data.template import Ids, common_length
+from taut.data.chat_template import Ids, common_length
 
 
 def ask(session: Session) -> Finding:

@@ -17,8 +17,7 @@ from taut.checks.template.rendered import (
     short,
     texts_of,
 )
-from taut.data.formats import Message
-from taut.data.media import text_of
+from taut.data.messages import Message, text_of
 
 
 def ask(session: Session) -> Finding:

@@ -8,7 +8,7 @@ import re
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.template.rendered import SHOWN, cut, is_most, normal, rendered
-from taut.data.template import Ids
+from taut.data.chat_template import Ids
 
 ROWS = 16
 MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.template.rendered import NO_CHATS, SHOWN, cut, is_most, rendered
-from taut.data.media import text_of
+from taut.data.messages import text_of
 
 
 def ask(session: Session) -> Finding:

@@ -12,8 +12,8 @@ from collections import Counter
 from taut.checks.finding import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.checks.template.rendered import cut, short
-from taut.data.formats import Completion, RowForm
-from taut.printing import counted
+from taut.data.messages import Completion, RowForm
+from taut.io.console import counted
 
 KEY = "data.apply_chat_template"
 CHOICE = (

@@ -17,9 +17,8 @@ from itertools import takewhile
 from pathlib import PurePath
 
 from taut.checks.session import Session
-from taut.data.formats import Completion, Conversation, Document, Message
-from taut.data.media import text_of
-from taut.data.template import Ids, Template, Text, checked
+from taut.data.chat_template import Ids, Template, Text, checked
+from taut.data.messages import Completion, Conversation, Document, Message, text_of
 from taut.errors import RenderError
 
 TURNS = 4

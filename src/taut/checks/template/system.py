@@ -7,7 +7,7 @@ import re
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.template.rendered import NO_CHATS, SHOWN, cut, rendered, shared, short, texts_of
-from taut.data.formats import Message
+from taut.data.messages import Message
 from taut.errors import RenderError
 
 FIRST, AGAIN = "first words", "more words"

@@ -18,7 +18,7 @@ from taut.checks.template.rendered import (
     short,
     texts_of,
 )
-from taut.data.formats import Completion, Conversation, Message, Row
+from taut.data.messages import Completion, Conversation, Message, Row
 from taut.errors import RenderError
 from taut.types import Sample
 

@@ -18,7 +18,7 @@ from taut.checks.template.rendered import (
     rendered,
     shared,
 )
-from taut.data.template import PROBE, Ids, Text
+from taut.data.chat_template import PROBE, Ids, Text
 
 SWITCH = "enable_thinking"
 

@@ -12,7 +12,7 @@ from taut.checks.differ import drift, gap
 from taut.checks.finding import Finding, failed, passed, skipped
 from taut.checks.session import Session
 from taut.checks.vision.shown import Swapped, obstacle, swapped, with_others
-from taut.data.pack import PackPolicy
+from taut.data.packing import PackPolicy
 
 REMEDY = "pictures are mixed up between samples; set batch.share_prefixes=false, and please report the model"
 

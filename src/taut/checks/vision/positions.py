@@ -14,10 +14,10 @@ from taut.checks.differ import changed
 from taut.checks.finding import Finding, failed, passed
 from taut.checks.session import Session
 from taut.checks.vision.shown import obstacle, several
-from taut.data.pack import ALONE, PackPolicy, pack
-from taut.models import anatomy
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.models import architecture
 from taut.types import Packed, Sample
-from taut.vision import towers
+from taut.vision import tower
 
 
 def ask(session: Session) -> Finding:
@@ -51,7 +51,7 @@ def _laid_out(packed: Packed, row: int) -> Tensor:
 
 def _numbers(session: Session) -> Any:
     """The library's own numbering; None: the model numbers by depth."""
-    return getattr(anatomy.decoder(session.model), "get_rope_index", None)
+    return getattr(architecture.decoder(session.model), "get_rope_index", None)
 
 
 def _alone(session: Session, sample: Sample) -> Tensor:
@@ -60,7 +60,7 @@ def _alone(session: Session, sample: Sample) -> Tensor:
     if numbers is None or not sample.media:
         return torch.from_numpy(np.arange(sample.num_tokens))[None]
     ids_T = torch.from_numpy(sample.ids_T)
-    given = towers.library_arguments(anatomy.decoder(session.model), sample.media, ids_T)
+    given = tower.library_arguments(architecture.decoder(session.model), sample.media, ids_T)
     plain = {name: it.cpu() for name, it in given.items() if not it.is_floating_point()}
     found: Tensor = numbers(input_ids=ids_T[None], **plain)[0][:, 0]
     return found

@@ -1,4 +1,4 @@
-"""HTTP requests to a service that runs programs, by ``taut.web``: what their failures mean.
+"""HTTP requests to a service that runs programs, by ``taut.io.http``: what their failures mean.
 
 A failure that another attempt may change is a ``Passing``; any other is a SandboxError. The key is in no message.
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx2
 
-from taut import web
 from taut.errors import SandboxError
+from taut.io import http as web
 
 BUDGET = 6
 """What attempts may cost together before a request is given up."""

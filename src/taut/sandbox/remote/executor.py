@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, cast, get_args
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from taut import web
 from taut.errors import SandboxError
+from taut.io import http as web
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 from taut.sandbox.remote import script
 from taut.sandbox.remote.client import BROKEN, BUDGET, Client, Passing

@@ -18,7 +18,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.errors import ModelError
-from taut.vision.processor import Processor
+from taut.vision.placeholders import Processor
 from taut.vision.processors.family import Given
 from taut.vision.processors.gemma3 import Gemma3
 from taut.vision.processors.idefics3 import Idefics3

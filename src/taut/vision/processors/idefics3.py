@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 
 from taut.errors import ModelError
-from taut.vision.processor import Shape
+from taut.vision.placeholders import Shape
 from taut.vision.processors.family import Family, Given, sides
 
 _PLACE = re.compile(r"<row_\d+_col_\d+>")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from PIL import Image
 from torch import Tensor
 
-from taut.vision.processor import Shape
+from taut.vision.placeholders import Shape
 from taut.vision.processors.family import Family, Given, sides
 
 _CUT = {"crop_to_patches": True}

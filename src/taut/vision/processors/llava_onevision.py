@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
 from taut.errors import DataError, ModelError
-from taut.vision.processor import Shape
+from taut.vision.placeholders import Shape
 from taut.vision.processors.family import Family, Given, sides
 
 _MAX_SIDE = 8192

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from taut.errors import DataError, ModelError
-from taut.vision.processor import Shape
+from taut.vision.placeholders import Shape
 from taut.vision.processors.family import Family, Given
 
 _MAX_RATIO = 200

@@ -1,0 +1,545 @@
+"""The limits of our HTTP servers, and the ASGI middleware that enforces them before any work is done.
+
+    guard = Guard(app, limits, host, key)          app: any ASGI application
+
+For each request, in this order: the request target, the headers' size, room for it (where ``max_connections`` are in
+work: ``GET /health`` only), Host, Origin, the key, the announced size of the body. Only then is the body read, within
+``body_seconds`` and ``max_bytes_in_flight``. A request whose client has gone is cancelled.
+
+Host and Origin keep web pages out: a page may send requests to a loopback server, but the browser names the page's
+origin in them; and a page whose host name was made to point at this machine (DNS rebinding) sends that name as Host.
+
+A refusal is ``{"error": {"message", "field"}}`` with the status that says what kind it is. Time limits of headers and
+the number of connections are kept in ``http_protocol.py``: an application does not see connections. Imports no web
+server. Commands that serve import it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import FrameType
+from typing import Annotated, Any, TypeAlias
+from urllib.parse import urlsplit
+
+import h11
+import uvicorn
+from pydantic import Field
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState
+
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.train.signals import SIGNALS
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=86400)]
+
+HEALTH = "/health"
+"""Answered also where ``max_connections`` are in work."""
+BUSY = "taut.busy"
+"""Key of the ASGI scope's ``state``: ``max_connections`` are in work."""
+LINGER = 1.0
+"""Seconds for which the rest of a refused request is read and dropped. Closing a connection with unread data resets it,
+and the client might never see the answer."""
+RETRY = {503: "1"}
+"""Seconds after which a client may try again, by status."""
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{1,5})?")
+
+
+@configclass
+class HttpLimits:
+    """What one client may take from a server."""
+
+    hosts: tuple[str, ...] = ()
+    """Further names by which clients reach the server (the Host header). Always accepted: the loopback's names, host,
+    and the address at which the connection arrives. Other names are refused, since a web page can choose them."""
+    max_connections: Annotated[int, Field(ge=1, le=10_000)] = 256
+    """Requests that are received or served at a time; at this number only GET /health is answered (others: 503). 32
+    connections more may be open; a further one replaces the one that has waited longest without sending a request."""
+    max_url_bytes: Annotated[int, Field(ge=16)] = 2048
+    """A longer request target is refused (414)."""
+    max_header_bytes: Annotated[int, Field(ge=256)] = 2**14
+    """Request line and headers together; more are refused (431)."""
+    max_request_bytes: Annotated[int, Field(ge=1)] = 2**24
+    """A larger request body is refused (413). It needs a Content-Length: chunked bodies are refused (411)."""
+    max_bytes_in_flight: Annotated[int, Field(ge=1)] = 2**26
+    """Request bodies held at a time, those that are read, wait or are scored; more are refused (503)."""
+    header_seconds: Seconds = 10.0
+    """Time to send a request's headers; the connection is then closed (408)."""
+    body_seconds: Seconds = 30.0
+    """Time to send a request's body (408)."""
+    send_seconds: Seconds = 30.0
+    """Time to read an answer; the connection is then closed."""
+    idle_seconds: Seconds = 5.0
+    """Time for which a connection is kept open after an answer."""
+
+    def __post_init__(self) -> None:
+        if self.max_bytes_in_flight < self.max_request_bytes:
+            raise ConfigError(
+                f"max_bytes_in_flight={self.max_bytes_in_flight:,} is below max_request_bytes="
+                f"{self.max_request_bytes:,}; expected room for one request; raise it"
+            )
+        for name in self.hosts:
+            if not _HOST.fullmatch(name):
+                raise ConfigError(
+                    f"found {name!r} in hosts; expected host names, without scheme and path; correct it"
+                )
+
+
+class Refused(Exception):
+    """An answer with a status that is not 200."""
+
+    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field = status, message, field
+
+    @property
+    def body(self) -> bytes:
+        error = {"message": " ".join(self.message.split()), "field": self.field}
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json"}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in RETRY:
+            headers["retry-after"] = RETRY[self.status]
+        return headers
+
+
+class Guard:
+    """An ASGI application that hands on what keeps to the limits, with its body read."""
+
+    def __init__(self, app: App, limits: HttpLimits, host: str, key: bytes | None = None) -> None:
+        """``host``: the name that the server listens on. ``key``: the token that every request but GET has to bring."""
+        self._app, self._limits, self._key = app, limits, key
+        self._names = {_host_name(name) for name in (host, *limits.hosts)}
+        self._num_bytes_held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "served without lifespan and websockets"
+        body = bytearray()
+        try:
+            try:
+                self._require_allowed(scope)
+                is_whole = await self._read(body, receive)
+            except Refused as refused:
+                await _refuse(refused, receive, send)
+                return
+            if is_whole:
+                await self._serve(scope, bytes(body), receive, send)
+        finally:
+            self._num_bytes_held -= len(body)
+
+    def _require_allowed(self, scope: Scope) -> None:
+        """All that can be told from the request line and the headers."""
+        limits = self._limits
+        target = scope["raw_path"]
+        num_bytes = len(target) + len(scope["query_string"])
+        if num_bytes > limits.max_url_bytes:
+            raise Refused(
+                414,
+                f"the request target has {num_bytes:,} bytes; expected at most {limits.max_url_bytes:,}; shorten it",
+            )
+        if not target.startswith(b"/"):
+            raise Refused(
+                400, f"found the request target {target[:60]!r}; expected a path, such as {HEALTH}"
+            )
+        num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if num_bytes > limits.max_header_bytes:
+            raise Refused(
+                431,
+                f"the headers have {num_bytes:,} bytes; expected at most {limits.max_header_bytes:,}; send fewer",
+            )
+        if scope.get("state", {}).get(BUSY) and scope["path"] != HEALTH:
+            raise Refused(
+                503,
+                f"{limits.max_connections} requests are being served; expected fewer; try again later",
+            )
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = self._require_host(headers, scope)
+        _require_own_origin(headers, host)
+        if scope["method"] not in ("GET", "HEAD") and self._key is not None:
+            _require_key(headers, self._key)
+        size = int(headers.get(b"content-length", "0"))
+        most = limits.max_request_bytes if scope["method"] == "POST" else 0
+        if size > most:
+            raise Refused(
+                413,
+                f"the request's body has {size:,} bytes; expected at most {most:,}; send less at a time",
+            )
+
+    def _require_host(self, headers: dict[bytes, str], scope: Scope) -> str:
+        """The Host header, which names this server."""
+        host = headers.get(b"host", "")
+        arrived_at = (scope.get("server") or ("",))[0]
+        name = _host_name(host) if _HOST.fullmatch(host) else ""
+        if not name or not (
+            is_loopback(name) or name in self._names or name == _host_name(arrived_at)
+        ):
+            raise Refused(
+                403,
+                f"Host: found {host[:80]!r}; expected a name of the loopback or one that the server was given; use "
+                "its address, or start the server with hosts=NAME",
+                "Host",
+            )
+        return host
+
+    async def _read(self, body: bytearray, receive: Receive) -> bool:
+        """Read the whole request into ``body``; False: the client has gone."""
+        limits = self._limits
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    part = message.get("body", b"")
+                    if self._num_bytes_held + len(part) > limits.max_bytes_in_flight:
+                        raise Refused(
+                            503,
+                            f"the requests being served hold {self._num_bytes_held:,} bytes; expected at most "
+                            f"{limits.max_bytes_in_flight:,} with this one; try again later",
+                        )
+                    body += part
+                    self._num_bytes_held += len(part)
+                    if len(body) > limits.max_request_bytes:
+                        raise Refused(
+                            413,
+                            f"the request's body is larger than {limits.max_request_bytes:,} bytes; expected less; "
+                            "send less at a time",
+                        )
+                    if not message.get("more_body", False):
+                        return True
+        except TimeoutError:
+            raise Refused(
+                408,
+                f"found {len(body):,} bytes of the request's body after {limits.body_seconds:g} s; expected all of it; "
+                "send it faster, or less at a time",
+            ) from None
+
+    async def _serve(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Let the application answer, unless the client goes before it has."""
+        is_handed_over = False
+
+        async def whole() -> Message:
+            nonlocal is_handed_over
+            if is_handed_over:
+                return await receive()
+            is_handed_over = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        serving = asyncio.ensure_future(self._app(scope, whole, send))
+        gone = asyncio.ensure_future(until_gone())
+        try:
+            await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not serving.done():
+                serving.cancel()
+            gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+async def _refuse(refused: Refused, receive: Receive, send: Send) -> None:
+    """Answer, read what the client still sends for a moment, and close the connection."""
+    body = refused.body
+    headers = {**refused.headers, "content-length": str(len(body)), "connection": "close"}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refused.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _require_own_origin(headers: dict[bytes, str], host: str) -> None:
+    """Refuse what a browser sends for a page that is not this server's own."""
+    origin = headers.get(b"origin")
+    site = headers.get(b"sec-fetch-site", "none")
+    is_own = origin is None or _netloc(origin) == host.lower()
+    if not is_own or site not in ("none", "same-origin"):
+        raise Refused(
+            403,
+            f"Origin: found {(origin or site)[:80]!r}, a request that a web page makes; expected none; this server "
+            "answers programs only",
+            "Origin",
+        )
+
+
+def _require_key(headers: dict[bytes, str], key: bytes) -> None:
+    scheme, _, given = headers.get(b"authorization", "").partition(" ")
+    is_same = hmac.compare_digest(given.strip().encode(), key)
+    if scheme.lower() != "bearer" or not is_same:
+        found = "a token that is not the server's" if given else "no token"
+        raise Refused(
+            401,
+            f"Authorization: found {found}; expected Bearer and the server's token; send it",
+            "Authorization",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is the loopback's."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(host: str) -> str:
+    """Without port, brackets and the root's dot, in lower case."""
+    if host.count(":") > 1 and not host.startswith("["):
+        return host.lower()  # an IPv6 address alone
+    found = _HOST.match(host)
+    return found[1].strip("[]").lower().rstrip(".") if found else ""
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# HTTP/1.1 connections of our servers: uvicorn's h11 protocol with limits on time and number.
+#
+# uvicorn limits neither the time in which a client sends its headers, nor that in which it reads an answer, and
+# refuses every connection above its limit alike. Here a connection has one deadline while no request is being served,
+# from its start or its last answer to the end of the next request's headers; and another while an answer cannot be
+# sent. Beyond ``max_connections`` requests in work, a further one is marked (``http_guard.BUSY``) and served only if
+# it is ``GET /health``; ``NUM_SPARE`` connections more may be open for it, and a new connection closes the one that
+# has waited longest without a request. So there is always one that can be closed, and ``/health`` is always reached.
+#
+# Chunked bodies are refused before they are parsed: chunks of one byte each cost the event loop more than their
+# senders. Imports uvicorn and h11. Commands that serve import it, when they run.
+
+NUM_SPARE = 32
+"""Open connections beyond ``max_connections``."""
+SHUTDOWN_SECONDS = 30
+"""How long requests may take that are being served when the server is told to end."""
+
+
+def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
+    """Serve until a signal asks for the end; what is being served then is answered. A second signal ends it at once.
+
+    Uvicorn takes SIGTERM and SIGINT. Another signal must not raise an exception here: where it came inside a request,
+    the request would end and the server would go on.
+    """
+    config = Config(
+        app,
+        http=protocol_of(limits),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # handed to call_later
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+    )
+    server = _Server(config)
+    others = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, server.handle_exit) for number in others if is_main}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # told twice
+        self.should_exit = True
+
+
+def protocol_of(limits: HttpLimits) -> type[H11Protocol]:
+    """The protocol class that keeps to these limits."""
+
+    return type("Protocol", (_LimitedProtocol,), {"limits": limits})
+
+
+class _Connection(h11.Connection):
+    """Refuses chunked bodies at their headers."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and any(
+            name == b"transfer-encoding" for name, _ in event.headers
+        ):
+            raise h11.RemoteProtocolError(
+                "found Transfer-Encoding; expected Content-Length; send the body's size",
+                error_status_hint=411,
+            )
+        return event
+
+
+class _LimitedProtocol(H11Protocol):
+    limits: HttpLimits
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        assert config.h11_max_incomplete_event_size is not None
+        self.conn = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
+        self._waits_since = self.loop.time()
+        self._has_received = False
+        self._is_refused = False
+        self._request_deadline: asyncio.TimerHandle | None = None
+        self._send_deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_waiting(self) -> bool:
+        """The headers of its next request are still to come."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_in_work(self) -> bool:
+        """A request is being read or answered; closing the connection would lose it."""
+        return self.cycle is not None and not self.cycle.response_started
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class
+        super().connection_made(transport)
+        self._await_request()
+        others = self._others()
+        if len(others) < self.limits.max_connections + NUM_SPARE:
+            return
+        idle = [it for it in others if not it._is_in_work]
+        oldest = min(idle or [self], key=lambda it: it._waits_since)
+        if oldest._is_waiting and not oldest._is_refused:
+            oldest._give_up("other clients need the connection")
+        oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._has_received = True
+        if self._is_waiting:
+            num_in_work = sum(it._is_in_work for it in self._others())
+            self.app_state = {**self.app_state, BUSY: num_in_work >= self.limits.max_connections}
+        super().data_received(data)
+        if not self._is_waiting and self._request_deadline is not None:
+            self._request_deadline.cancel()
+
+    def shutdown(self) -> None:
+        if not self._is_refused:
+            super().shutdown()
+
+    def _others(self) -> list[_LimitedProtocol]:
+        return [
+            it for it in self.connections if isinstance(it, _LimitedProtocol) and it is not self
+        ]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_waiting:
+            self._has_received = False
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for deadline in (self._request_deadline, self._send_deadline):
+            if deadline is not None:
+                deadline.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send_deadline = self.loop.call_later(self.limits.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_deadline is not None:
+            self._send_deadline.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, from the handler of h11's error."""
+        error = sys.exception()
+        assert isinstance(error, h11.RemoteProtocolError)
+        status = error.error_status_hint
+        found = "the headers are too large" if status == 431 else str(error)
+        self._refuse(Refused(status, f"{found}; expected a request of HTTP/1.1"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_soon()
+
+    def _await_request(self) -> None:
+        if self._request_deadline is not None:
+            self._request_deadline.cancel()
+        self._waits_since = self.loop.time()
+        seconds = self.limits.header_seconds
+        self._request_deadline = self.loop.call_later(
+            seconds, self._give_up, f"no request came within {seconds:g} s"
+        )
+
+    def _give_up(self, reason: str) -> None:
+        """Close a connection that has sent no whole request."""
+        if self._has_received:
+            self._refuse(
+                Refused(
+                    408, f"{reason}; expected all headers; send them at once, on a new connection"
+                )
+            )
+        else:
+            self.transport.close()
+            self._abort_soon()
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answer, drop what the client still sends for a moment, and close."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            headers = {
+                **refused.headers,
+                "content-length": str(len(refused.body)),
+                "connection": "close",
+            }
+            start = h11.Response(
+                status_code=refused.status,
+                headers=[(name.encode(), value.encode()) for name, value in headers.items()],
+                reason=STATUS_PHRASES[refused.status],
+            )
+            for event in (start, h11.Data(data=refused.body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+        self._abort_soon()
+
+    def _abort_soon(self) -> None:
+        """Also where the client reads nothing."""
+        self.loop.call_later(LINGER, self.transport.abort)

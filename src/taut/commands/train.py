@@ -1,0 +1,722 @@
+"""What a run begins with: nothing, a checkpoint to go on from, or an end that was reached already.
+
+Only looks; refuses what does not fit. A finished run is known by its last event, so that a damaged checkpoint is no
+obstacle where none is needed.
+
+May import identity, run, checkpoint and what is below them. lifecycle and api import it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import pydantic
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from taut.checks.examine import Examination, before_training, require_known
+from taut.config import first_problem, to_dict, user_path
+from taut.data.batching import Cursor, Good
+from taut.data.dataset import input_paths
+from taut.data.prompts import PromptSet
+from taut.errors import (
+    CheckFailed,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    EngineError,
+    Interrupted,
+    OutOfMemory,
+    OutputError,
+    TautError,
+    UserCodeError,
+)
+from taut.evals.answers import EvalSampling
+from taut.evals.during import (
+    AnswersConfig,
+    Best,
+    Evaluations,
+    build_answering,
+    drop_after,
+    held_out,
+    require_best,
+    require_same_measure,
+)
+from taut.evals.stopping import StopCheck, Stops, prepare, unasked
+from taut.io import temporary
+from taut.rewards import files_of
+from taut.rl.online import Online
+from taut.rl.recipe import judging, require_judgeable
+from taut.run.config import Decision, Inputs, Run, load_inputs, rows_of
+from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
+from taut.run.reference_cache import keep_reference
+from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
+from taut.run.setup import Built, Plan, build, build_method, engine_of
+from taut.train import checkpoint, distributed
+from taut.train.checkpoint import Checkpoints, Memory, Saved
+from taut.train.distributed import Ranks
+from taut.train.log import RunLog, all_events
+from taut.train.log.events import newest_first
+from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
+from taut.train.run_dir import (
+    ADAPTER,
+    BEST,
+    CHECKPOINTS,
+    EVENTS,
+    MARK,
+    MODEL,
+    Lock,
+    claim,
+    complete,
+    read_resolved,
+    require_usable,
+)
+from taut.train.signals import Interrupt, Interrupts
+from taut.train.trainer import Job, run_steps, use_budget
+
+
+class Finish(TypedDict):
+    """The event with which a run finishes, as far as it is read back."""
+
+    step: Annotated[int, Field(ge=0)]
+    cursor: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
+    loss: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, or goes on."""
+
+    plan: Plan
+    identity: Mapping[str, Any]
+    saved: Saved | None = None
+    """The checkpoint to go on from; None: step 1."""
+    rounding: list[str] = field(default_factory=list)
+    """What is not as it was, so that numbers are equal to rounding only."""
+    schedule: list[str] = field(default_factory=list)
+    """What gives the steps to come another learning rate than they had."""
+    moved: list[str] = field(default_factory=list)
+    """Servers of rewards that are asked at another address than before."""
+    damaged: list[str] = field(default_factory=list)
+    """Newer checkpoints that cannot be used."""
+    finished: Finish | None = None
+    """The last event, where the run is finished and nothing is left to do."""
+    num_steps_before: int | None = None
+    """As the run was last begun or gone on with."""
+
+    @property
+    def from_step(self) -> int:
+        return 0 if self.saved is None else self.saved.step
+
+
+def first_day(run: Run, out: Path) -> date | None:
+    """The day on which the run that is gone on with began; None where none is."""
+    if not run.resume or not (out / MARK).is_file():
+        return None
+    day = read_resolved(out).get("day")
+    return None if day is None else date.fromisoformat(day)
+
+
+def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
+    """What there is to go on from. Raises TautError where it does not fit; writes nothing."""
+    mine = identity_of(run, inputs, ranks)
+    if not run.resume or not (out / MARK).is_file():
+        return Start(build_method(run, inputs.train), mine)
+    before = read_resolved(out)
+    end = _finish(out, run.save.result)
+    if end is not None:
+        plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
+        if plan.num_steps == end["step"]:
+            if "identity" not in before:
+                raise OutputError(
+                    f"{out / MARK} has no 'identity'; expected what the run wrote; bring it back from a copy"
+                )
+            changed = require_same(before["identity"], mine, out).schedule
+            if changed:
+                raise ConfigError(
+                    f"resume=true: {out} is finished after step {end['step']}, so that {'; '.join(changed)} would "
+                    "change nothing; expected more steps or epochs beside it; raise them, or begin a new run from "
+                    f"{out / run.save.result}"
+                )
+            return Start(plan, mine, finished=end)
+    skip_damaged = run.checkpoint.skip_damaged
+    saved, damaged = checkpoint.find(out / CHECKPOINTS, ranks, skip_damaged=skip_damaged)
+    if end is not None and saved is None:
+        raise ConfigError(
+            f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
+            f"steps={end['step']}; begin a new run from {out / run.save.result}, with checkpoint.every set"
+        )
+    if saved is None and run.save.merged and _finish(out, ADAPTER) is not None:
+        raise ConfigError(
+            f"resume=true: {out} is finished, with {out / ADAPTER} but no {MODEL} and no checkpoint to write one from; "
+            f"expected save.merged=false; to get the model: taut merge {run.model} adapter={out / ADAPTER} out=DIR"
+        )
+    num_steps = before.get("num_steps")
+    if saved is None:
+        plan = build_method(run, inputs.train)
+        return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
+    identity = saved.meta.identity.model_dump()
+    _, rounding, schedule = require_same(identity, mine, saved.path)
+    return Start(
+        plan=_plan(run, inputs, Cursor(*saved.meta.cursor), saved.path),
+        identity=mine,
+        saved=saved,
+        rounding=rounding,
+        schedule=schedule,
+        moved=moved_servers(identity, mine),
+        damaged=damaged,
+        num_steps_before=num_steps,
+    )
+
+
+def _finish(out: Path, result: str) -> Finish | None:
+    """The event with which the run finished, where nothing has happened since and its ``result`` is there."""
+    path = out / EVENTS
+    last = next(newest_first(path), None) if path.is_file() and (out / result).is_dir() else None
+    if last is None or last["kind"] != "end" or last.get("outcome") != "finished":
+        return None
+    try:
+        return pydantic.TypeAdapter(Finish).validate_python(last, strict=True)
+    except pydantic.ValidationError as error:
+        raise OutputError(
+            f"{path}: its last event: {first_problem(error)}; expected what the run wrote; bring the file back from a "
+            "copy, or remove that line to go on from the newest checkpoint"
+        ) from error
+
+
+def _plan(run: Run, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
+    """The steps of a run that has come so far; refused where that is beyond its end."""
+    plan = build_method(run, inputs.train, cursor)
+    step = cursor.step
+    if step > plan.num_steps or plan.method.cursor(step).samples < cursor.samples:
+        raise ConfigError(
+            f"resume=true: {where} is beyond the end of this run, step {plan.num_steps}; "
+            f"expected steps={step} or more; raise steps or epochs"
+        )
+    return plan
+
+
+# --------------------------------------------------------------------------------------------------
+# A run from its first look at ``out`` to its last event: begun, gone on with, interrupted, finished.
+#
+#     look at out -> data and identity -> what is there to go on from -> build -> claim out -> train -> measure -> save
+#
+# Nothing is written before all that could be refused has been. A run that is gone on with takes the newest checkpoint,
+# verified; one that is finished is left as it is. What stops a run half-way leaves a checkpoint of its last whole step
+# where it can.
+#
+# May import run, deliver, identity, checkpoint and what is below them. ``api`` imports it.
+
+
+class Ended(NamedTuple):
+    """What came of a run."""
+
+    steps: int
+    loss: float
+    metrics: Mapping[str, float]
+    stops: Stops | None
+    divergence: str | None
+    """What was reported as divergence and still held after the last step."""
+
+
+class Asked(NamedTuple):
+    """What is measured of a run beside its loss: before it trains, meanwhile, at its end."""
+
+    examination: Examination | None
+    """What ``taut check`` found; None: it was turned off."""
+    evaluations: Evaluations
+    stop_check: StopCheck
+
+
+def execute(built: Built, start: Start, lock: Lock, asked: Asked, interrupts: Interrupts) -> Ended:
+    """Claim the directory of ``lock``, train, measure and save."""
+    run, job, out = built.run, built.job, lock.out
+    job.interrupts = interrupts
+    if job.ranks.is_writer:
+        _claim(built, start, lock)
+    job.ranks.barrier()
+    with RunLog.open(out, run.log, is_writer=job.ranks.is_writer) as log:
+        job.emit = log.emit
+        checkpoints = _checkpoints(built, out, start, asked.evaluations)
+        try:
+            _emit_start(built, asked.examination)
+            _begin(built, start, lock, checkpoints)
+            return _run(built, out, checkpoints, asked)
+        except Interrupt as interrupt:
+            raise _saved(built, str(interrupt), checkpoints) from None
+        except OutOfMemory as error:
+            raise _kept(built, error, checkpoints) from error
+        except TautError as error:
+            told = _rescued(built, error, checkpoints)
+            job.emit("end", outcome="stopped", step=job.done, reason=str(told))
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            checkpoints.close()
+
+
+def _claim(built: Built, start: Start, lock: Lock) -> None:
+    """Take the directory, if it is as it was looked at; what the run will not come to again goes."""
+    run, out = built.run, lock.out
+    if not lock.is_taken:  # it was no run
+        lock.take()
+        if (out / MARK).is_file():
+            raise OutputError(
+                f"out={out}: another run began there while this one was made ready; expected no other; name another "
+                "out, or give the command again, with resume=true to go on with that run"
+            )
+    if run.resume and start.num_steps_before != built.job.num_steps:
+        drop_after(out / BEST, start.from_step)  # before the new number stands in resolved.json
+    claim(out, _resolved(built, start), overwrite=run.overwrite)
+
+
+def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
+    job, best = built.job, evaluations.best
+    memories: dict[str, Memory] = {
+        type(alarm).__name__: alarm
+        for alarm in job.alarms
+        if isinstance(alarm, Untouched | Spikes | Divergence)
+    }
+    if isinstance(job.method, Online):
+        memories["online"] = job.method
+    return Checkpoints(
+        folder=out / CHECKPOINTS,
+        config=built.run.checkpoint,
+        scorer=built.scorer,
+        optimizer=job.optimizer,
+        num_steps=job.num_steps,
+        ranks=job.ranks,
+        emit=job.emit,
+        notes=lambda step: {
+            "cursor": job.method.cursor(step),
+            "loss": job.loss,
+            "identity": start.identity,
+        },
+        memories=memories if best is None else {**memories, "best": best},
+        best_step=lambda: None if best is None else best.step,
+        is_sound=lambda: not _divergence(job).is_suspected,
+    )
+
+
+def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> None:
+    """Say what is in force, and put back what the checkpoint holds."""
+    job, saved, out = built.job, start.saved, lock.out
+    if lock.trouble:
+        job.emit("warning", name="lock", detail=lock.trouble)
+    if not built.run.resume:
+        checkpoints.prepare()
+        return
+    from_step = start.from_step
+    if job.ranks.is_writer:
+        checkpoint.set_aside(out / CHECKPOINTS, from_step)
+    checkpoints.prepare()
+    is_measured = True
+    if saved is not None:
+        checkpoints.resume(saved)
+        is_measured = saved.meta.is_measured
+        job.done, job.followed = from_step, from_step - (not is_measured)
+        job.loss = saved.meta.loss
+    written = all_events(out / EVENTS) if job.ranks.is_writer else []
+    cuts = [event for event in written if event["kind"] == "budget"]
+    job.fit.replay(job.ranks.gather(cuts)[0])
+    use_budget(job, from_step, is_told=True)
+    is_at_end = from_step == job.num_steps  # what is measured there comes after its checkpoint
+    job.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
+    for text in start.damaged:
+        job.emit(
+            "warning",
+            name="checkpoint",
+            detail=f"{text}; going on from an earlier one, this one is kept as damaged-step-*",
+        )
+    if start.schedule:
+        detail = f"{'; '.join(start.schedule)}: in force from step {from_step + 1} on"
+        job.emit("warning", name="schedule", detail=detail)
+    if start.moved:
+        detail = f"{'; '.join(start.moved)}: asked there from step {from_step + 1} on"
+        job.emit("warning", name="address", detail=detail)
+    if start.rounding:
+        limit = TOLERANCE[str(start.identity["dtype"])]
+        detail = (
+            f"{'; '.join(start.rounding)}: losses will be those of the uninterrupted run to {limit:g} of their value, "
+            "not bit for bit"
+        )
+        job.emit("warning", name="exactness", detail=detail, tolerance=limit)
+
+
+def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> Ended:
+    job, run = built.job, built.run
+    _, evaluations, stop_check = asked
+    questions = choose_goldens(built)
+    began = time.perf_counter()
+
+    def measure(step: int) -> None:
+        with job.interrupts.at_once(job.ranks):
+            evaluations(step)
+
+    data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
+    watch = ChangedSources(data, job)
+    job.after_step = [measure, watch, checkpoints]
+    run_steps(job)
+    with job.interrupts.at_once(job.ranks):
+        metrics, stops = _asked_at_end(job, checkpoints, evaluations, stop_check)
+        job.interrupts.agree(job.ranks)
+        if run.stop.required and stops is not None and not stops.is_enough:
+            state = checkpoints.rescue(job.done, job.random)
+            raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
+        model = save_model(built, out / run.save.result, questions, checkpoints)
+        if run.eval.best is not None:
+            answer_for_best(built, out / BEST, questions)
+    checkpoints.settle()
+    watch.look()
+    divergence = _divergence(job).found
+    job.emit(
+        "end",
+        outcome="finished",
+        step=job.done,
+        cursor=job.method.cursor(job.done),
+        loss=job.loss,
+        eval_loss=metrics.get("loss"),
+        metrics=metrics,
+        seconds=time.perf_counter() - began,
+        model=str(model),
+        stop=stops.as_fields() if stops is not None else None,
+        divergence=divergence,
+    )
+    return Ended(job.done, job.loss, metrics, stops, divergence)
+
+
+def _divergence(job: Job) -> Divergence:
+    return next(alarm for alarm in job.alarms if isinstance(alarm, Divergence))
+
+
+def _asked_at_end(
+    job: Job, checkpoints: Checkpoints, evaluations: Evaluations, stop_check: StopCheck
+) -> tuple[dict[str, float], Stops | None]:
+    """The last measurements. Where they fail, the training state is kept."""
+    try:
+        return evaluations.at_end(), stop_check()
+    except OutOfMemory:
+        raise
+    except TautError as error:
+        if job.ranks.size > 1:  # the others may not have failed, and would not save
+            raise
+        raise type(error)(f"{error}; {checkpoints.rescue(job.done, job.random)}") from error
+
+
+def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
+    """The error that ends an interrupted run, its last whole step saved."""
+    job = built.job
+    if job.done == 0:
+        reason = f"{name} before the first step was over; nothing was to be saved"
+    else:
+        try:
+            reason = f"{name}: the state after step {job.done} is in {_save(job, checkpoints)}"
+        except OutputError as error:
+            reason = f"{name}: the state after step {job.done} could not be saved: {error}"
+            job.emit("end", outcome="stopped", step=job.done, reason=reason)
+            raise OutputError(f"interrupted by {reason}") from error
+    job.emit("end", outcome="interrupted", step=job.done, reason=reason)
+    return Interrupted(f"interrupted by {reason}; the same command with resume=true goes on")
+
+
+def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMemory:
+    """The error that ends a run for want of memory, its last whole step saved."""
+    job, kept = built.job, "nothing was to be saved: the first step was not over"
+    if job.ranks.size > 1:  # the others are in the middle of the step, and would not save
+        kept = _newest(checkpoints)
+    elif job.done:
+        try:
+            kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
+        except OutputError as trouble:
+            kept = f"the state after step {job.done} could not be saved: {trouble}"
+    job.emit("end", outcome="stopped", step=job.done, reason=f"{error}; {kept}")
+    return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
+
+
+def _newest(checkpoints: Checkpoints) -> str:
+    paths = complete(checkpoints.folder)
+    return f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
+
+
+def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
+    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved; where training
+    has diverged it is not, and checkpoints of diverged weights lose their names.
+    """
+    job = built.job
+    if isinstance(error, DivergenceError):
+        checkpoints.settle_or_tell()
+        if job.ranks.is_writer:
+            checkpoint.set_aside(checkpoints.folder, _divergence(job).sound_step)
+        job.ranks.barrier()
+        return DivergenceError(f"{error}; {_newest(checkpoints)}")
+    is_sound = isinstance(
+        error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
+    )
+    if not isinstance(job.method, Online) or not is_sound:
+        return error
+    if job.ranks.size > 1 or not 0 < job.done < job.num_steps:
+        return error
+    job.method.reject()
+    try:
+        kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
+    except OutputError as trouble:
+        return type(error)(f"{error}; the state after step {job.done} is not saved: {trouble}")
+    return type(error)(f"{error}; {kept}; resume=true goes on from there")
+
+
+def _save(job: Job, checkpoints: Checkpoints) -> Path:
+    """Save the last whole step, as it was before anything that follows it."""
+    is_measured = job.followed == job.done
+    checkpoints.settle_or_tell()  # one that failed before does not keep this one from being tried
+    return checkpoints.save(job.done, wait=True, is_measured=is_measured, random=job.random)
+
+
+def _resolved(built: Built, start: Start) -> dict[str, Any]:
+    """The configuration in force, what was decided for the user, and what makes this run the one it is."""
+    return {
+        "taut": version("taut"),
+        "method": built.run.method,
+        "directory": str(Path.cwd()),
+        "config": to_dict(built.run),
+        "decisions": [decision._asdict() for decision in built.decisions],
+        "num_steps": built.job.num_steps,
+        "day": str(built.inputs.renderer.template.day),
+        "data": built.inputs.train.fingerprint,
+        "identity": start.identity,
+    }
+
+
+def _emit_start(built: Built, examination: Examination | None) -> None:
+    data, job = built.inputs.train.report, built.job
+    job.emit(
+        "start",
+        version=version("taut"),
+        model=built.run.model,
+        num_steps=job.num_steps,
+        num_ranks=job.ranks.size,
+        num_samples=data.num_samples,
+        data=str(data),
+        dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
+        cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
+        decisions=built.decisions,
+        num_parameters=sum(p.numel() for p in built.scorer.parameters()),
+        num_trained=sum(parameter.numel() for parameter in job.trained),
+    )
+    if examination is None:
+        job.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
+        return
+    for one in examination.answered:
+        finding = one.finding
+        job.emit(
+            "check",
+            name=one.name,
+            part=examination.part,
+            outcome=finding.outcome,
+            value=finding.number,
+            unit=finding.unit,
+            detail=finding.says,
+            evidence=finding.evidence,
+            remedy=finding.remedy,
+            notes=finding.notes,
+            left_out=one.is_left_out,
+            seconds=one.seconds,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The library: ``train(run)`` trains a run of any method, ``show(run)`` looks. The command line calls nothing else.
+#
+# ``train`` refuses, builds, checks, claims the output directory, trains, evaluates, saves: in that order, so that a
+# mistake found before training leaves nothing behind.
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run."""
+
+    out: Path
+    model: Path
+    """The trained model, in Hugging Face format; with save.merged=false the adapter."""
+    steps: int
+    loss: float
+    """Training loss of the last step."""
+    metrics: Mapping[str, float]
+    """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
+    stops: Stops | None
+    """Whether the model ends its answers; None where it could not be asked, or was not to be."""
+    divergence: str | None = None
+    """A sign of divergence that was reported and still held after the last step."""
+    notice: str | None = None
+    """What there is to know beside what the run's log says: that there was nothing to do."""
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss at the end, where data.eval was given."""
+        return self.metrics.get("loss")
+
+    @property
+    def warning(self) -> str | None:
+        """What has to be said when all is done."""
+        said = []
+        if self.divergence is not None:
+            said.append(f"training may have diverged: {self.divergence}")
+        if self.stops is not None and not self.stops.is_enough:
+            said.append(f"{self.model} may not stop: {self.stops}")
+        return "; ".join(said) or None
+
+
+def train(run: Run) -> Result:
+    """Train a model on a data set, as the class of the run says (taut/run/training.py).
+
+    Raises TautError (what was found, what was expected, what to do) before anything is written; CheckFailed where a
+    proof or an alarm stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
+    goes on from its newest checkpoint; a finished one is left as it is.
+    """
+    if run.out is None:
+        raise ConfigError("out is not set; expected a directory; set out=DIR")
+    require_known(run.checks.skip)
+    temporary.clear()
+    out = user_path(run.out, "out")
+    with Interrupts.watching() as interrupts, ExitStack() as preparation:
+        preparation.enter_context(interrupts.before_training())
+        ranks = distributed.start(run.device)
+        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
+        with Lock(out) as lock:
+            if ranks.is_writer and (out / MARK).is_file():
+                lock.take()
+            inputs = load_inputs(run, ranks, first_day(run, out))
+            start = look(run, out, inputs, ranks)
+            model = out / run.save.result
+            if start.finished is None:
+                built = build(run, inputs, start.plan, ranks)
+                with closing(built.job.method) as method:
+                    if isinstance(method, Online):  # what cannot be had is refused now
+                        built.decisions.extend(Decision(*it) for it in method.roller.settled)
+                    built.decisions.extend(_told_of_environment(run))
+                    evaluations, stop_check = _evaluations(built, out), _stop_check(built)
+                    asked = Asked(before_training(built), evaluations, stop_check)
+                    keep_reference(built)
+                    preparation.close()  # from here on a signal saves the state
+                    ended = execute(built, start, lock, asked, interrupts)
+                result = Result(out, model, *ended)
+            else:
+                result = _as_finished(out, model, start.finished)
+        distributed.stop(ranks)
+    return result
+
+
+def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
+    """A run that is over, by its last event."""
+    notice = (
+        f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
+        "raise steps or epochs to train on"
+    )
+    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
+
+
+def show(run: Run) -> None:
+    """Print the configuration in force, the data report and the first samples, targets coloured. Writes nothing."""
+    from taut.commands.show import show as print_run
+
+    print_run(run)
+
+
+def _inputs(run: Run) -> list[str]:
+    """What the run reads."""
+    adapter = [run.lora.adapter] if run.lora.adapter else []
+    asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
+    files = [*map(str, files_of(run.eval.answers.rewards)), *judging(run.eval.answers.rewards)]
+    reference = run.objective.reference
+    others = [reference.model, reference.file] if reference else []
+    if (teacher := run.objective.teacher) is not None:
+        others += [teacher.teacher, teacher.top_logprobs, teacher.eval_top_logprobs]
+    if (online := run.objective.online) is not None:
+        others += [online.critic.model if online.critic else None]
+        others += [*map(str, online.files), *judging(online.rewards)]
+    named = [path for path in others if path]
+    return [run.model, *adapter, *named, *input_paths(run.data), *input_paths(asked), *files]
+
+
+def _stop_check(built: Built) -> StopCheck:
+    """Whether the model ends its answers; asked before it is saved."""
+    run, inputs = built.run, built.inputs
+    data = inputs.train if inputs.eval is None else inputs.eval
+    if run.objective.head is not None:
+        return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
+    asked = data.prompts() if isinstance(data, PromptSet) else Good(rows_of(run, data))
+    check = prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
+    online = run.objective.online
+    remedy = "" if online is None else online.ends_remedy
+    return replace(check, is_taught=run.objective.is_taught_ends, remedy=remedy)
+
+
+def _answers(run: Run) -> AnswersConfig:
+    """How held-out answers are judged: of a run that generates as in training, where nothing else is said."""
+    answers, online = run.eval.answers, run.objective.online
+    is_asked = bool(run.data.eval) or answers.is_asked_for
+    if online is None or answers.rewards or not run.has_rewards or not is_asked:
+        return answers
+    rollout, asked = online.rollout, answers.sampling
+    is_set = asked.max_new_tokens != EvalSampling().max_new_tokens
+    return replace(
+        answers,
+        rewards=online.rewards,
+        reference=answers.reference or rollout.reference,
+        sampling=replace(
+            asked,
+            max_new_tokens=asked.max_new_tokens if is_set else rollout.max_new_tokens,
+            stop=asked.stop or rollout.stop,
+        ),
+    )
+
+
+def _told_of_environment(run: Run) -> list[Decision]:
+    """That held-out answers have none."""
+    online = run.objective.online
+    if online is None or not online.rollout.environment.is_on or not run.data.eval:
+        return []
+    reason = "they are judged without rollout.environment, which answers roll-outs alone"
+    asked = "asked" if run.eval.answers.rewards else "not asked"
+    return [Decision("held-out answers", asked, f"eval.answers.rewards; {reason}")]
+
+
+def _evaluations(built: Built, out: Path) -> Evaluations:
+    """What is measured while the model trains; nothing that would fail later passes here."""
+    run, inputs, job = built.run, built.inputs, built.job
+    found = []
+    if inputs.eval is not None and run.objective.online is None:
+        found.append(held_out(rows_of(run, inputs.eval), run.eval.every, job))
+    if run.objective.head is not None and run.eval.answers.rewards:
+        raise ConfigError(
+            "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
+        )
+    answers, make_engine = _answers(run), engine_of(built)
+    require_judgeable(answers.rewards, job.ranks.size)
+    kind = run.objective.kind
+    answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
+    if answering is not None:
+        found.append(answering.as_evaluation())
+        settled = [Decision(*it) for it in answering.decisions]
+        built.decisions.extend(it for it in settled if it not in built.decisions)
+    if run.eval.best is None:
+        if run.checkpoint.keep_best:
+            raise ConfigError(
+                "checkpoint.keep_best=true and eval.best is not set; expected the metric that says which is the best; "
+                "set eval.best"
+            )
+        return Evaluations(found, job.num_steps, None)
+    measured = require_best(run.eval.best, found).measured
+    if run.resume:
+        require_same_measure(out / BEST, run.eval.best, measured)
+    best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), job)
+    return Evaluations(found, job.num_steps, best)

@@ -1,0 +1,401 @@
+"""Which labels of preference data look flipped, judged from the data alone, and how many there are.
+
+A small linear model learns from most of the pairs which answers are preferred, and is asked about the others; no pair
+is judged by a model that saw its prompt. It reads differences (chosen minus rejected) of log(1 + count) of the most
+common ids and pairs of neighbouring ids, of log length, of the share of distinct ids and of the share that stand in
+the prompt, and is fitted by componentwise L2 boosting (Buehlmann and Yu 2003), which is sparse and needs no more than
+the Gram matrix. The margins m of pairs it did not see then say with the label or against it. Where a rule is learnable
+and labels are flipped at a rate r that does not depend on the pair, surer margins are wrong less often, but never less
+often than r:
+
+    P(label agrees | m) = r + (1 - 2 r) sigmoid(b |m|)
+
+a lapse rate, in the words of psychophysics. r and b are fitted by maximum likelihood; the interval of r is the
+profile likelihood's, at 99%. The probability that a pair's label is flipped follows by Bayes' rule, with the low end of
+that interval. Judging each label by a model that did not see it is from confident learning (arXiv:1911.00068).
+
+What it does not do. It cannot tell where no rule is learnable from ids (arithmetic, facts), and says so. It knows
+flips only as exceptions to a rule that the other pairs follow: pairs that another rule governs look the same. More
+than half flipped is the opposite rule with the rest flipped: nothing in the data tells the two apart.
+
+Needs numpy only. ``taut.data.label_noise`` imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taut.types import FloatArray, IntArray
+
+NUM_FOLDS = 5
+LEAST_PAIRS = 100
+MOST_TOKENS = 256
+"""Of an answer are read."""
+MOST_PROMPT = 1024
+"""The last tokens of a prompt."""
+MOST_COLUMNS = 512
+"""Ids, and as many pairs of neighbours."""
+STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""After how many steps of boosting the model is looked at; the number is chosen on pairs it did not see."""
+AS_LIKELY = 2.0
+"""nats. Models whose margins are all alike fit as well as others, and leave the rate open."""
+STEP_SIZE = 0.2
+SURE = 4.0
+"""Standard errors by which the share of agreeing labels exceeds one half where a rule was learned."""
+LIKELIHOOD_DROP = 6.635 / 2
+"""chi-square of one degree of freedom at 99%."""
+WIDEST = 0.3
+"""An interval of the rate wider than this tells nothing."""
+CONFIDENT = 0.8
+"""A pair is suspected from this probability on."""
+NOTABLE, ALARMING, LEAST_SUSPECTS = 0.05, 0.15, 20
+"""Of the rate's low end. Published sets whose rule is a matter of style have up to 11% of exceptions to it, which look
+like flips (docs/flips.md): worth a note, no reason to stop."""
+
+Matrix = NDArray[np.float32]
+
+
+class PairIds(NamedTuple):
+    """A pair as token ids."""
+
+    place: str
+    """For people: ``train.jsonl:17``."""
+    prompt: IntArray
+    chosen: IntArray
+    rejected: IntArray
+
+
+class Suspect(NamedTuple):
+    """A pair whose label the other pairs contradict."""
+
+    place: str
+    confidence: float
+    """The estimated probability that its label is flipped, at the low end of the rate's interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """What the pairs say of each other's labels."""
+
+    num_pairs: int
+    """How many were judged."""
+    accuracy: float
+    """The share of labels that agree with the model that did not see them; 0.5 where too few pairs were there."""
+    rate: float | None
+    """The estimated share of flipped labels; None: it cannot be told, and ``reason`` says why."""
+    low: float = 0.0
+    """The 99% interval of ``rate``."""
+    high: float = 0.5
+    suspects: tuple[Suspect, ...] = ()
+    """The surest first; none where the interval of the rate reaches 0."""
+    reason: str = ""
+
+    @property
+    def is_notable(self) -> bool:
+        """Some labels are flipped, or some pairs follow another rule."""
+        return self.rate is not None and self.low >= NOTABLE
+
+    @property
+    def is_alarming(self) -> bool:
+        """More labels are flipped than exceptions to a rule were seen to be."""
+        return (
+            self.rate is not None and self.low >= ALARMING and len(self.suspects) >= LEAST_SUSPECTS
+        )
+
+
+class _Lapse(NamedTuple):
+    """The fit of agreement to margins."""
+
+    rate: float
+    low: float
+    high: float
+    slope: float
+    """At ``low``, so that what is said of a pair is said with caution."""
+    log_likelihood: float
+
+
+def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
+    """Judge each pair by a model of the others. The answers of a pair differ, and no pair is there twice."""
+    num = len(pairs)
+    if num < LEAST_PAIRS:
+        return Flips(num, 0.5, None, reason=f"{num} pairs are fewer than {LEAST_PAIRS}")
+    margins = _unseen_margins(pairs, seed)
+    margin, fit = _best_fit(margins)
+    accuracy = float(((margin > 0) + 0.5 * (margin == 0)).mean())
+    if (accuracy - 0.5) * 2 * math.sqrt(num) < SURE:
+        reason = f"no rule could be learned: labels agree with predictions in {accuracy:.0%}"
+        return Flips(num, accuracy, None, reason=reason)
+    if fit.high - fit.low > WIDEST:
+        reason = f"the rate may be anything from {fit.low:.0%} to {fit.high:.0%}"
+        return Flips(num, accuracy, None, fit.low, fit.high, reason=reason)
+    suspects = _suspects(pairs, margin, fit) if fit.low > 0 else ()
+    return Flips(num, accuracy, fit.rate, fit.low, fit.high, suspects)
+
+
+def _best_fit(margins: FloatArray) -> tuple[FloatArray, _Lapse]:
+    """Of the models about as likely as the likeliest, the one that tells most of the rate."""
+    fits = [_fit_lapse(margin) for margin in margins.T]
+    enough = max(fit.log_likelihood for fit in fits) - AS_LIKELY
+    likely = [index for index, fit in enumerate(fits) if fit.log_likelihood >= enough]
+    best = min(likely, key=lambda index: fits[index].high - fits[index].low)
+    return margins[:, best], fits[best]
+
+
+def _suspects(pairs: Sequence[PairIds], margin: FloatArray, fit: _Lapse) -> tuple[Suspect, ...]:
+    right = _sigmoid(fit.slope * margin)
+    flipped = fit.low * (1 - right)
+    confidence = flipped / (flipped + (1 - fit.low) * right)
+    order = np.argsort(-confidence, kind="stable")
+    return tuple(
+        Suspect(pairs[at].place, float(confidence[at]))
+        for at in order.tolist()
+        if confidence[at] >= CONFIDENT
+    )
+
+
+def _unseen_margins(pairs: Sequence[PairIds], seed: int) -> FloatArray:
+    """[P, len(STEPS)]: what models that did not see a pair's prompt say of it; above 0: as its label."""
+    difference = _differences(pairs)
+    fold = _folds(pairs, seed)
+    parts = [difference[fold == index] for index in range(NUM_FOLDS)]
+    grams = [(part.T @ part).astype(np.float64) for part in parts]
+    sums = [part.sum(0, dtype=np.float64) for part in parts]
+    gram, total = np.sum(grams, axis=0), np.sum(sums, axis=0)
+    margins = np.zeros((len(pairs), len(STEPS)))
+    for index, part in enumerate(parts):
+        weights = _boost(gram - grams[index], total - sums[index])
+        margins[fold == index] = part @ weights.T.astype(np.float32)
+    return margins
+
+
+def _folds(pairs: Sequence[PairIds], seed: int) -> IntArray:
+    """Pairs of one prompt share a fold; where one prompt has more than a fold holds, pairs of the same answers do."""
+    keys: list[object] = [pair.prompt.tobytes() for pair in pairs]
+    if max(Counter(keys).values()) > len(pairs) / NUM_FOLDS:
+        keys = [frozenset((pair.chosen.tobytes(), pair.rejected.tobytes())) for pair in pairs]
+    number = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    shuffled = np.random.default_rng(seed).permutation(len(number))
+    return shuffled[[number[key] for key in keys]] % NUM_FOLDS
+
+
+def _boost(gram: FloatArray, total: FloatArray) -> FloatArray:
+    """Least squares of 1 by boosting, one column a step: the weights after each of ``STEPS``."""
+    square = np.diag(gram)
+    inverse = np.divide(1.0, square, out=np.zeros_like(square), where=square > 1e-3)
+    weight, left = np.zeros_like(total), total.copy()
+    kept = []
+    for step in range(STEPS[-1] + 1):
+        if step in STEPS:
+            kept.append(weight.copy())
+        column = int(np.argmax(left * left * inverse))
+        change = STEP_SIZE * left[column] * inverse[column]
+        weight[column] += change
+        left -= change * gram[column]
+    return np.array(kept)
+
+
+def _fit_lapse(margin: FloatArray) -> _Lapse:
+    """r and b by maximum likelihood on a grid; pairs of about equal margins are counted together."""
+    sure = np.abs(margin)
+    agrees = margin[sure > 0] > 0
+    sure = sure[sure > 0]
+    if not sure.size:
+        return _Lapse(0.0, 0.0, 0.5, 0.0, margin.size * math.log(0.5))
+    scale = float(np.median(sure))
+    bins = np.array_split(np.argsort(sure), min(50, sure.size))
+    level = np.array([sure[bin_].mean() for bin_ in bins]) / scale
+    size = np.array([bin_.size for bin_ in bins])
+    hits = np.array([np.count_nonzero(agrees[bin_]) for bin_ in bins])
+    rates, slopes = np.linspace(0, 0.495, 100), np.geomspace(0.05, 100, 40)
+    right = _sigmoid(slopes[:, None] * level)
+    chance = rates[:, None, None] + (1 - 2 * rates[:, None, None]) * right
+    chance = np.clip(chance, 1e-4, 1 - 1e-4)
+    fits = (hits * np.log(chance) + (size - hits) * np.log1p(-chance)).sum(-1)
+    profile = fits.max(1)
+    best = int(profile.argmax())
+    inside = profile >= profile[best] - LIKELIHOOD_DROP
+    undecided = (margin.size - sure.size) * math.log(0.5)
+    lowest = int(np.flatnonzero(inside)[0])
+    return _Lapse(
+        float(rates[best]),
+        float(rates[lowest]),
+        float(rates[inside].max()),
+        float(slopes[fits[lowest].argmax()]) / scale,
+        float(profile[best]) + undecided,
+    )
+
+
+def _sigmoid(x: FloatArray) -> FloatArray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def _differences(pairs: Sequence[PairIds]) -> Matrix:
+    """[P, columns]: chosen minus rejected."""
+    answers = [answer[:MOST_TOKENS] for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    row = np.repeat(np.arange(len(answers)), [answer.size for answer in answers])
+    column = _columns(np.concatenate(answers), least=1)
+    neighbours, neighbours_row = _neighbours(column, row)
+    tables = (
+        np.array([_scalars(pair.prompt, answer) for pair in pairs for answer in pair[2:]]),
+        _log_counts(row, column, len(answers)),
+        _log_counts(neighbours_row, _columns(neighbours, least=2), len(answers)),
+    )
+    differences = [(table[0::2] - table[1::2]).astype(np.float32) for table in tables]
+    return np.concatenate(differences, axis=1)
+
+
+def _scalars(prompt: IntArray, answer: IntArray) -> tuple[float, float, float]:
+    read = answer[:MOST_TOKENS]
+    if not read.size:
+        return 0.0, 0.0, 0.0
+    distinct = set(read.tolist())
+    shared = distinct & set(prompt[-MOST_PROMPT:].tolist())
+    return math.log1p(answer.size), len(distinct) / read.size, len(shared) / len(distinct)
+
+
+def _columns(codes: IntArray, least: int) -> IntArray:
+    """The column of each code: the most common have one each, the others -1."""
+    count = np.bincount(codes)
+    common = np.argsort(-count, kind="stable")[:MOST_COLUMNS]
+    common = common[count[common] >= least]
+    column = np.full(count.size, -1)
+    column[common] = np.arange(common.size)
+    return column[codes]
+
+
+def _neighbours(column: IntArray, row: IntArray) -> tuple[IntArray, IntArray]:
+    """A code for each two neighbouring columns of an answer, its edges included, and the answer."""
+    edge, base = MOST_COLUMNS, MOST_COLUMNS + 1
+    is_first = np.diff(row, prepend=-1) > 0
+    is_last = np.append(is_first[1:], True)
+    before = np.where(is_first, edge, np.roll(column, 1))
+    left = np.concatenate([before, column[is_last]])
+    right = np.concatenate([column, np.full(np.count_nonzero(is_last), edge)])
+    rows = np.concatenate([row, row[is_last]])
+    known = (left >= 0) & (right >= 0)
+    return left[known] * base + right[known], rows[known]
+
+
+def _log_counts(row: IntArray, column: IntArray, num_rows: int) -> Matrix:
+    """[num_rows, columns]: log(1 + how often)."""
+    num = int(column.max(initial=-1)) + 1
+    known = column >= 0
+    count = np.bincount(row[known] * num + column[known], minlength=num_rows * num)
+    return np.log1p(count.reshape(num_rows, num), dtype=np.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# What preference data say of their own labels: contradictions, repeats, lengths, suspected flips.
+#
+# Contradictions (a pair, and the same pair with the opposite label), repeats and pairs of equal answers are exact, on
+# token ids, over all pairs; so are the lengths. Flips are estimated (``taut.data.label_noise``) on at most 10,000
+# distinct pairs, sampled by the seed; that takes about two seconds of one core. Nothing here decides what a run may
+# do: the check does, by ``PairReport.is_many`` and ``Flips.is_alarming``.
+#
+# Needs numpy only. Checks import it.
+
+MOST_PAIRS = 10_000
+
+
+class Earlier(NamedTuple):
+    """A pair, and the first one that it repeats or contradicts."""
+
+    place: str
+    earlier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How the lengths of the answers, in tokens, go with the labels."""
+
+    num_longer: int
+    """Pairs whose chosen answer is the longer one."""
+    num_shorter: int
+    mean_difference: float
+    """Chosen minus rejected."""
+    correlation: float
+    """Of the difference of lengths with the label, each pair taken in both orders; 0 where no lengths differ."""
+
+    @property
+    def num_unequal(self) -> int:
+        """Pairs whose answers differ in length: the trials of which ``num_longer`` are hits."""
+        return self.num_longer + self.num_shorter
+
+    @property
+    def accuracy(self) -> float:
+        """How often length alone tells the label of a pair whose answers differ in length, in the better direction."""
+        return max(self.num_longer, self.num_shorter) / max(1, self.num_unequal)
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport:
+    """What can be said of the labels of preference data from the data alone."""
+
+    num_pairs: int
+    identical: tuple[str, ...]
+    """Where chosen and rejected are the same ids; these count in nothing below."""
+    repeats: tuple[Earlier, ...]
+    """The same prompt and answers, with the same label, again."""
+    contradictions: tuple[Earlier, ...]
+    """The same prompt and answers with the opposite label."""
+    lengths: Lengths
+    flips: Flips
+
+    def is_many(self, count: int) -> bool:
+        """Whether so many contradictions, or pairs of equal answers, are a mistake rather than an accident."""
+        return count >= 5 and count >= 0.01 * self.num_pairs
+
+
+def examine_pairs(pairs: Sequence[PairIds], seed: int = 0) -> PairReport:
+    """Look at the labels of ``pairs``; each pair is read at most twice."""
+    first: dict[tuple[bytes, bytes, bytes], str] = {}
+    identical: list[str] = []
+    repeats: list[Earlier] = []
+    contradictions: list[Earlier] = []
+    distinct: list[int] = []
+    differences: list[int] = []
+    for index, pair in enumerate(pairs):
+        prompt, chosen, rejected = (_digest(ids) for ids in pair[1:])
+        if chosen == rejected:
+            identical.append(pair.place)
+            continue
+        differences.append(pair.chosen.size - pair.rejected.size)
+        if (prompt, rejected, chosen) in first:
+            contradictions.append(Earlier(pair.place, first[prompt, rejected, chosen]))
+        if (prompt, chosen, rejected) in first:
+            repeats.append(Earlier(pair.place, first[prompt, chosen, rejected]))
+            continue
+        first[prompt, chosen, rejected] = pair.place
+        distinct.append(index)
+    if len(distinct) > MOST_PAIRS:
+        drawn = np.random.default_rng(seed).choice(distinct, MOST_PAIRS, replace=False)
+        distinct = sorted(drawn.tolist())
+    return PairReport(
+        len(pairs),
+        tuple(identical),
+        tuple(repeats),
+        tuple(contradictions),
+        _lengths(np.array(differences, dtype=np.int64)),
+        find_flips([pairs[index] for index in distinct], seed),
+    )
+
+
+def _lengths(difference: IntArray) -> Lengths:
+    longer, shorter = int((difference > 0).sum()), int((difference < 0).sum())
+    if not longer + shorter:
+        return Lengths(0, 0, 0.0, 0.0)
+    mean = float(difference.mean())
+    spread = float(np.sqrt(np.square(difference, dtype=np.float64).mean()))
+    return Lengths(longer, shorter, mean, mean / spread)
+
+
+def _digest(ids: IntArray) -> bytes:
+    return blake2b(ids.tobytes(), digest_size=16).digest()

@@ -1,0 +1,233 @@
+"""Samples -> one flat micro-batch, common prefixes laid out once. Never a pad token.
+
+Samples are sorted by their ids, so equal prefixes are neighbours. The lengths of the neighbours' common prefixes
+define a tree; a branching point is kept where it saves at least ``min_saved_tokens`` tokens. Laid out depth first, a
+token's reach is the end of the subtree below it. Two prefixes are equal when their ids and pictures are; position ids
+follow from these. A picture is never cut: where two differ the prefix ends before them; one that is shared stands once.
+
+Every target keeps its own entry (a target inside a shared prefix is listed once per row), so sharing never changes
+what is learned. Of the samples of a group all pairs that differ in preference are listed, the better one first.
+Nothing here draws random numbers or knows of steps and ranks: that is data/plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, permutations, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from taut.attention.layout import depth_of
+from taut.types import IntArray, Media, Packed, Sample
+from taut.vision.placeholders import positions_of
+
+
+class PackPolicy(NamedTuple):
+    """How prefixes are shared."""
+
+    share_prefixes: bool = True
+    min_saved_tokens: int = 16
+    """A prefix is merged where that saves at least so many tokens."""
+
+
+ALONE = PackPolicy(share_prefixes=False)
+"""Every sample laid out for itself."""
+PICTURE = 1 << 31
+"""More than any token id."""
+
+
+def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed:  # noqa: B008 (a NamedTuple)
+    """Lay samples out as one micro-batch; rows are in the order of the layout."""
+    order, shared = shared_prefixes(samples, policy)
+    ordered = [samples[index] for index in order]
+    better_P, worse_P = _pairs(ordered)
+    indices, reach_T = _lay_out([sample.num_tokens for sample in ordered], shared)
+    ids_T = np.empty(reach_T.size, dtype=np.int64)
+    for sample, index_T in zip(ordered, indices, strict=True):
+        ids_T[index_T] = sample.ids_T
+    media = _media(ordered, indices, shared)
+    return Packed(
+        ids_T=torch.from_numpy(ids_T),
+        reach_T=torch.from_numpy(reach_T),
+        position_ids=_positions(ordered, indices, reach_T),
+        predictor_N=_join(
+            [index[s.target_at_N - 1] for s, index in zip(ordered, indices, strict=True)], np.int64
+        ),
+        target_N=_join([s.ids_T[s.target_at_N] for s in ordered], np.int64),
+        weight_N=_join([s.weight_N for s in ordered], np.float64),
+        row_N=_join([np.full(s.num_targets, row) for row, s in enumerate(ordered)], np.int64),
+        read_R=_join(
+            [index[_reads(s)] for s, index in zip(ordered, indices, strict=True)], np.int64
+        ),
+        row_R=_join([np.full(_reads(s).size, row) for row, s in enumerate(ordered)], np.int64),
+        sample_ids=tuple(sample.id for sample in ordered),
+        num_tokens_unshared=sum(sample.num_tokens for sample in ordered),
+        streams={
+            name: _join([sample.streams[name] for sample in ordered], np.float64)
+            for name in ordered[0].streams
+        },
+        values={
+            name: torch.tensor([sample.values[name] for sample in ordered], dtype=torch.float64)
+            for name in ordered[0].values
+        },
+        read_values={
+            name: _join([sample.read_values[name] for sample in ordered], np.float64)
+            for name in ordered[0].read_values
+        },
+        better_P=better_P,
+        worse_P=worse_P,
+        last_T=_last(media, reach_T.size),
+        media=media,
+        spans=() if any(shared) else tuple((int(i[0]), int(i[-1]) + 1) for i in indices),
+    )
+
+
+def num_distinct_tokens(samples: Sequence[Sample], policy: PackPolicy) -> int:
+    """How many tokens ``pack`` would lay out."""
+    _, shared = shared_prefixes(samples, policy)
+    return sum(sample.num_tokens for sample in samples) - sum(shared)
+
+
+def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list[int], list[int]]:
+    """An order of the samples, and for each how many leading tokens it shares with the one before it."""
+    if not policy.share_prefixes or len(samples) == 1:
+        return list(range(len(samples))), [0] * len(samples)
+    order = prefix_order(samples)
+    common = [0] + [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
+    return order, _worthwhile(common, policy.min_saved_tokens)
+
+
+def prefix_order(samples: Sequence[Sample]) -> list[int]:
+    """Indices of the samples, sorted by ids and pictures: equal prefixes become neighbours. Ties keep their order."""
+    keys = [ids_with_pictures(s).astype(">u4").tobytes() for s in samples]  # bytes sort as numbers
+    return sorted(range(len(samples)), key=keys.__getitem__)
+
+
+def ids_with_pictures(sample: Sample) -> IntArray:
+    """int64 [T]: the ids, but that each picture's first says which picture it is."""
+    ids_T = sample.ids_T.copy()
+    for one in sample.media:
+        ids_T[one.start] = PICTURE | int(one.picture.digest[:7], 16)
+    return ids_T
+
+
+def common_prefix(left: Sample, right: Sample) -> int:
+    """How many leading tokens two samples share, pictures included."""
+    size = min(left.num_tokens, right.num_tokens)
+    for one, other in zip_longest(left.media, right.media):
+        if one is None or other is None or not _is_same(one, other):
+            size = min(size, *(it.start for it in (one, other) if it is not None))
+            break
+    differs = left.ids_T[:size] != right.ids_T[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _is_same(one: Media, other: Media) -> bool:
+    return (one.start, one.stop, one.grid, one.picture.digest) == (
+        other.start, other.stop, other.grid, other.picture.digest
+    )  # fmt: skip
+
+
+def _worthwhile(common: list[int], min_saved: int) -> list[int]:
+    """Lower each neighbour's common prefix to the deepest branching point that saves enough.
+
+    ``common[i]`` belongs to samples i - 1 and i. In a run of samples whose shortest common prefix is m, sharing the
+    tokens between the branching point above and m saves (samples - 1) * (m - above).
+    """
+    kept = [0] * len(common)
+    runs = [(0, len(common), 0)]
+    while runs:
+        start, stop, above = runs.pop()
+        if stop - start < 2:
+            continue
+        shortest = min(common[start + 1 : stop])
+        if (stop - start - 1) * (shortest - above) >= min_saved:
+            above = shortest
+        cuts = [i for i in range(start + 1, stop) if common[i] == shortest]
+        for i in cuts:
+            kept[i] = above
+        bounds = [start, *cuts, stop]
+        runs.extend((left, right, above) for left, right in pairwise(bounds))
+    return kept
+
+
+def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[IntArray], IntArray]:
+    """Depth-first layout: the flat index of every token of every sample, and reach."""
+    num_tokens = sum(lengths) - sum(shared)
+    reach_T = np.full(num_tokens, num_tokens, dtype=np.int64)
+    indices: list[IntArray] = []
+    path: IntArray = np.empty(0, dtype=np.int64)
+    at = 0
+    for length, prefix in zip(lengths, shared, strict=True):
+        own = np.arange(at, at + length - prefix)
+        reach_T[path[prefix:]] = at
+        path = np.concatenate([path[:prefix], own])
+        indices.append(path)
+        at += own.size
+    return indices, reach_T
+
+
+def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray) -> Tensor:
+    """The depth, or [3, T] where pictures are numbered in three dimensions."""
+    depth_T = depth_of(reach_T)
+    numbered = [positions_of(sample.num_tokens, sample.media) for sample in samples]
+    if all(own is None for own in numbered):
+        return torch.from_numpy(depth_T)
+    positions = np.tile(depth_T, (3, 1))
+    for own, index_T in zip(numbered, indices, strict=True):
+        if own is not None:
+            positions[:, index_T] = own
+    return torch.from_numpy(positions)
+
+
+def _media(
+    ordered: Sequence[Sample], indices: Sequence[IntArray], shared: Sequence[int]
+) -> tuple[Media, ...]:
+    """The pictures where they lie, each that no sample before has laid out."""
+    return tuple(
+        replace(one, start=int(index_T[one.start]), stop=int(index_T[one.stop - 1]) + 1)
+        for sample, index_T, prefix in zip(ordered, indices, shared, strict=True)
+        for one in sample.media
+        if one.start >= prefix
+    )
+
+
+def _last(media: Sequence[Media], num_tokens: int) -> Tensor | None:
+    """For each token the last of the two-way block it is in, else itself; None: there is no such block."""
+    if not any(one.is_two_way for one in media):
+        return None
+    last_T = torch.arange(num_tokens)
+    for one in media:
+        if one.is_two_way:
+            last_T[one.start : one.stop] = one.stop - 1
+    return last_T
+
+
+def _reads(sample: Sample) -> IntArray:
+    """Positions at which a scalar head is read."""
+    return np.array([sample.num_tokens - 1]) if sample.read_at_R is None else sample.read_at_R
+
+
+def _pairs(ordered: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Rows (better, worse) of all pairs of a group that differ in preference, in the order of the groups."""
+    members: dict[int, list[int]] = {}
+    for row, sample in enumerate(ordered):
+        if sample.group >= 0:
+            members.setdefault(sample.group, []).append(row)
+    pairs = [
+        (better, worse)
+        for _, rows in sorted(members.items())
+        for better, worse in permutations(rows, 2)
+        if ordered[better].values["preference"] > ordered[worse].values["preference"]
+    ]
+    found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype))

@@ -1,0 +1,195 @@
+"""The stop set: every token that ends an answer, derived once from template, tokenizer and generation_config.
+
+In this order, each with its reason:
+
+1. what ends a plain assistant turn in the rendered template (without a template: the tokenizer's eos): the token
+   that is saved as eos;
+2. what ends a turn that calls tools, where the template writes another token there (gpt-oss's ``<|call|>``); a
+   template that takes no tools is passed over;
+3. the tokenizer's eos as it came;
+4. ``inherited``: what the model's generation_config and config name (``models.load.inherited_ends``).
+
+Ids of 3 and 4 are left out, with the reason, where stopping at them would be wrong: no token of the tokenizer, plain
+text (config.json naming an id of another vocabulary), a token that the template writes inside an answer (a reasoning
+or call marker), or one that opens the assistant's turn. Leaving out is safe, since what ends a turn is in the set
+already; refusing would bar models whose config is merely careless.
+
+Shown to the user, trained as targets, used by every engine, written on save; rows with one of these in the middle of
+their targets are refused (``render.py``). Does not read files. May import errors, formats, ``template.py`` and
+``render.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from taut.data.chat_template import PROBE, Ids, Template, common_length
+from taut.data.messages import Message, Tool
+from taut.data.render import Renderer
+from taut.errors import RenderError
+
+PLAIN_END = "ends an assistant turn"
+TOOL_END = "ends a turn that calls tools"
+TEXT_END = "the tokenizer's end of text"
+
+_TOOL_NAME = "find_weather"
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Its name"}},
+            "required": ["city"],
+        },
+    },
+}
+_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00001",  # Mistral's templates want nine letters and digits
+            "type": "function",
+            "function": {"name": _TOOL_NAME, "arguments": {"city": "Paris"}},
+        }
+    ],
+}
+_THOUGHT: Message = {
+    **PROBE[1],
+    "reasoning_content": "A greeting.",
+    "reasoning": "A greeting.",
+    "thinking": "A greeting.",
+}
+
+
+@dataclass(frozen=True)
+class StopSet:
+    """Which tokens end an answer, and why each is one of them."""
+
+    reasons: Mapping[int, str]
+    """id -> why; what ends a plain assistant turn first: the token saved as eos."""
+    turn_ends: tuple[int, ...] = ()
+    """Those that the template ends a turn with: the ones that are trained as targets."""
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """Ids that tokenizer, config or generation_config name and that must not end an answer -> why."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(self.reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The ids a template writes for one assistant turn: up to its end, and the end."""
+
+    inside: Ids
+    end: int
+
+
+def derive_stop_set(renderer: Renderer, inherited: Mapping[int, str] | None = None) -> StopSet:
+    """The stop set of a model; ``inherited``: id -> the file that names it.
+
+    Raises RenderError for a template that ends turns with no token at all.
+    """
+    template = renderer.template
+    plain = renderer.stop_ids
+    answers = _answers(template)
+    ends = dict.fromkeys(plain, PLAIN_END if template.template is not None else TEXT_END)
+    for call in answers[2:]:
+        ends.setdefault(call.end, TOOL_END)
+    candidates: dict[int, str] = {}
+    eos = renderer.tokenizer.eos_token_id
+    if eos is not None:
+        candidates[int(eos)] = TEXT_END
+    for index, source in (inherited or {}).items():
+        candidates.setdefault(int(index), f"{source} names it")
+    inside = {token for answer in answers for token in answer.inside}
+    opening = set(_opening(template))
+    reasons, left_out = dict(ends), dict[int, str]()
+    for index, why in candidates.items():
+        if index in ends:
+            continue
+        obstacle = _obstacle(template, index, inside, opening)
+        if obstacle is None:
+            reasons[index] = why
+        else:
+            left_out[index] = f"{why}, but {obstacle}"
+    return StopSet(reasons, tuple(ends), left_out)
+
+
+def described(stops: StopSet, template: Template) -> tuple[str, str]:
+    """The set in two lines for people: its tokens, and each one's reason."""
+    tokens = {index: _name(template, index) for index in (*stops.reasons, *stops.left_out)}
+    reasons = [f"{tokens[index]} {why}" for index, why in stops.reasons.items()]
+    reasons += [f"left out: {tokens[index]}, {why}" for index, why in stops.left_out.items()]
+    return " ".join(tokens[index] for index in stops.reasons), "; ".join(reasons)
+
+
+def _token(template: Template, index: int) -> str | None:
+    """How the tokenizer writes it; None where it has no such token."""
+    token = template.tokenizer.convert_ids_to_tokens(index) if index >= 0 else None
+    return token if isinstance(token, str) else None
+
+
+def _name(template: Template, index: int) -> str:
+    token = _token(template, index)
+    return token if token is not None and _is_special(template, index) else f"id {index}"
+
+
+def _is_special(template: Template, index: int) -> bool:
+    tokenizer = template.tokenizer
+    return index in tokenizer.added_tokens_decoder or index in tokenizer.all_special_ids
+
+
+def _obstacle(template: Template, index: int, inside: set[int], opening: set[int]) -> str | None:
+    """Why an answer must not end at this token; None: it may."""
+    if _token(template, index) is None:
+        return "the tokenizer has no such token"
+    if not _is_special(template, index):
+        return f"it is text, {template.quoted([index])}"
+    if index in inside:
+        return "the template writes it inside an answer"
+    if index in opening:
+        return "the template opens the assistant's turn with it"
+    return None
+
+
+def _answers(template: Template) -> list[_Answer]:
+    """A plain answer, one with reasoning, one that calls a tool: in this order, a call last and only where the
+    template writes one. Empty without a template."""
+    if template.template is None:
+        return []
+    plain = _answer(template, PROBE[1], (), "")
+    assert plain is not None, "the end of a plain turn has been found"
+    thought = _answer(template, _THOUGHT, (), "") or plain
+    call = _answer(template, _CALL, (_TOOL,), _TOOL_NAME)
+    return [plain, thought] if call is None else [plain, thought, call]
+
+
+def _answer(template: Template, turn: Message, tools: Sequence[Tool], words: str) -> _Answer | None:
+    """What the template writes for this turn; None where it does not take it, or leaves ``words`` out."""
+    try:
+        prompt = template.apply(PROBE[:1], tools, "the probe", is_prompt=True)
+        row = template.apply((*PROBE[:1], turn), tools, "the probe")
+        ids_of = template.encode([prompt, row])
+        ids = ids_of[row]
+        start = common_length(ids_of[prompt], ids)
+        end = template.end_of_turn(ids, start, "the probe")
+    except RenderError:
+        return None
+    if words not in template.decode(ids[start:end]):
+        return None
+    return _Answer(ids[start:end], ids[end])
+
+
+def _opening(template: Template) -> Ids:
+    """What the template opens the assistant's turn with."""
+    if template.template is None:
+        return []
+    history = template.apply(PROBE[:1], (), "the probe")
+    prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
+    ids_of = template.encode([history, prompt])
+    return ids_of[prompt][common_length(ids_of[history], ids_of[prompt]) :]

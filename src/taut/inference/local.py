@@ -1,0 +1,455 @@
+"""Logits -> the next token of every completion, and its log-probability twice over.
+
+    z = logits of the model               logp_one = log_softmax(z)[id]
+    y = truncate(penalise(z) / temperature)   logp = log_softmax(y)[id]
+    id = the first v with  sum_{w <= v} softmax(y)_w > u
+
+One number u per token decides, drawn from the completion's own stream: what else is in the batch changes a token only
+where u lies within rounding of the boundary between two. The sum is taken in float64. Temperature 0: argmax y, logp 0.
+
+Shapes: logits [B, V] of B completions. May import engine.py. Imported by local.py only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.attention.decode import Decoding, Group, Own, Stretch
+from taut.attention.layout import Layout
+from taut.config import configclass
+from taut.data.packing import PackPolicy, common_prefix, pack
+from taut.errors import ModelError, NonFiniteError
+from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
+from taut.models import architecture
+from taut.models.precision import OneDnn, cast_once
+from taut.models.scorer import Scorer
+from taut.train.distributed import Ranks
+from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
+from taut.vision.placeholders import next_position
+
+BLOCK = 256
+"""Tokens whose probabilities are summed together before the block with the drawn one is searched."""
+
+
+class Drawn(NamedTuple):
+    """The tokens of one step."""
+
+    ids_B: Tensor
+    logp_B: Tensor
+    """Under the policy they were drawn from."""
+    logp_one_B: Tensor
+    """Under the model at temperature 1."""
+
+
+def draw(
+    logits_BV: Tensor, sampling: Sampling, history: Sequence[Sequence[int]], uniform_B: Tensor
+) -> Drawn:
+    """The next token of each row. ``history``: the ids so far, read where there is a repetition penalty;
+    ``uniform_B``: float64 in [0, 1)."""
+    policy_BV = policy_logits(logits_BV, sampling, history)
+    if sampling.temperature == 0:
+        ids_B = policy_BV.argmax(-1)
+        logp_B = torch.zeros_like(policy_BV[:, 0])
+    else:
+        ids_B, logp_B = _invert(policy_BV, uniform_B)
+    if sampling.is_plain:
+        return Drawn(ids_B, logp_B, logp_B)
+    picked_B = logits_BV.gather(1, ids_B[:, None]).squeeze(1)
+    return Drawn(ids_B, logp_B, picked_B - logits_BV.logsumexp(-1))
+
+
+def policy_logits(
+    logits_BV: Tensor, sampling: Sampling, history: Sequence[Sequence[int]]
+) -> Tensor:
+    """Logits of the policy: -inf for what cannot be drawn. The argument is left as it is."""
+    z = logits_BV
+    if sampling.repetition_penalty != 1:
+        z = _penalise(z, sampling.repetition_penalty, history)
+    if sampling.temperature not in (0, 1):
+        z = z / sampling.temperature
+    if sampling.temperature == 0:
+        return z
+    if 0 < sampling.top_k < z.shape[1]:
+        kth = z.topk(sampling.top_k, dim=-1).values[:, -1:]
+        z = z.masked_fill(z < kth, -torch.inf)
+    if sampling.top_p < 1:
+        z = _nucleus(z, sampling.top_p)
+    if sampling.min_p > 0:
+        p = z.softmax(-1)
+        z = z.masked_fill(p < sampling.min_p * p.amax(-1, keepdim=True), -torch.inf)
+    return z
+
+
+def _penalise(z: Tensor, penalty: float, history: Sequence[Sequence[int]]) -> Tensor:
+    z = z.clone()
+    for row, ids in zip(z, history, strict=True):
+        seen = torch.tensor(sorted(set(ids)), device=z.device)
+        some = row[seen]
+        row[seen] = torch.where(some > 0, some / penalty, some * penalty)
+    return z
+
+
+def _nucleus(z: Tensor, top_p: float) -> Tensor:
+    """Keep the most likely tokens until they reach ``top_p``; the one that crosses it is kept."""
+    ordered, order = z.sort(stable=True, dim=-1, descending=True)
+    p = ordered.softmax(-1)
+    is_left_out = p.cumsum(-1) - p >= top_p
+    is_left_out[:, 0] = False
+    return z.masked_fill(torch.zeros_like(is_left_out).scatter(1, order, is_left_out), -torch.inf)
+
+
+def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of the distribution function at ``uniform_B``, and the log-probabilities of what it gives."""
+    top = z.amax(-1, keepdim=True)
+    weights = (z - top).exp_()
+    num_rows, size = weights.shape
+    whole = -(-size // BLOCK) * BLOCK
+    if whole != size:
+        weights = torch.nn.functional.pad(weights, (0, whole - size))
+    blocks = weights.view(num_rows, -1, BLOCK)
+    until = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    goal = uniform_B.to(until)[:, None] * until[:, -1:]
+    block = torch.searchsorted(until, goal, right=True).clamp_(max=until.shape[1] - 1)
+    before = torch.where(block > 0, until.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks[torch.arange(num_rows, device=z.device), block.squeeze(1)]
+    at = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), goal - before, right=True)
+    last = inside.ne(0).cumsum(-1).argmax(-1, keepdim=True)  # rounding must not step past the end
+    ids_B = (block * BLOCK + torch.minimum(at, last)).squeeze(1)
+    logp_B = z.gather(1, ids_B[:, None]) - top - until[:, -1:].log().to(z.dtype)
+    return ids_B, logp_B.squeeze(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine in this process, on the very weights that train.
+#
+#     prefill   prompts are laid out as one flat run, common prefixes once; every attention layer leaves its keys and
+#               values, which are cut into the stretches of the prompts' tree and kept once; so are those of pictures
+#     decode    one forward per step over one new token of each live completion, flat (attention/decode.py), numbered
+#               after the pictures of its prompt (vision/positions.py)
+#
+# A completion that ends leaves the batch at once and a waiting one enters. Who enters when depends on counts only,
+# never on time. Under several ranks the prompts are dealt out and all run equally many forwards (sharded weights need
+# that). Modes are put back and no global random state is read or moved.
+#
+# Deliberately not here: models with state across tokens (refused by name), weights on other machines. May import
+# rollout/engine, sampling, text; attention; models; data.pack; vision.positions; parallel.
+
+NOTHING = np.empty(0)
+SHARE = PackPolicy(share_prefixes=True, min_saved_tokens=16)
+
+
+@configclass
+class LocalConfig:
+    """The engine in this process."""
+
+    sequences: Annotated[int, Field(ge=1)] = 64
+    """Completions decoded at a time."""
+    prefill_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Prompt tokens computed at a time; a longer prompt is computed alone."""
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A completion under way."""
+
+    prompt: Prompt
+    index: int
+    room: int
+    random: np.random.Generator
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    logp_one: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prefilled:
+    """A prompt whose keys and values are kept, with completions yet to begin."""
+
+    rows: deque[Row]
+    path: tuple[Stretch, ...]
+    is_leaf_shared: bool
+    """Whether another prompt sees the last stretch too."""
+    logits_V: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """The state of one call of ``generate``."""
+
+    sampling: Sampling
+    waiting: deque[Prompt]
+    begun: deque[Prefilled] = field(default_factory=deque)
+    groups: list[Group] = field(default_factory=list)
+    rows: list[list[Row]] = field(default_factory=list)
+    """Of each group."""
+
+    @property
+    def num_live(self) -> int:
+        return sum(map(len, self.rows))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.begun or self.groups)
+
+
+class LocalEngine:
+    """Generates with a Scorer's model. See rollout/engine.py for what ``generate`` takes and gives."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        *,
+        context: int | None,
+        compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        config: LocalConfig = LocalConfig(),  # noqa: B008 (frozen)
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``context``: tokens a prompt and its completion may have; ``compute``: the precision context of a forward.
+
+        Raises ModelError for a model whose layers carry state from token to token.
+        """
+        stateful = architecture.stateful_layers(scorer.model)
+        if stateful:
+            raise ModelError(
+                f"{type(architecture.unwrap(scorer.model)).__name__} has layers with state across tokens "
+                f"({stateful[0]}), which the local engine does not keep; expected attention only; serve the model and "
+                "use engine=server (rollout.engine=server where it trains)"
+            )
+        rope = architecture.length_dependent_rope(scorer.model)
+        if rope is not None:  # beyond it the angles of the tokens already kept would change
+            context = min(context or rope[1], rope[1])
+        self.scorer, self.context, self.config = scorer, context, config
+        self.stop_ids = frozenset(stop_ids)
+        self.texts = Texts(tokenizer, stop_ids)
+        self.version = 0
+        self._compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """``sampling.n`` completions of each prompt, in the order of prompts and samples.
+
+        Under several ranks ``on_done`` hears of this rank's only; the list is whole on all of them.
+        """
+        require_usable(prompts, self.context)
+        mine = prompts[self._ranks.rank :: self._ranks.size]
+        done: list[Completion] = []
+        with self._forward():
+            for row in self._run(mine, sampling):
+                if row.finish is not None:
+                    done.append(self._completion(row, sampling))
+                    if on_done is not None:
+                        on_done(done[-1])
+        every = [completion for some in self._ranks.gather(done) for completion in some]
+        order = {prompt.id: number for number, prompt in enumerate(prompts)}
+        return sorted(every, key=lambda c: (order[c.prompt_id], c.index))
+
+    def update(self, version: int) -> None:
+        """Note the step; the weights are the trainer's own."""
+        self.version = version
+
+    def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
+        """The ids of one completion as they are sampled, the one that ends it included."""
+        assert sampling.n == 1 and self._ranks.size == 1
+        require_usable([prompt], self.context)
+        rows = self._run([prompt], sampling)
+        while True:
+            with self._forward():
+                row = next(rows, None)
+            if row is None:
+                return
+            yield row.ids[-1]
+
+    def _run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Row]:
+        """Each row after each of its tokens. One forward per round, on every rank."""
+        call = _Call(sampling, deque(prompts))
+        while self._ranks.max([float(call.is_busy)])[0]:
+            free = self.config.sequences - call.num_live
+            if call.waiting and not call.begun and free > 0:
+                self._prefill(call, free)
+            elif call.groups:
+                yield from self._decode(call)
+            else:
+                self._idle()
+            while call.begun and call.num_live < self.config.sequences:
+                yield from self._begin(call)
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        was_training = self.scorer.training
+        self.scorer.eval()
+        try:
+            with torch.no_grad(), cast_once(self.scorer), self._compute(), OneDnn():
+                yield
+        finally:
+            self.scorer.train(was_training)
+
+    def _prefill(self, call: _Call, free: int) -> None:
+        """Compute the next prompts, as many as there are places for, and keep their keys and values."""
+        chosen = self._next_prompts(call, free)
+        for prompt in (*chosen, *islice(call.waiting, len(chosen))):  # those come next
+            for one in prompt.media:
+                one.picture.expect()
+        samples = {prompt.id: _as_sample(prompt) for prompt in chosen}
+        packed = pack(list(samples.values()), SHARE)
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, self.scorer.device, kept={})
+        logits_RV = self.scorer.next_logits(
+            packed.ids_T, packed.position_ids, layout, packed.read_R, packed.media
+        )
+        assert layout.kept is not None
+        read_R = packed.read_R.numpy()
+        stretches = _stretches(layout, read_R)
+        by_id = {prompt.id: prompt for prompt in chosen}
+        for number, (name, last) in enumerate(zip(packed.sample_ids, read_R, strict=True)):
+            path = [s for s in stretches if s[0] <= last < layout.reach_T[s[0]]]
+            rows = self._rows(by_id[name], call.sampling)
+            is_leaf_shared = (
+                sum(path[-1][0] <= at < layout.reach_T[path[-1][0]] for at in read_R) > 1
+            )
+            kept = tuple(stretch for _, stretch in path)
+            call.begun.append(Prefilled(rows, kept, is_leaf_shared, logits_RV[number]))
+
+    def _next_prompts(self, call: _Call, free: int) -> list[Prompt]:
+        chosen: list[Prompt] = []
+        num_tokens = 0
+        while call.waiting and len(chosen) * call.sampling.n < free:
+            prompt = call.waiting[0]
+            shared = common_prefix(_as_sample(chosen[-1]), _as_sample(prompt)) if chosen else 0
+            num_tokens += prompt.ids_T.size - shared
+            if chosen and num_tokens > self.config.prefill_tokens:
+                break
+            chosen.append(call.waiting.popleft())
+        return chosen
+
+    def _rows(self, prompt: Prompt, sampling: Sampling) -> deque[Row]:
+        size = room(prompt, sampling, self.context)
+        seeds = [stream_seed(sampling.seed, prompt.id, index) for index in range(sampling.n)]
+        return deque(
+            Row(prompt, index, size, np.random.default_rng(seed))
+            for index, seed in enumerate(seeds)
+        )
+
+    def _begin(self, call: _Call) -> Iterator[Row]:
+        """Draw the first token of as many of the next prompt's completions as there are places for."""
+        begun = call.begun[0]
+        free = self.config.sequences - call.num_live
+        rows = [begun.rows.popleft() for _ in range(min(free, len(begun.rows)))]
+        if not begun.rows:
+            call.begun.popleft()
+        self._draw(begun.logits_V.expand(len(rows), -1), rows, call.sampling)
+        yield from rows
+        live = [row for row in rows if row.finish is None]
+        if live:
+            is_alone = len(rows) == 1 and call.sampling.n == 1 and not begun.is_leaf_shared
+            beside = None if is_alone or not call.groups else call.groups[-1].own
+            call.groups.append(_group(begun, live, beside, is_alone=is_alone))
+            call.rows.append(live)
+
+    def _decode(self, call: _Call) -> Iterator[Row]:
+        """One token more for every live completion."""
+        rows = [row for some in call.rows for row in some]
+        decoding = Decoding(call.groups)
+        position = [group.position for group in call.groups for _ in range(group.num_rows)]
+        ids_B = torch.tensor([row.ids[-1] for row in rows])
+        logits_BV = self.scorer.next_logits(
+            ids_B, torch.tensor(position), decoding, torch.arange(len(rows))
+        )
+        self._draw(logits_BV, rows, call.sampling)
+        decoding.advance([row.finish is None for row in rows])
+        yield from rows
+        call.groups = [group for group in call.groups if group.num_rows]
+        living = ([row for row in some if row.finish is None] for some in call.rows)
+        call.rows = [some for some in living if some]
+
+    def _idle(self) -> None:
+        """A forward for the company of the other ranks."""
+        one = torch.zeros(1, dtype=torch.long)
+        self.scorer.next_logits(one, one, Layout(np.array([1]), None, self.scorer.device), one)
+
+    def _draw(self, logits_BV: Tensor, rows: Sequence[Row], sampling: Sampling) -> None:
+        """Append a token to each row and see whether it ended there."""
+        has_history = sampling.repetition_penalty != 1
+        history = [[*row.prompt.ids_T.tolist(), *row.ids] for row in rows] if has_history else []
+        uniform_B = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
+        drawn = draw(logits_BV, sampling, history, uniform_B.to(logits_BV.device))
+        values = zip(*(column.tolist() for column in drawn), strict=True)
+        for row, (index, logp, logp_one) in zip(rows, values, strict=True):
+            if not math.isfinite(logp + logp_one):
+                raise NonFiniteError(
+                    f"{row.prompt.id}: after {row.prompt.ids_T.size + len(row.ids)} tokens the model gives logits that "
+                    "are not finite, from which nothing can be drawn; expected finite ones; look for NaN in its "
+                    "weights, or set dtype=float32"
+                )
+            row.ids.append(index)
+            row.logp.append(logp)
+            row.logp_one.append(logp_one)
+            if index in self.stop_ids or self.texts.has_stop(row.ids, sampling.stop):
+                row.finish = "stop"
+            elif len(row.ids) == row.room:
+                row.finish = "length"
+
+    def _completion(self, row: Row, sampling: Sampling) -> Completion:
+        assert row.finish is not None
+        return Completion(
+            prompt_id=row.prompt.id,
+            index=row.index,
+            ids_N=np.asarray(row.ids, dtype=np.int64),
+            logp_N=np.asarray(row.logp),
+            logp_one_N=np.asarray(row.logp_one),
+            finish_reason=row.finish,
+            text=self.texts.text(row.ids, sampling.stop),
+            version=self.version,
+        )
+
+
+def _as_sample(prompt: Prompt) -> Sample:
+    nothing_N = np.empty(0, dtype=np.int64)
+    return Sample(prompt.id, prompt.ids_T, nothing_N, NOTHING, prompt.media)
+
+
+def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alone: bool) -> Group:
+    """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch. ``beside``:
+    what the completions before them have.
+    """
+    prompt, capacity = rows[0].prompt, rows[0].room
+    size, leaf = prompt.ids_T.size, begun.path[-1]
+    offset = next_position(size, prompt.media) - size
+    if is_alone:
+        own = Own(leaf.length + capacity)
+        own.join(1)
+        own.take_over(leaf)
+        return Group(begun.path[:-1], leaf.depth, own, 1, offset)
+    own = beside if beside is not None and beside.takes(capacity) else Own(capacity)
+    own.join(len(rows))
+    return Group(begun.path, size, own, len(rows), offset)
+
+
+def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:
+    """(first token, stretch): the runs of tokens that the same prompts see, in flat order."""
+    assert layout.kept is not None
+    cuts = {segment.start for segment in layout.segments} | {int(last) + 1 for last in read_R}
+    bounds = sorted(cuts | {layout.num_tokens})
+    found = []
+    for start, stop in pairwise(bounds):
+        kept = {
+            layer: (key[:, :, start:stop].clone(), value[:, :, start:stop].clone())
+            for layer, (key, value) in layout.kept.items()
+        }
+        found.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
+    return found

@@ -1,0 +1,291 @@
+"""A model directory and an engine's settings -> an engine that is ready, with all that goes with it.
+
+``ModelUse`` is the head of the configuration of every command that uses a finished model (generate, eval, chat,
+verify). The local engine's weights are kept in the dtype it computes in, since nothing is trained; the model goes
+through the proofs that training goes through. What an exact answer cannot be had for is refused: layers with state
+across tokens by name, RoPE beyond the length up to which it does not depend on the length.
+
+May import what is below rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.attention.select import select
+from taut.config import ComputeDtype, configclass, home_path
+from taut.data.cache import default_directory
+from taut.data.render import Renderer
+from taut.data.stop_tokens import StopSet, derive_stop_set, described
+from taut.errors import ConfigError, ModelError
+from taut.inference.engine import Engine
+from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.inference.weight_sync import SyncConfig
+from taut.io import files
+from taut.models import architecture
+from taut.models.load import (
+    context_length,
+    has_tokenizer,
+    inherited_ends,
+    load_config,
+    load_model,
+    load_skeleton,
+    load_tokenizer,
+)
+from taut.models.lora import adapter_settings, put_on
+from taut.models.precision import ChosenDtype, backward_context, resolve_dtype
+from taut.models.scorer import Scorer
+from taut.models.self_test import prove
+from taut.train import distributed
+from taut.vision.content import ImagesConfig
+from taut.vision.image_store import open_album
+
+PROVED = 64
+"""Tokens of the proofs' longest sample where a model names no context."""
+
+
+@configclass
+class ModelUse:
+    """Which model, and which engine runs it."""
+
+    model: str
+    """Directory (or hub name) of the model: weights for the local engine, tokenizer and template for both."""
+    engine: Literal["local", "server"] = "local"
+    """local: in this process. server: the endpoint at url, which must serve this model."""
+    url: str | None = None
+    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
+    template: str | None = None
+    """A file with a chat template to use in place of the tokenizer's own."""
+    dtype: ComputeDtype | None = None
+    """The local engine's dtype; by default bfloat16 on a GPU that has it, else float32."""
+    device: str = "auto"
+    """The local engine's device: auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """The local engine's attention: auto, reference, varlen or flex."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    images: ImagesConfig = ImagesConfig()
+    """Pictures in prompts."""
+    local: LocalConfig = LocalConfig()
+    server: ServerConfig = ServerConfig()
+
+    def __post_init__(self) -> None:
+        if self.engine == "server" and self.url is None:
+            raise ConfigError(
+                "engine=server and url is not set; expected where the server answers; "
+                "set url=http://HOST:PORT/v1"
+            )
+        if self.engine == "server" and self.adapter is not None:
+            raise ConfigError(
+                f"adapter={self.adapter} would be ignored by engine=server; expected the server to serve the "
+                "adapter; remove it here and name it there with server.name"
+            )
+        if self.server.sync != SyncConfig():
+            raise ConfigError(
+                "server.sync would be ignored: nothing is trained here, and the server keeps its weights; remove it"
+            )
+        if self.engine == "local" and self.url is not None:
+            raise ConfigError(
+                f"url={self.url} would be ignored by engine=local; set engine=server, or remove it"
+            )
+        reads = {"local": ("local", "dtype", "device", "attention"), "server": ("server",)}
+        unread = reads["server" if self.engine == "local" else "local"]
+        for key in unread:
+            if getattr(self, key) != getattr(ModelUse, key):
+                raise ConfigError(
+                    f"settings of {key} would be ignored by engine={self.engine}, which does not read them; remove "
+                    "them, or set the other engine"
+                )
+
+
+Decision: TypeAlias = tuple[str, str, str]
+"""(name, value, reason) of what was settled for the user."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine and what its prompts are made with. ``with`` closes it."""
+
+    engine: Engine
+    renderer: Renderer
+    stops: StopSet
+    context: int | None
+    """Tokens prompt and completion may have together."""
+    decisions: list[Decision]
+    close: Callable[[], None] = lambda: None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.renderer.tokenizer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What prompts are made with: all of a model but its weights."""
+
+    config: PreTrainedConfig
+    renderer: Renderer
+    stops: StopSet
+    decisions: list[Decision]
+
+
+def open_renderer(use: ModelUse) -> Rendering:
+    """Tokenizer, template and stop set, in a moment: prompts can be read before weights are."""
+    config = load_config(use.model, use.trust_remote_code)
+    decisions: list[Decision] = []
+    tokenizer_path = use.model
+    if use.adapter is not None and has_tokenizer(use.adapter):
+        tokenizer_path = use.adapter
+        decisions.append(("tokenizer", use.adapter, "the adapter brings its own"))
+    tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
+    album = open_album(
+        use.model,
+        config,
+        tokenizer,
+        use.images,
+        default_directory(),
+        use.trust_remote_code,
+        key="images",
+    )
+    renderer = Renderer(tokenizer, read_template(use.template), key="template", album=album)
+    stops = derive_stop_set(renderer, inherited_ends(use.model, config))
+    decisions.append(("stop", *described(stops, renderer.template)))
+    return Rendering(config, renderer, stops, decisions)
+
+
+def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
+    """The engine that ``use`` asks for, ready to generate. ``rendering``: of the same ``use``, if it is open already.
+
+    Raises TautError where it cannot be had as asked.
+    """
+    rendering = open_renderer(use) if rendering is None else rendering
+    return _server(use, rendering) if use.engine == "server" else _local(use, rendering)
+
+
+def read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return files.read_text(home_path(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(
+            f"template: cannot read {path}: {reason}; expected a file with a chat template"
+        ) from None
+
+
+def _server(use: ModelUse, rendering: Rendering) -> Opened:
+    assert use.url is not None
+    renderer, stops = rendering.renderer, rendering.stops
+    context = context_length(rendering.config)
+    tokenizer = renderer.tokenizer
+    engine = ServerEngine.open(use.url, use.server, tokenizer, stops.ids, context, section="")
+    decisions = [*rendering.decisions, *engine.decisions]
+    return Opened(engine, renderer, stops, engine.context, decisions, engine.close)
+
+
+def _local(use: ModelUse, rendering: Rendering) -> Opened:
+    config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
+    context, reasons = _exact_context(use, config)
+    device = one_device(use.device)
+    dtype = _dtype(use.dtype, device)
+    chosen = select(use.attention, device, dtype.dtype, config)
+    decisions = [
+        *rendering.decisions,
+        *reasons,
+        ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        ("attention", chosen.name, chosen.reason),
+    ]
+    scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
+    compute = partial(inference_context, dtype.dtype)
+    prove(scorer, compute(), dtype.dtype, context or PROVED)
+    engine = LocalEngine(
+        scorer,
+        renderer.tokenizer,
+        stops.ids,
+        context=context,
+        compute=compute,
+        config=use.local,
+    )
+    return Opened(engine, renderer, stops, context, decisions)
+
+
+def _exact_context(use: ModelUse, config: PreTrainedConfig) -> tuple[int | None, list[Decision]]:
+    """The longest sequence the local engine continues exactly. Looks at the architecture only."""
+    skeleton = load_skeleton(use.model, config, use.trust_remote_code)
+    stateful = architecture.stateful_layers(skeleton)
+    if stateful:
+        raise ModelError(
+            f"model={use.model} has layers with state across tokens ({', '.join(stateful[:3])}), which the local "
+            "engine does not carry; expected attention in every layer; serve the model and set engine=server url=..."
+        )
+    context, rope = context_length(config), architecture.length_dependent_rope(skeleton)
+    if rope is not None and (context is None or context > rope[1]):
+        reason = f"{rope[0]} RoPE depends on the sequence's length beyond it"
+        return rope[1], [("context", str(rope[1]), reason)]
+    return context, []
+
+
+def one_device(requested: str) -> torch.device:
+    ranks = distributed.start(requested)
+    if ranks.size > 1:
+        distributed.stop(ranks)
+        raise ConfigError(
+            f"started as {ranks.size} processes; expected one, since all would write the same; "
+            "start it without torchrun"
+        )
+    return ranks.device
+
+
+def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+    if requested is None and device.type == "cpu":
+        return ChosenDtype(torch.float32, "decoding on a CPU gains nothing from bf16")
+    return resolve_dtype(requested, device)
+
+
+def inference_context(dtype: torch.dtype) -> Any:
+    """The context of a forward pass: the weights are in the dtype computed in, so there is no autocast."""
+    return nullcontext() if dtype == torch.bfloat16 else backward_context(dtype)
+
+
+def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: str) -> Scorer:
+    model = load_model(
+        use.model,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        trust_remote_code=use.trust_remote_code,
+        is_narrow=use.adapter is None,
+    )
+    if use.adapter is not None:  # put on in full precision, then narrowed
+        adapter = home_path(use.adapter)
+        wrapped: Any = put_on(model, adapter, adapter_settings(adapter)).model
+        model = wrapped.merge_and_unload(safe_merge=True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    scorer = Scorer(model.requires_grad_(False))
+    scorer.eval()
+    return scorer

@@ -1,0 +1,533 @@
+"""HTTP to an OpenAI-compatible endpoint: questions in, JSON out, as many at a time as the caller starts.
+
+A request that failed in transit, timed out, or met a server that is busy or broken (408, 429, 5xx) is sent again after
+a pause that doubles each time, with jitter, and is never shorter than the server's Retry-After. Then, and for whatever
+sending again cannot mend, EngineError says what was found; RequestRefused where only this request is at fault.
+
+Requests run in an event loop on a thread of their own, so the caller may have one too; cancelling a future closes its
+connection, and the server stops working on it. The API key comes from the environment variable named by the caller
+and appears in no message. What an answer may take is limited by ``taut.io.http``.
+
+May import web and errors. ``server.py`` imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+import anyio
+import httpx2
+import numpy as np
+from anyio.from_thread import start_blocking_portal
+from pydantic import BaseModel, Field, ValidationError
+
+from taut.errors import ConfigError, EngineError, RequestRefused
+from taut.io import http
+from taut.types import FloatArray, IntArray, Prompt
+
+LONGEST_WAIT = 60.0
+"""Seconds between two attempts, at most; a server that asks for longer is given up."""
+BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
+"""Statuses that another attempt may change."""
+MAX_BYTES = 2**27
+"""Bytes an answer may have, decompressed: a token with its log-prob takes about a hundred."""
+SHOWN = 300
+"""Characters of a server's own message that are repeated."""
+
+Read: TypeAlias = Callable[[str, http.Answer], Any]
+"""What is made of a place's answer."""
+
+
+class Endpoint:
+    """An endpoint at ``url``. ``close`` ends its thread and connections."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None,
+        timeout: float,
+        retries: int,
+        backoff: float,
+        section: str,
+        patience: Sequence[str] = ("server.timeout", "server.retries"),
+    ) -> None:
+        """``section``: of the configuration, as in ``rollout.``; ``patience``: the keys in it of how long is waited."""
+        self.section = section
+        self._patience = " or ".join(f"{section}{key}" for key in patience)
+        self.url = _checked(url, section)
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self._under_way: set[anyio.CancelScope] = set()
+        self._secret = _secret(key, section)
+        self._headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        self._limits = http.Limits(timeout, MAX_BYTES)
+        client = http.open_client()
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            self._client = stack.enter_context(self._portal.wrap_async_context_manager(client))
+            stack.callback(self._portal.call, self._cancel)
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """End it, and whatever is still under way."""
+        self._stack.close()
+
+    def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
+        """The answer to a POST of ``body``, or to a GET without one, to be."""
+        return self._portal.start_task_soon(self._ask, path, body, self._json)
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The same, waited for."""
+        return _awaited(self.start(path, body))
+
+    def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
+        """POST what needs no answer but that it was done. Raises TimeoutError after ``within`` seconds."""
+        _awaited(self._portal.start_task_soon(self._ask, path, body, self._nothing), within)
+
+    def _cancel(self) -> None:
+        for scope in self._under_way:
+            scope.cancel()
+
+    async def _ask(self, path: str, body: dict[str, Any] | None, read: Read) -> Any:
+        with anyio.CancelScope() as scope:
+            self._under_way.add(scope)
+            try:
+                place = f"{self.url}/{path}"
+                return read(place, await self._persist(place, body))
+            finally:
+                self._under_way.discard(scope)
+
+    async def _persist(self, place: str, body: dict[str, Any] | None) -> http.Answer:
+        """The answer, once there is one that another attempt would not change."""
+        for attempt in range(self.retries + 1):
+            answer = await self._send(place, body)
+            if isinstance(answer, http.Answer) and answer.status not in BUSY:
+                return answer
+            found, asked = self._trouble(answer)
+            pause = max(asked, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
+            if asked > LONGEST_WAIT or attempt == self.retries:
+                break
+            await anyio.sleep(min(pause, LONGEST_WAIT))
+        raise EngineError(
+            f"server: {found} from {place} ({attempt + 1} attempts); expected an answer; start the server or wait "
+            f"for it, set {self._patience}, then run the same command again"
+        )
+
+    async def _send(self, place: str, body: dict[str, Any] | None) -> http.Answer | str:
+        """The answer, or what came between."""
+        method = "GET" if body is None else "POST"
+        try:
+            return await http.ask(
+                self._client, method, place, self._limits, headers=self._headers, json=body
+            )
+        except TimeoutError:
+            return f"no answer within {self.timeout:g} s"
+        except httpx2.RequestError as error:
+            return f"no answer ({type(error).__name__}: {error})"
+        except http.Refused as error:
+            raise EngineError(
+                f"server: {place} answered {self._safe(str(error))}; expected an uncompressed answer of at most "
+                f"{MAX_BYTES:,} bytes; set {self.section}url to an OpenAI-compatible endpoint, as in "
+                "http://127.0.0.1:8000/v1"
+            ) from None
+
+    def _trouble(self, answer: http.Answer | str) -> tuple[str, float]:
+        """What was found in the way, and the seconds the server asks us to wait."""
+        if isinstance(answer, str):
+            return self._safe(answer), 0.0
+        found = f"HTTP {answer.status} ({self._message(answer)})"
+        return found, _retry_after(answer.headers.get("retry-after"))
+
+    def _json(self, place: str, answer: http.Answer) -> Any:
+        self._nothing(place, answer)
+        try:
+            return answer.json()
+        except ValueError:
+            raise EngineError(
+                f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set {self.section}url to "
+                "an OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
+            ) from None
+
+    def _nothing(self, place: str, answer: http.Answer) -> None:
+        """Raise for an answer that is a refusal."""
+        status = answer.status
+        if answer.is_success:
+            return
+        found = f"server: HTTP {status} from {place}: {self._message(answer)}"
+        if status in (401, 403):
+            raise EngineError(
+                f"{found}; expected to be let in; set {self.section}server.key to the name of the environment variable "
+                "with the key"
+            )
+        if 400 <= status < 500 and status not in (404, 405):
+            raise RequestRefused(found)
+        raise EngineError(
+            f"{found}; expected an OpenAI-compatible endpoint; set {self.section}url as in http://127.0.0.1:8000/v1"
+        )
+
+    def _message(self, answer: http.Answer) -> str:
+        """What the server says of its refusal."""
+        try:
+            said = answer.json()
+        except ValueError:
+            said = answer.text
+        for name in ("error", "message", "detail"):
+            if isinstance(said, dict) and said.get(name):
+                said = said[name]
+        return self._shown(str(said))
+
+    def _shown(self, text: str) -> str:
+        line = " ".join(self._safe(text).split())
+        return line if len(line) <= SHOWN else line[:SHOWN] + "..."
+
+    def _safe(self, text: str) -> str:
+        return text.replace(self._secret, "***") if self._secret else text
+
+
+def _awaited(future: Future[Any], within: float | None = None) -> Any:
+    try:
+        return future.result(within)
+    finally:
+        future.cancel()
+
+
+def _checked(url: str, section: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"{section}url={url}: expected a URL as in http://127.0.0.1:8000/v1; correct it"
+        )
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{section}url for {parts.hostname} has more than host and path; expected one as in "
+            f"http://127.0.0.1:8000/v1; set {section}server.key to the name of an environment variable that holds the "
+            "key"
+        )
+    return url.rstrip("/")
+
+
+def _secret(key: str | None, section: str) -> str | None:
+    if key is None:
+        return None
+    value = os.environ.get(key)
+    if not value:
+        raise ConfigError(
+            f"{section}server.key={key}: no environment variable of this name is set; expected it to hold the API key; "
+            f"export it, or remove {section}server.key"
+        )
+    return value
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds to wait by a Retry-After header: a number of seconds or a date; 0 where there is neither."""
+    if value is None:
+        return 0.0
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        until = parsedate_to_datetime(value)
+    except (ValueError, OverflowError):
+        return 0.0
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=UTC)
+    return max(0.0, (until - datetime.now(UTC)).total_seconds())
+
+
+# --------------------------------------------------------------------------------------------------
+# What an OpenAI-compatible endpoint answers, as far as it is read: parsed strictly, and checked against what was sent.
+#
+# May import errors and types. ``server.py`` imports it.
+
+ABOVE_ZERO = 1e-4
+"""How far rounding may lift a log-prob above 0."""
+BELOW_ALL = -9999.0
+"""What vLLM writes for minus infinity, which no sampled token has."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""A server's log-prob further than this (nats) from taut's own in float32 is another model's, by the server's dtype.
+Measured with vLLM 0.32 on a CPU, SmolLM2-135M-Instruct: 4.7e-5 and 0.33 at most (greedy: 0.17; docs/serving.md);
+kernels differ elsewhere."""
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Card(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class Models(BaseModel):
+    data: list[Card]
+
+
+class LogProbs(BaseModel):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(BaseModel):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: LogProbs | None = None
+
+
+class Answer(BaseModel):
+    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+
+
+class Rendered(BaseModel):
+    prompt_token_ids: list[int] | None = None
+
+
+def parsed(kind: type[T], answer: Any) -> T:
+    try:
+        return kind.model_validate(answer, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the answer"
+        raise EngineError(
+            f"server: {place} in an answer is not as it should be ({first['msg']}); expected an OpenAI-compatible "
+            "endpoint; serve the model with vLLM"
+        ) from None
+
+
+def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | None]:
+    """The ids of a completion and their log-probs, if there are any."""
+    if choice.token_ids is None:
+        raise no_ids("token_ids")
+    sent = prompt.ids_T.tolist()
+    if choice.prompt_token_ids is not None and choice.prompt_token_ids != sent:
+        raise EngineError(
+            f"{prompt.id}: the server read {len(choice.prompt_token_ids)} prompt ids that differ from the {len(sent)} "
+            "sent; expected the same ids; serve it with an endpoint that takes token ids as they are"
+        )
+    if choice.logprobs is None:
+        return choice.token_ids, None
+    values = np.array(choice.logprobs.token_logprobs, dtype=np.float64)
+    if values.size != len(choice.token_ids):
+        raise EngineError(
+            f"{prompt.id}: the server returned {values.size} log-probs for {len(choice.token_ids)} tokens; "
+            "expected one each; serve the model with vLLM"
+        )
+    if not ((values > BELOW_ALL) & (values <= ABOVE_ZERO)).all():
+        raise EngineError(
+            f"{prompt.id}: the server returned {values.max():g} as a log-prob; expected at most 0; start vLLM with "
+            "--logprobs-mode raw_logprobs"
+        )
+    return choice.token_ids, values
+
+
+def no_ids(what: str) -> EngineError:
+    return EngineError(
+        f"server: an answer without {what}; expected the ids as sampled, since text is never tokenised again; "
+        "serve the model with vLLM 0.10.2 or newer (return_token_ids)"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a vLLM server is asked about its weights, beside completions.
+#
+#     /v1/completions          prompt_logprobs of a fixed text
+#     /v1/load_lora_adapter, /v1/unload_lora_adapter          with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
+#     /collective_rpc, /reset_prefix_cache                    with VLLM_SERVER_DEV_MODE=1; the methods are those of
+#                                                             rollout/worker/taut_worker.py
+#
+# May import errors, types and what is beside it. ``sync.py`` imports it.
+
+EMPTYING = 5
+"""How often a server is asked to empty its prefix cache: what has just ended may hold a block for a moment."""
+PAUSE = 0.2
+"""Seconds between."""
+PUSHED = "-taut-"
+"""In the names of adapters that were pushed; a killed run leaves its last one behind."""
+LEAVING = 5.0
+"""Seconds that a server is given to unload the last adapter."""
+
+
+class Held(BaseModel):
+    """What a worker says it has."""
+
+    start: str
+    """Of its process: another one after a restart."""
+    version: int
+    """Of what it loaded last; -1: nothing."""
+    folder: str
+    """Where that lay, under a name that no other push had."""
+    dtype: str
+
+
+class Report(BaseModel):
+    """What a worker says of one of its parameters."""
+
+    name: str
+    parts: list[str]
+    """The pushed tensors it is made of."""
+    columns: list[int] | None
+    """The columns that were read; None: all."""
+    checksum: str | None
+    """None where it could not be read."""
+
+
+class _Failed(BaseModel):
+    error: str | None = None
+
+
+class _Reports(BaseModel):
+    found: list[Report]
+
+
+class _Results(BaseModel):
+    results: list[Any]
+
+
+class _Choice(BaseModel):
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None]
+
+
+class _Probed(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+
+
+class _Emptied(BaseModel):
+    success: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server, by its two addresses."""
+
+    openai: Endpoint
+    """Where it answers as OpenAI's does, /v1."""
+    root: Endpoint
+    """Where vLLM's own questions go, with the time that loading weights may take."""
+    base: str
+    """The model's name there."""
+
+    def held(self) -> list[Held]:
+        """What each worker has."""
+        return [parsed(Held, result) for result in self._call("taut_held")]
+
+    def load(self, folder: Path, version: int) -> None:
+        """Have every worker load a folder's weights."""
+        for result in self._call("taut_load", folder=str(folder), version=version):
+            error = parsed(_Failed, result).error
+            if error is not None:
+                raise EngineError(
+                    f"server: it {error}; expected to see the files that were written there and be allowed to read "
+                    "them; set rollout.server.sync.folder to a folder that both see under one name and that its user "
+                    "may read, or run it as the user who trains (docs/weights.md)"
+                )
+
+    def checksums(self, folder: Path) -> list[list[Report]]:
+        """What each worker says of its parameters."""
+        results = self._call("taut_checksums", folder=str(folder))
+        return [parsed(_Reports, {"found": result}).found for result in results]
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Under a name nobody else has. One that is sent again, since its answer was lost, vLLM refuses."""
+        try:
+            self.root.tell("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except RequestRefused as error:
+            if not self.serves(name):
+                raise RequestRefused(
+                    f"{error} (to load it the server must see {folder} under this name and be allowed to read it: set "
+                    "rollout.server.sync.folder, or run it as the user who trains; docs/weights.md)"
+                ) from None
+
+    def unload_adapter(self, name: str) -> None:
+        """Once it is gone, vLLM knows no such name."""
+        try:
+            self.openai.tell("unload_lora_adapter", {"lora_name": name})
+        except EngineError:
+            if self.serves(name):
+                raise
+
+    def leave(self, name: str) -> None:
+        """Unload an adapter, if that is soon done."""
+        with suppress(EngineError, TimeoutError):
+            self.root.tell("v1/unload_lora_adapter", {"lora_name": name}, LEAVING)
+
+    def dtype(self) -> str:
+        """What it computes in, as far as taut's extension is there to say; else unknown."""
+        try:
+            return self.held()[0].dtype
+        except EngineError:
+            return "unknown"
+
+    def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded while it runs; an empty request is refused where they can."""
+        try:
+            self.openai.tell("load_lora_adapter", {})
+        except RequestRefused:
+            return True
+        except EngineError:
+            return False
+        return True
+
+    def serves(self, name: str) -> bool:
+        """Whether it answers for a model of this name."""
+        return any(card.id == name for card in parsed(Models, self.openai.ask("models")).data)
+
+    def empty_prefix_cache(self) -> None:
+        """Forget keys and values of the old weights."""
+        for _ in range(EMPTYING):
+            if parsed(_Emptied, self.root.ask("reset_prefix_cache", {})).success:
+                return
+            time.sleep(PAUSE)
+        raise EngineError(
+            "server: its prefix cache cannot be emptied while requests are under way; expected none while weights are "
+            "pushed; let nobody else ask this server"
+        )
+
+    def log_probs(self, name: str, ids_T: IntArray) -> FloatArray:
+        """What it says of every id but the first."""
+        body = {"model": name, "prompt": ids_T.tolist(), "max_tokens": 1, "temperature": 0}
+        body |= {"prompt_logprobs": 0}
+        places = parsed(_Probed, self.openai.ask("completions", body)).choices[0].prompt_logprobs
+        try:
+            values = [
+                float((place or {})[f"{index}"]["logprob"])
+                for place, index in zip(places[1:], ids_T[1:].tolist(), strict=True)
+            ]
+        except (KeyError, ValueError, TypeError):
+            raise EngineError(
+                "server: its prompt_logprobs are not those of the ids sent; expected one for each id; serve the model "
+                "with vLLM"
+            ) from None
+        return np.array(values)
+
+    def _call(self, method: str, **values: Any) -> list[Any]:
+        """What each worker answers to a method of taut's extension."""
+        body = {"method": method, "kwargs": values}
+        return parsed(_Results, self.root.ask("collective_rpc", body)).results
+
+
+def served_card(endpoint: Endpoint, name: str | None) -> Card:
+    """The model to be asked."""
+    served = parsed(Models, endpoint.ask("models")).data
+    cards = [card for card in served if card.id == name or PUSHED not in card.id]
+    names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
+    if name is None and len(cards) == 1:
+        return cards[0]
+    for card in cards:
+        if card.id == name:
+            return card
+    if name is None:
+        raise EngineError(
+            f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
+            f"set {key}"
+        )
+    raise EngineError(
+        f"server: {endpoint.url} serves {names}; expected {key}={name}; set it to a name that is served"
+    )

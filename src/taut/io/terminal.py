@@ -1,0 +1,60 @@
+"""A rich console whose text is shown and never obeyed by the terminal.
+
+    Terminal(soft_wrap=True).print(...)      to sys.stdout, as it is when something is printed
+
+Rich writes escape sequences of its own, for colours and for the progress bar, between texts that may come from data. So
+texts are escaped here, where the two are still apart, and ``Printer`` is told to escape them no more. Imports printing
+and redaction. Anyone above may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO, Any, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from taut.errors import redacted
+from taut.io.console import Printer, escaped
+
+
+class Terminal(Console):
+    """What rich prints, with control characters of texts escaped, secrets in URLs hidden, and no links."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+
+    @property
+    def file(self) -> IO[str]:
+        return cast(IO[str], Printer.on(cast(TextIO, super().file)).escaped_already)
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Secrets are hidden before a text is laid out: a column may break one in two."""
+        if isinstance(renderable, str):
+            renderable = self.render_str(renderable, highlight=False)
+        if isinstance(renderable, Text) and redacted(renderable.plain) != renderable.plain:
+            renderable = renderable.copy()
+            renderable.plain = redacted(renderable.plain)
+        return super().render(renderable, options)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(_shown(segment) for segment in buffer)
+
+
+def _shown(segment: Segment) -> Segment:
+    text, style, control = segment
+    if control:
+        return segment
+    if (
+        style is not None and style.link
+    ):  # a library's own line that was printed beside a progress bar
+        style = style.update_link(None)
+    return Segment(escaped(text), style)

@@ -1,0 +1,92 @@
+"""Supervised fine-tuning: weighted cross entropy of the listed targets.
+
+    sum over targets of  -weight_N * logp_N          divided by the step's sum of weight_N
+
+May import types, errors and torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from taut.losses.loss import Loss, Unit
+from taut.types import TOP_IDS, TOP_LOGP, Divergence, LossSum, Packed, Scores, Wants
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """-sum weight * logp, per token."""
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return {"cross_entropy": "token"}
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        weight_N = packed.weight_N.to(scores.logp_N)
+        return LossSum(terms={"cross_entropy": -(weight_N * scores.logp_N).sum()})
+
+    def linear_weights(self, packed: Packed) -> dict[str, Tensor]:
+        return {"cross_entropy": -packed.weight_N}
+
+
+# --------------------------------------------------------------------------------------------------
+# Distillation on fixed data: the divergence from a teacher at each target, and the data's own tokens beside it.
+#
+#     T^2 sum weight_N * divergence_N                 divided by the step's sum of weight_N
+#     + c sum weight_N * -logp_N                      divided by the same, where sft_weight c > 0
+#
+# The divergences are defined, and evaluated inside the head's chunks, in models/divergence.py. Their gradient shrinks
+# as 1 / T^2 when the temperature T is raised, and the factor T^2 undoes that (Hinton et al., arXiv 1503.02531); the
+# metric ``divergence`` is without it. The log-probabilities are at T = 1.
+#
+# Both terms are linear in what the head gives, with weights known beforehand: d term / d (logp_N, divergence_N), [2,
+# N]. The loss can be had in no other way: ``Scores.divergence_N`` and ``logp_N`` are then numbers, without gradient.
+#
+# May import types, errors and torch only.
+
+
+@dataclass(frozen=True)
+class Distill(Loss):
+    """The divergence from a teacher, per token, and cross entropy where it has a weight."""
+
+    divergence: Divergence = Divergence()  # noqa: RUF009 (a NamedTuple)
+    sft_weight: float = 0.0
+    is_listed: bool = False
+    """Whether the teacher is a list of its likeliest tokens at each target."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (TOP_IDS, TOP_LOGP) if self.is_listed else ()
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        units: dict[str, Unit] = {"divergence": "token"}
+        return units | ({"cross_entropy": "token"} if self.sft_weight else {})
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(divergence=self.divergence)
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        assert scores.divergence_N is not None, "the model was not asked for the divergence"
+        weight_N = packed.weight_N.to(scores.logp_N)
+        divergence = (weight_N * scores.divergence_N).sum()
+        cross_entropy = -(weight_N * scores.logp_N).sum()
+        terms = {"divergence": self.divergence.temperature**2 * divergence}
+        if self.sft_weight:
+            terms["cross_entropy"] = self.sft_weight * cross_entropy
+        count = weight_N.sum()
+        found = {"divergence": divergence, "cross_entropy": cross_entropy}
+        return LossSum(terms, {name: (value.detach(), count) for name, value in found.items()})
+
+    def linear_weights(self, packed: Packed) -> dict[str, Tensor]:
+        weight_N, none_N = packed.weight_N, torch.zeros_like(packed.weight_N)
+        factor = self.divergence.temperature**2
+        weights = {"divergence": torch.stack([none_N, factor * weight_N])}
+        if self.sft_weight:
+            weights["cross_entropy"] = torch.stack([-self.sft_weight * weight_N, none_N])
+        return weights

@@ -1,0 +1,1046 @@
+"""The same run in taut: the command of ``taut sft`` for a recipe for SFT, and the outcome of each option.
+
+Every option of the recipe, every environment variable it sets and every option of its launcher has exactly one outcome:
+carried, needless, machine or lacking. ``table/sft.toml`` decides where a name and a value are enough; what takes
+arithmetic or several options is here. What a framework does where a recipe is silent is written into the command, so
+that no default of taut's takes its place. A value that only the user knows (how many samples a pack holds) is a word in
+capitals in the command, which taut refuses until it is filled in.
+
+Imports ``recipe.py``, ``outcomes.py``, ``processes.py`` and ``facts.py``. ``examine.py`` imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from taut.config import home_path
+from taut.migrate.dialect import options as options_of
+from taut.migrate.facts import Facts
+from taut.migrate.outcomes import Outcome, is_off, judge_option, load_table
+from taut.migrate.processes import Processes, count_processes, launcher_options
+from taut.migrate.recipe import Recipe, Setting, parsed
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Data files that taut reads."""
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+DEFAULT_SCHEDULE = {"swift": "cosine", "openrlhf": "cosine_with_min_lr"}
+FREEZES = {
+    "freeze_llm": ("language_model", False),
+    "freeze_vit": ("vision_tower", True),
+    "freeze_aligner": ("projector", True),
+}
+"""ms-swift's words for parts of a vision-language model, and whether they are frozen unless it is told."""
+PARTS = tuple(part for part, _ in FREEZES.values())
+RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
+UNKNOWN_TARGETS = (
+    "not set: peft chooses by the model's type (q_proj and v_proj of llama, mistral, qwen2, qwen3, gemma), which is "
+    "not known here"
+)
+
+
+class Option(NamedTuple):
+    """An option of a recipe and what becomes of it."""
+
+    key: str
+    """Its name; ``$NAME`` of an environment variable, ``--NAME`` of the launcher."""
+    place: str
+    """``FILE:LINE``; empty: the recipe does not set it, and what the framework then does is meant."""
+    value: Any
+    outcome: Outcome
+    why: str
+    keys: tuple[str, ...] = ()
+    """The keys of taut that say it."""
+    refuses: bool = False
+    """With it the run is none of taut's."""
+
+    @property
+    def line(self) -> str:
+        """The option and its reason, for people."""
+        value = "" if not self.place else f" = {' '.join(_written(self.value).split())[:60]}"
+        return f"{self.place}{': ' if self.place else ''}{self.key}{value}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A command of taut, and every option of the recipe with its outcome."""
+
+    settings: Mapping[str, Any]
+    """Keys of ``taut.run.config.Run`` with their values."""
+    unfilled: Mapping[str, str]
+    """Keys whose value the user has to find -> the word that stands for it in the command."""
+    options: tuple[Option, ...]
+    assumed: tuple[str, ...]
+    """What the recipe does not say and the command rests on."""
+
+    def having(self, outcome: Outcome) -> list[Option]:
+        """The options with an outcome."""
+        return [option for option in self.options if option.outcome == outcome]
+
+    @property
+    def command(self) -> str | None:
+        """``taut sft key=value ...``; None where the recipe is for something that taut does not do."""
+        if any(option.refuses for option in self.options):
+            return None
+        return " ".join(["taut sft", *map(shlex.quote, self.words)])
+
+    @property
+    def words(self) -> list[str]:
+        """The settings as words, those to be filled in last."""
+        words = [f"{key}={_written(value)}" for key, value in self.settings.items()]
+        return words + [f"{key}={word}" for key, word in self.unfilled.items()]
+
+
+def carry(recipe: Recipe, facts: Facts, asked_processes: int | None = None) -> Carried | None:
+    """The run in taut; None for another method than sft, or without a model."""
+    if recipe.method != "sft" or recipe.model is None:
+        return None
+    offer = _Offer(recipe, facts, count_processes(recipe, facts.directory, asked_processes))
+    offer.carry_names()
+    offer.carry_model()
+    offer.carry_data()
+    offer.carry_targets()
+    offer.carry_length()
+    offer.carry_batch()
+    offer.carry_duration()
+    offer.carry_schedule()
+    offer.carry_adapters()
+    offer.carry_tokens()
+    offer.carry_parts()
+    offer.carry_precision()
+    offer.carry_distribution()
+    return offer.finish()
+
+
+class _Offer:
+    """A command in the making. Each ``carry_`` reads the options of one topic and records what becomes of them."""
+
+    def __init__(self, recipe: Recipe, facts: Facts, processes: Processes) -> None:
+        self.recipe, self.facts, self.processes = recipe, facts, processes
+        self.is_hf = recipe.framework != "openrlhf"
+        """Its options are those of transformers' TrainingArguments and more."""
+        self.is_swift = recipe.framework == "swift"
+        self.is_vision = facts.answer("is_vision").holds
+        self.given: dict[str, Setting] = {
+            **{key: one for key, one in recipe.settings.items() if self._is_option(one)},
+            **{
+                f"${name}": one._replace(key=f"${name}") for name, one in recipe.environment.items()
+            },
+            **launcher_options(recipe),
+        }
+        self.settings: dict[str, Any] = {
+            "model": "",
+            "data.train": "",
+            **load_table().defaults[recipe.framework],
+        }
+        self.unfilled = dict[str, str]()
+        self.assumed = list[str]()
+        self.outcomes = dict[str, Option]()
+        for key, option in self.given.items():
+            value, is_number = option.value, type(option.value) in (int, float)
+            if is_number and not math.isfinite(value):
+                self.given[key] = option = option._replace(obstacle="not a finite number")
+            elif (
+                key in load_table().numbers
+                and value is not None
+                and not is_number
+                and not option.obstacle
+            ):
+                self.given[key] = option = option._replace(obstacle="not a number")
+            if not option.obstacle:
+                continue
+            if load_table().keys_of(recipe.framework).get(key) == "out":
+                self._record(
+                    key, "machine", f"where it is written is not known ({option.obstacle}): out"
+                )
+            elif key == "config" or judge_option(option, self._known()).outcome == "lacking":
+                self._record(key, "lacking", f"the value is not known ({option.obstacle})")
+
+    def _is_option(self, setting: Setting) -> bool:
+        """Not a table, whose entries are settings of their own, nor ``no_KEY`` beside KEY."""
+        if setting.key.startswith("columns."):
+            return False
+        if isinstance(setting.value, dict) and setting.value:
+            return setting.key == "columns"
+        switched_off = setting.key.removeprefix("no_")
+        return switched_off == setting.key or switched_off not in self.recipe.settings
+
+    def _known(self) -> frozenset[str]:
+        return options_of(self.recipe.framework, self.recipe.method)
+
+    def _record(
+        self, key: str, outcome: Outcome, why: str, keys: Sequence[str] = (), refuses: bool = False
+    ) -> None:
+        """An option's outcome. Of one that is not set, only that something is lacking."""
+        option = self.given.get(key)
+        if option is None and outcome != "lacking":
+            return
+        place, value = ("", None) if option is None else (option.place, option.value)
+        if key in self.outcomes:
+            if option is not None and option.obstacle:
+                return
+            raise AssertionError(f"{key} has an outcome: {self.outcomes[key]}")
+        self.outcomes[key] = Option(key, place, value, outcome, why, tuple(keys), refuses)
+
+    def _carried(self, key: str, *keys: str, why: str = "") -> None:
+        self._record(key, "carried", why or ", ".join(keys), keys)
+
+    def _needless(self, why: str, *keys: str) -> None:
+        for key in keys:
+            self._record(key, "needless", why)
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        """An option's value; ``default`` where it is not set or not known."""
+        option = self.given.get(key)
+        return default if option is None or option.obstacle else option.value
+
+    def _is_unknown(self, key: str) -> bool:
+        """Whether it is set to something that is not known."""
+        return key in self.given and bool(self.given[key].obstacle)
+
+    def _fill_in(self, key: str, word: str) -> None:
+        """Leave a value to the user."""
+        self.settings.pop(key, None)
+        self.unfilled[key] = word
+
+    def carry_names(self) -> None:
+        """Options whose value means the same in taut."""
+        for key, name in load_table().keys_of(self.recipe.framework).items():
+            if key not in self.given:
+                continue
+            value = self._value(key)
+            if self._is_unknown(key):
+                self._fill_in(name, name.rpartition(".")[2].upper())
+            elif value is not None and not isinstance(value, bool | int | float | str):
+                self._record(key, "lacking", f"one value is expected by {name}")
+            else:
+                if value is None or (name == "optim.clip_grad_norm" and value == 0):
+                    value = "none" if name == "optim.clip_grad_norm" else None
+                if value is not None:
+                    self.settings[name] = value
+                self._carried(key, name)
+
+    def carry_model(self) -> None:
+        """The model, and an adapter to go on from."""
+        model = str(self.recipe.model)
+        self.settings["model"] = str(home_path(model)) if model[0] == "~" else model
+        names = ("model", "model_name_or_path", "model.model_name_or_path")
+        key = next(name for name in names if name in self.recipe.settings)
+        if isinstance(self.recipe.settings[key].value, list | dict):
+            self._record(key, "lacking", "several values in the place of one model")
+            self._fill_in("model", "MODEL")
+        elif self.facts.answer("is_adapter").holds:
+            self._record(
+                key,
+                "lacking",
+                "an adapter in the model's place: name its base model, and it as lora.adapter",
+            )
+        else:
+            self._carried(key, "model")
+        if self.is_swift and self.facts.model is None and not self._uses_hugging_face():
+            self.assumed.append(f"{model} is the same on the Hugging Face hub as on ModelScope")
+        if self.recipe.framework == "trl" and "router_aux_loss_coef" not in self.given:
+            config = self.facts.file("config.json")
+            why = "of a mixture of experts trl adds 0.001 times the router's auxiliary loss"
+            if config is None:
+                self.assumed.append(f"{model} is no mixture of experts: {why}")
+            elif "output_router_logits" in config or "num_experts_per_tok" in config:
+                self._record("router_aux_loss_coef", "lacking", f"not set: {why}")
+
+    def _uses_hugging_face(self) -> bool:
+        variable = self.recipe.environment.get("USE_HF")
+        return self._value("use_hf") in (True, 1) or (
+            variable is not None and variable.value in ("1", 1, "true")
+        )
+
+    # data
+
+    def carry_data(self) -> None:
+        """Training data and evaluation data."""
+        if self.is_swift:
+            self._carry_swift_data()
+        elif self.is_hf:
+            self._carry_trl_data()
+        else:
+            self._carry_openrlhf_data()
+
+    def _set_data(
+        self, key: str, name: str, sources: list[dict[str, Any]], lacks: str = ""
+    ) -> None:
+        """Data under taut's name, or the word for them where they cannot be named."""
+        if lacks or not sources:
+            self._record(key, "lacking", lacks or "no data are named")
+            self._fill_in(name, "ROWS.jsonl" if name == "data.train" else "EVAL.jsonl")
+            return
+        is_one_path = len(sources) == 1 and set(sources[0]) == {"path"}
+        self.settings[name] = sources[0]["path"] if is_one_path else sources
+        self._carried(key, name)
+
+    def _carry_trl_data(self) -> None:
+        mixtures = [key for key in ("datasets", "dataset_mixture.datasets") if key in self.given]
+        if mixtures:
+            self._carry_mixture(mixtures[0])
+        else:
+            self._carry_trl_name()
+        text = self._value("dataset_text_field")
+        if text in (None, "text"):
+            self._needless("what taut reads in any case", "dataset_text_field")
+        else:
+            self.settings["data.columns"] = {"text": text}
+            self._carried("dataset_text_field", "data.columns")
+
+    def _carry_trl_name(self) -> None:
+        """``dataset_name`` with its configuration and splits."""
+        path = self.recipe.data
+        keys = ("dataset_config", "dataset_train_split")
+        if path is None:
+            self._set_data("dataset_name", "data.train", [])
+            self._needless("part of dataset_name, which is not known", *keys, "dataset_test_split")
+        elif Path(path).suffix in SUFFIXES:
+            self._set_data("dataset_name", "data.train", [{"path": path}])
+            self._needless("a file has no splits", *keys, "dataset_test_split")
+        else:
+            source = _hub(path) | _present("name", self._value("dataset_config"))
+            train = source | {"split": self._value("dataset_train_split", "train")}
+            self._set_data("dataset_name", "data.train", [train])
+            for key in keys:
+                self._carried(key, "data.train")
+            self._carry_trl_evaluation(source)
+            return
+        self._carry_trl_evaluation(None)
+
+    def _carry_trl_evaluation(self, source: dict[str, Any] | None) -> None:
+        strategy = self._value("eval_strategy", "no")
+        if strategy in ("no", False) or source is None:
+            self._needless("nothing is evaluated", "eval_strategy", "eval_steps")
+            if "dataset_test_split" not in self.outcomes:
+                self._needless("nothing is evaluated", "dataset_test_split")
+            return
+        split = self._value("dataset_test_split", "test")
+        self.settings["data.eval"] = [source | {"split": split}]
+        self._carried("eval_strategy", "data.eval")
+        self._carried("dataset_test_split", "data.eval")
+        self._carry_eval_steps("eval_steps")
+
+    def _carry_eval_steps(self, key: str) -> None:
+        steps = self._value(key)
+        if type(steps) is int and steps > 0:
+            self.settings["eval.every"] = steps
+            self._carried(key, "eval.every")
+        elif not self._is_unknown(key):
+            self._needless("how often is evaluated does not change what is learned", key)
+
+    def _carry_mixture(self, key: str) -> None:
+        """trl's ``datasets``, open-r1's ``dataset_mixture``."""
+        entries = self._value(key)
+        sources, lacks = list[dict[str, Any]](), list[str]()
+        for entry in entries if isinstance(entries, list) else []:
+            if not isinstance(entry, dict):
+                lacks.append(f"{entry} is no data set")
+                continue
+            path = entry.get("path", entry.get("id"))
+            source = _hub(str(path)) | _present("name", entry.get("name", entry.get("config")))
+            source["split"] = entry.get("split") or "train"
+            formats = {
+                ("messages",): "messages",
+                ("prompt", "completion"): "completion",
+                ("text",): "text",
+            }
+            columns = entry.get("columns")
+            if columns is not None and tuple(columns) not in formats:
+                lacks.append(f"columns {columns} of {path}")
+            elif columns is not None:
+                source["format"] = formats[tuple(columns)]
+            if entry.get("weight") not in (None, 1, 1.0):
+                lacks.append(f"{entry['weight']} of the rows of {path}, the same in each epoch")
+            lacks += [f"{name} of {path}" for name in ("data_dir", "data_files") if entry.get(name)]
+            sources.append(source)
+        self._set_data(key, "data.train", sources, "; ".join(lacks))
+        self._needless("the mixture is in its place", "dataset_name")
+        self._needless("the order of rows follows from seed", "dataset_mixture.seed")
+        self._needless("part of the mixture", "dataset_config", "dataset_train_split")
+        self._carry_trl_evaluation(None)
+
+    def _carry_swift_data(self) -> None:
+        uses_hugging_face = self._uses_hugging_face()
+        for key, name in (("dataset", "data.train"), ("val_dataset", "data.eval")):
+            value = self._value(key)
+            if name == "data.eval" and is_off(value):
+                why = "nothing of the data is for evaluation, or split_dataset_ratio says it"
+                self._needless(why, "eval_strategy", "eval_steps", key)
+                continue
+            words = [
+                str(word)
+                for word in (value if isinstance(value, list) else [value])
+                if word is not None
+            ]
+            found = [_swift_source(word, uses_hugging_face) for word in words]
+            lacks = "; ".join(dict.fromkeys(one for one in found if isinstance(one, str)))
+            self._set_data(key, name, [one for one in found if isinstance(one, dict)], lacks)
+            if name == "data.eval":
+                self._carried("eval_strategy", "data.eval")
+                self._carry_eval_steps("eval_steps")
+        columns, names = self._value("columns"), load_table().columns
+        if isinstance(columns, dict) and set(map(str, columns.values())) <= names.keys():
+            self.settings["data.columns"] = {
+                names[ours]: theirs for theirs, ours in columns.items()
+            }
+            self._carried("columns", "data.columns")
+        elif "columns" in self.given and not self._is_unknown("columns"):
+            self._record("columns", "lacking", "columns that taut has no name for")
+        if "self-cognition" not in str(self._value("dataset", "")):
+            self._needless(
+                "fills in rows of swift/self-cognition only", "model_name", "model_author"
+            )
+        else:
+            for key in ("model_name", "model_author"):
+                if key in self.given:
+                    self._record(
+                        key,
+                        "lacking",
+                        "fills in {{NAME}} and {{AUTHOR}} in rows of swift/self-cognition",
+                    )
+
+    def _carry_openrlhf_data(self) -> None:
+        value = self._value
+        kinds = (
+            ("data.dataset", "data.dataset_split", "data.train"),
+            ("eval.dataset", "eval.split", "data.eval"),
+        )
+        for key, split_key, name in kinds:
+            paths = [one.strip() for one in str(value(key) or "").split(",") if one.strip()]
+            if not paths and name == "data.eval":
+                self._needless("nothing is evaluated", key, split_key, "eval.steps")
+                continue
+            lacks = "; ".join(
+                f"a directory in a data set ({path})" for path in paths if "@" in path
+            )
+            split = value(split_key, "train")
+            sources = [
+                {"path": path} if Path(path).suffix in SUFFIXES else _hub(path) | {"split": split}
+                for path in paths
+            ]
+            self._set_data(key, name, sources, lacks)
+            self._carried(split_key, name)
+            if name == "data.eval":
+                self._carry_eval_steps("eval.steps")
+
+    def carry_targets(self) -> None:
+        """What of a row is read, and what of it is learned."""
+        if self.is_swift:
+            names = {"default": "assistant", "last_round": "last", "all": "all"}
+            scale = self._value("loss_scale", "default")
+            if isinstance(scale, str) and scale in names:
+                self.settings["data.targets"] = names[scale]
+                self._carried("loss_scale", "data.targets")
+            elif not self._is_unknown("loss_scale"):
+                self._record("loss_scale", "lacking", "weights of tokens by a pattern")
+            self._needless("follows from loss_scale", "is_binary_loss_scale")
+            self._carry_thoughts()
+        elif self.is_hf:
+            self._carry_trl_targets()
+        else:
+            self._carry_openrlhf_rows()
+
+    def _carry_thoughts(self) -> None:
+        """Of a model that can think ms-swift puts an empty thought before answers that have none."""
+        key, why = (
+            "add_non_thinking_prefix",
+            "swift puts an empty thought before answers without one",
+        )
+        thinks = self.facts.answer("template_thinks").holds
+        if self._is_unknown(key):
+            return
+        if self.recipe.value(key, True) is not False and thinks is not False:
+            if thinks:
+                self._record(key, "lacking", f"{why}: put it into the rows")
+                return
+            self.assumed.append(
+                f"the model's template has no switch for thinking: of one that has, {why}"
+            )
+        self._needless("nothing is put before answers", key)
+
+    def _carry_trl_targets(self) -> None:
+        keys = ("assistant_only_loss", "completion_only_loss")
+        if any(self._is_unknown(key) for key in keys):
+            self._fill_in("data.targets", "TARGETS")
+            return
+        row = self.facts.first_row
+        if any(self._value(key) for key in keys):
+            self.settings["data.targets"] = "assistant"
+        elif self._value("completion_only_loss") is False or "data.columns" in self.settings:
+            self.settings["data.targets"] = "all"
+        elif isinstance(row, Mapping):
+            is_completion = {"prompt", "completion"} <= row.keys()
+            self.settings["data.targets"] = "assistant" if is_completion else "all"
+        else:
+            self._fill_in("data.targets", "TARGETS")
+            self._needless("off", "completion_only_loss")
+            self._record(
+                keys[0],
+                "lacking",
+                "off: trl learns all tokens of messages (data.targets=all), and of prompts with completions the "
+                "completions (data.targets=assistant); the rows are not here",
+            )
+            return
+        for key in keys:
+            self._carried(key, "data.targets")
+
+    def _carry_openrlhf_rows(self) -> None:
+        """Columns, targets and template, which depend on one another."""
+        value, keys = self._value, ("data.input_key", "data.output_key")
+        question, answer = value(keys[0], "input"), value(keys[1])
+        if value("model.pretrain_mode_enable"):
+            self.settings |= {"data.format": "text", "data.columns": {"text": question}}
+            self._carried("model.pretrain_mode_enable", "data.format")
+            self._carried(keys[0], "data.columns")
+            self._needless(
+                "text alone is read", keys[1], "data.apply_chat_template", "data.input_template"
+            )
+            self._needless("text alone is read", "data.multiturn", "data.tokenizer_chat_template")
+            return
+        self._needless("off", "model.pretrain_mode_enable")
+        if value("data.apply_chat_template"):
+            if answer is None:
+                self.settings["data.columns"] = {"messages": question}
+            else:
+                self.settings["data.columns"] = {"instruction": question, "output": answer}
+                self.assumed.append(f"{question} and {answer} are texts, not lists of messages")
+            self._needless(
+                "rows go through the chat template",
+                "data.apply_chat_template",
+                "data.input_template",
+            )
+            if not is_off(value("data.tokenizer_chat_template")):
+                self._record(
+                    "data.tokenizer_chat_template", "lacking", "write it to a file: data.template"
+                )
+                self._fill_in("data.template", "TEMPLATE.jinja")
+        else:
+            self.settings["data.columns"] = {"prompt": question} | _present("completion", answer)
+            if answer is None and not self._is_unknown(keys[1]):
+                self._record(
+                    keys[1], "lacking", "not set: which column holds the answers is not known"
+                )
+            template = value("data.input_template", "User: {}\nAssistant: ")
+            if template is None or "{}" not in str(template):
+                self._needless("off", "data.input_template")
+            else:
+                why = f"the prompt is written as {json.dumps(template)}, not with a chat template: put it into the rows"
+                self._record("data.input_template", "lacking", why)
+            self._needless("off", "data.apply_chat_template")
+            self._needless("no chat template is used", "data.tokenizer_chat_template")
+        for key in keys:
+            if key not in self.outcomes:
+                self._carried(key, "data.columns")
+        self.settings["data.targets"] = "assistant" if value("data.multiturn") else "last"
+        self._carried("data.multiturn", "data.targets")
+
+    def carry_length(self) -> None:
+        """Long rows, and the template where the recipe brings one."""
+        if "max_length" in self.given and self.is_hf and not self._is_unknown("max_length"):
+            length = self._value("max_length")
+            if length is None and not self.is_swift:
+                del self.settings["data.max_length"]
+                self.settings["data.too_long"] = "error"
+                self.assumed.append(
+                    "no row is longer than the model's context, which trl would train on"
+                )
+            elif length is not None:
+                self.settings["data.max_length"] = length
+            self._carried("max_length", "data.max_length")
+        elif self._is_unknown("max_length"):
+            self._fill_in("data.max_length", "MAX_LENGTH")
+        strategy = self._value("truncation_strategy")
+        if strategy in (None, "delete", "right"):
+            self.settings["data.too_long"] = (
+                "truncate" if strategy == "right" else self.settings["data.too_long"]
+            )
+            self._carried("truncation_strategy", "data.too_long")
+        else:
+            self._record(
+                "truncation_strategy", "lacking", "data.too_long cuts at the end, drops, or refuses"
+            )
+        if self._value("truncation_mode", "keep_start") == "keep_start":
+            self._carried("truncation_mode", "data.too_long")
+        else:
+            self._record("truncation_mode", "lacking", "data.too_long=truncate keeps the start")
+        for key in ("chat_template", "chat_template_path"):
+            template = self._value(key)
+            if is_off(template):
+                self._needless("off", key)
+            elif key == "chat_template_path" and str(template).endswith(".jinja"):
+                self.settings["data.template"] = template
+                self._carried(key, "data.template")
+            else:
+                self._record(key, "lacking", "write the template to a file: data.template")
+                self._fill_in("data.template", "TEMPLATE.jinja")
+        if self.is_swift:
+            self._carry_limits_of_pictures()
+
+    def _carry_limits_of_pictures(self) -> None:
+        names = {
+            "$MAX_PIXELS": "data.images.max_pixels",
+            "max_pixels": "data.images.max_pixels",
+            "$FPS": "data.images.fps",
+            "$FPS_MAX_FRAMES": "data.images.max_frames",
+        }
+        for key, name in names.items():
+            if key not in self.given or self._is_unknown(key):
+                continue
+            value = self.given[key].value
+            value = parsed(value) if isinstance(value, str) else value
+            if value is None or self.is_vision is False:
+                self._needless("the model takes no pictures", key)
+            elif not isinstance(value, int | float):
+                self._record(key, "lacking", f"a number is expected by {name}")
+            else:
+                self.settings[name] = min(value, self.settings.get(name, value))
+                self._carried(key, name)
+
+    # steps
+
+    def carry_batch(self) -> None:
+        """Samples of a step: a product over the processes, where the framework does not count packs."""
+        if not self.is_hf:
+            return
+        keys = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "sequence_parallel_size",
+        )
+        number, stated_by = self.processes.number, self.processes.stated_by
+        if self.processes.is_assumed:
+            self.assumed.append(
+                "1 process: the recipe does not say how many; --processes N says it"
+            )
+        defaults = (1, None, 1) if self.is_swift else (8, 1, 1)
+        each, times, shards = map(self._value, keys, defaults)
+        for key, value in zip(keys, (each, times, shards), strict=True):
+            if key in self.given and not self._is_unknown(key) and not _is_count(value):
+                self._record(key, "lacking", "a whole number above 0 is expected")
+        if times is None and keys[1] not in self.given and _is_count(each) and number:
+            times = max(1, math.ceil(16 / each / number))
+        is_known = all(map(_is_count, (each, times, shards, number)))
+        if number is None or not is_known or any(self._is_unknown(key) for key in keys):
+            self._fill_in("batch.samples_per_step", "SAMPLES")
+            self._carry_packing("an unknown number of packs")
+            if number is None:
+                why = f"how many processes is not known ({self.processes.reason}): --processes N"
+                for key in stated_by - self.outcomes.keys():
+                    self._record(key, "lacking", why)
+            why = "batch.samples_per_step: a factor of SAMPLES"
+        else:
+            rows = each * times * max(1, number // shards)
+            self.settings["batch.samples_per_step"] = rows
+            self._carry_packing(f"{rows} packs")
+            why = f"batch.samples_per_step: {each} x {times} x {number} processes"
+        for key in (*keys[:2], *sorted(stated_by)):
+            if key not in self.outcomes:
+                self._carried(key, "batch.samples_per_step", why=why)
+
+    def _carry_packing(self, packs: str) -> None:
+        """Where samples are packed, trl and ms-swift count packs."""
+        if is_off(self._value("packing")) and not self._is_unknown("packing"):
+            self._needless(
+                "packing is always on and exact", "packing", "packing_length", "packing_strategy"
+            )
+            return
+        self._fill_in("batch.samples_per_step", "SAMPLES")
+        length = self._value("packing_length") or self.settings.get("data.max_length", "max_length")
+        self._record(
+            "packing",
+            "lacking",
+            f"a step is {packs} of {length} tokens; batch.samples_per_step counts samples: multiply by those in a pack",
+        )
+        self._needless("told with packing", "packing_length")
+        if self._value("packing_strategy") == "wrapped":
+            self._record(
+                "packing_strategy", "lacking", "samples are joined and cut; taut cuts none"
+            )
+        else:
+            self._needless("packing is exact", "packing_strategy")
+
+    def carry_duration(self) -> None:
+        """Epochs or steps."""
+        if not self.is_hf:
+            return
+        steps = self._value("max_steps", -1)
+        keys = ("max_epochs", "num_train_epochs")
+        if self._is_unknown("max_steps") or (isinstance(steps, int) and steps > 0):
+            self.settings.pop("epochs")
+            self.settings["steps"] = steps
+            if self._is_unknown("max_steps"):
+                self._fill_in("steps", "STEPS")
+            self._carried("max_steps", "steps")
+            if not is_off(self._value("max_epochs")):
+                self._record(
+                    "max_epochs",
+                    "lacking",
+                    "training ends at max_steps or max_epochs, whichever is first",
+                )
+            self._needless("max_steps holds", *(key for key in keys if key not in self.outcomes))
+            return
+        self._needless("off", "max_steps")
+        for key in keys:
+            if self._is_unknown(key):
+                self._fill_in("epochs", "EPOCHS")
+                return
+            if self._value(key) is not None:
+                self.settings["epochs"] = self._value(key)
+                self._carried(key, "epochs")
+                break
+        self._needless("max_epochs holds", *(key for key in keys if key not in self.outcomes))
+
+    def carry_schedule(self) -> None:
+        """The learning rate and how it rises and falls."""
+        self._carry_rate()
+        framework = self.recipe.framework
+        key = "lr_scheduler_type" if self.is_hf else "lr_scheduler"
+        schedule = str(self._value(key, DEFAULT_SCHEDULE.get(framework, "linear")))
+        if self._is_unknown(key):
+            self._fill_in("optim.schedule", "SCHEDULE")
+        elif schedule in SCHEDULES:
+            self.settings["optim.schedule"] = SCHEDULES[schedule]
+            self._carried(key, "optim.schedule")
+        else:
+            self._record(
+                key, "lacking", f"schedules are {', '.join(sorted(set(SCHEDULES.values())))}"
+            )
+            self._fill_in("optim.schedule", "SCHEDULE")
+        self._carry_lowest_rate(schedule)
+        self._carry_warmup(schedule)
+
+    def _carry_rate(self) -> None:
+        if not self.is_hf:
+            betas = self._value("adam.betas")
+            if isinstance(betas, list) and len(betas) == 2:
+                self.settings["optim.beta1"], self.settings["optim.beta2"] = betas
+                self._carried("adam.betas", "optim.beta1", "optim.beta2")
+            return
+        if self.is_swift:
+            is_full = self._value("tuner_type", "lora") == "full"
+            self.settings["optim.learning_rate"] = 1e-5 if is_full else 1e-4
+        if self._is_unknown("learning_rate"):
+            self._fill_in("optim.learning_rate", "LEARNING_RATE")
+        elif self._value("learning_rate") is not None:
+            self.settings["optim.learning_rate"] = self._value("learning_rate")
+        self._carried("learning_rate", "optim.learning_rate")
+
+    def _carry_lowest_rate(self, schedule: str) -> None:
+        name, is_min = "optim.min_learning_rate_ratio", schedule == "cosine_with_min_lr"
+        self.settings[name] = 0.0
+        if not self.is_hf:
+            if is_min:
+                self.settings[name] = self._value("min_lr_ratio", 0.1)
+                self._carried("min_lr_ratio", name)
+            self._needless("of cosine_with_min_lr only", *(() if is_min else ("min_lr_ratio",)))
+            return
+        prefix = "lr_scheduler_kwargs."
+        rate = self.settings.get("optim.learning_rate")
+        for key in [key for key in self.given if key.startswith(prefix)]:
+            value = self._value(key)
+            if is_min and key == f"{prefix}min_lr_rate":
+                self.settings[name] = value
+            elif (
+                is_min
+                and key == f"{prefix}min_lr"
+                and isinstance(value, int | float)
+                and isinstance(rate, float)
+            ):
+                self.settings[name] = float(f"{value / rate:.6g}")
+            else:
+                self._record(key, "lacking", "schedules take no other arguments")
+                continue
+            self._carried(key, name)
+        self._needless(
+            "off",
+            *(["lr_scheduler_kwargs"] if is_off(self._value("lr_scheduler_kwargs")) else []),
+        )
+
+    def _carry_warmup(self, schedule: str) -> None:
+        """``warmup_steps`` below 1 is a share of all steps."""
+        keys = ("warmup_steps", "warmup_ratio") if self.is_hf else ("lr_warmup_ratio",)
+        default = 0.0 if self.is_hf else 0.03
+        if any(self._is_unknown(key) for key in keys):
+            self._fill_in("optim.warmup_ratio", "WARMUP_RATIO")
+            return
+        told = {key: self._value(key, default if len(keys) == 1 else None) or 0 for key in keys}
+        if schedule == "constant":
+            self.settings["optim.warmup_ratio"] = 0.0
+            self._needless("a constant schedule has no warm-up there", *keys)
+            return
+        if all(told.values()) and len(keys) == 2:
+            self._record(
+                "warmup_ratio", "lacking", "beside warmup_steps: which holds depends on the release"
+            )
+            told["warmup_ratio"] = 0
+        value = max(told.values())
+        if value >= 1:
+            self.settings["optim.warmup_steps"] = int(value)
+        else:
+            self.settings["optim.warmup_ratio"] = float(value)
+        name = "optim.warmup_steps" if value >= 1 else "optim.warmup_ratio"
+        for key in keys:
+            if key not in self.outcomes:
+                self._carried(key, name)
+
+    # the model's parts
+
+    def carry_adapters(self) -> None:
+        """LoRA: for trl where use_peft says so, for swift unless tuner_type says another, for OpenRLHF by the rank."""
+        if self.is_swift:
+            has, defaults = self._swift_adapters(), (8, 32, 0.05)
+            names = ("lora_rank", "lora_alpha", "lora_dropout")
+            targets, saved = "target_modules", "modules_to_save"
+        elif self.is_hf:
+            has, defaults = bool(self._value("use_peft")), (16, 32, 0.05)
+            names = ("lora_r", "lora_alpha", "lora_dropout")
+            targets, saved = "lora_target_modules", "lora_modules_to_save"
+            self._carried("use_peft", "lora.rank")
+        else:
+            has, defaults = bool(self._value("ds.lora.rank", 0)), (0, 16, 0.0)
+            names = ("ds.lora.rank", "ds.lora.alpha", "ds.lora.dropout")
+            targets, saved = "ds.lora.target_modules", ""
+        others = (targets, "target_regex", saved, "use_rslora", "use_dora")
+        adapter = self._value("adapters")
+        if is_off(adapter):
+            self._needless("off", "adapters")
+        elif not has:
+            self._record(
+                "adapters",
+                "lacking",
+                "an adapter below a model that is trained whole: merge it first",
+            )
+        elif isinstance(adapter, list) and len(adapter) > 1:
+            self._record("adapters", "lacking", "several adapters")
+        else:
+            self.settings["lora.adapter"] = adapter[0] if isinstance(adapter, list) else adapter
+            self._carried("adapters", "lora.adapter")
+            self._needless("the adapter's own settings hold", *names, *others)
+            return
+        if not has:
+            self._needless("no adapters are trained", *names, *others)
+            return
+        taut_names = ("lora.rank", "lora.alpha", "lora.dropout")
+        for key, name, default in zip(names, taut_names, defaults, strict=True):
+            if self._is_unknown(key):
+                self._fill_in(name, name.rpartition(".")[2].upper())
+            else:
+                self.settings[name] = self._value(key, default)
+                self._carried(key, name)
+        for key in ("use_rslora", "use_dora"):
+            if self._value(key):
+                self.settings[f"lora.{key.removeprefix('use_')}"] = True
+                self._carried(key, f"lora.{key.removeprefix('use_')}")
+            else:
+                self._needless("off", key)
+        self._carry_modules(targets, saved)
+
+    def _swift_adapters(self) -> bool:
+        tuner = self._value("tuner_type", "lora")
+        if tuner in ("full", "lora"):
+            self._carried("tuner_type", "lora.rank")
+        return bool(tuner != "full")
+
+    def _carry_modules(self, targets: str, saved: str) -> None:
+        """Which modules are adapted, and which are trained whole."""
+        modules, regex = _names(self._value(targets)), self._value("target_regex")
+        if regex:
+            self.settings["lora.targets"] = [f"/{regex}/"]
+            self._carried("target_regex", "lora.targets")
+            self._needless("target_regex holds", targets)
+        elif self._is_unknown(targets):
+            self._fill_in("lora.targets", "MODULES")
+        elif not modules and self.is_hf and not self.is_swift:
+            config = self.facts.file("config.json") or {}
+            model_type = str(config.get("model_type"))
+            if chosen := load_table().peft_targets.get(model_type):
+                self.settings["lora.targets"] = list(chosen)
+                self.assumed.append(f"peft adapts {', '.join(chosen)} of {model_type} by itself")
+                self._carried(targets, "lora.targets")
+            else:
+                self._record(targets, "lacking", UNKNOWN_TARGETS)
+                self._fill_in("lora.targets", "MODULES")
+        elif modules in ([], ["all-linear"]):
+            adapts_all = self.is_vision is True and not self.is_swift
+            self.settings["lora.targets"] = list(PARTS) if adapts_all else "all-linear"
+            self._carried(targets, "lora.targets")
+            if self.is_vision is None and not self.is_swift:
+                text = "of one that does peft's all-linear adapts the vision tower too"
+                self.assumed.append(f"the model takes no pictures: {text}")
+        elif {"all-linear", "all-embedding", "all-norm", "embed_tokens"} & set(modules):
+            self._record(
+                targets, "lacking", "adapters on all linear modules and on others, or on embeddings"
+            )
+            self._fill_in("lora.targets", "MODULES")
+        else:
+            self.settings["lora.targets"] = modules
+            self._carried(targets, "lora.targets")
+        whole = _names(self._value(saved))
+        if any(name.startswith("all-") for name in whole):
+            self._record(saved, "lacking", "lora.modules_to_save takes names of modules")
+        elif whole:
+            self.settings["lora.modules_to_save"] = whole
+            self._carried(saved, "lora.modules_to_save")
+        else:
+            self._needless("off", saved)
+
+    def carry_tokens(self) -> None:
+        """ms-swift's ``new_special_tokens``: words, or files of them."""
+        words = self._value("new_special_tokens")
+        words = words if isinstance(words, list) else [words]
+        if any(str(word).endswith(".txt") for word in words):
+            self._record("new_special_tokens", "lacking", "name the words of the file: tokens.add")
+        elif not is_off(words):
+            self.settings["tokens.add"] = [str(word) for word in words]
+            self._carried("new_special_tokens", "tokens.add")
+
+    def carry_parts(self) -> None:
+        """What of a vision-language model ms-swift trains, and how fast: of itself the language model alone."""
+        keys = (*FREEZES, *RATES)
+        if not self.is_swift or self.is_vision is False:
+            self._needless("the model takes no pictures", *keys)
+            return
+        has_adapters = "lora.rank" in self.settings or "lora.adapter" in self.settings
+        if self.is_vision is None and not any(key in self.given for key in keys):
+            if not has_adapters:
+                parts = " and ".join(RATES.values())
+                self.assumed.append(
+                    f"the model takes no pictures: of one that does swift freezes {parts}"
+                )
+            return
+        frozen = [part for key, (part, default) in FREEZES.items() if self._value(key, default)]
+        trained = [part for part, _ in FREEZES.values() if part not in frozen]
+        name = "lora.targets" if has_adapters else "freeze"
+        if not has_adapters and frozen:
+            self.settings["freeze"] = frozen
+        elif has_adapters and trained != ["language_model"]:
+            if self.settings.get("lora.targets") == "all-linear":
+                self.settings["lora.targets"] = trained
+            else:
+                for key in FREEZES:
+                    if key in self.given:
+                        self._record(
+                            key,
+                            "lacking",
+                            "parts of the model beside modules by name: lora.targets",
+                        )
+        for key in FREEZES:
+            if key not in self.outcomes:
+                self._carried(key, name)
+        rates = {part: self._value(key) for key, part in RATES.items() if part in trained}
+        if rates := {part: rate for part, rate in rates.items() if rate is not None}:
+            self.settings["optim.rates"] = rates
+        for key, part in RATES.items():
+            if part in trained:
+                self._carried(key, "optim.rates")
+            else:
+                self._needless(f"{part} is frozen", key)
+
+    def carry_precision(self) -> None:
+        """Training in float32 all through; 16 bits are what taut computes in of itself."""
+        weights = self._value("torch_dtype" if self.is_swift else "dtype", "float32")
+        is_mixed = self._value("bf16") is not False or bool(self._value("fp16"))
+        if self.is_swift and self._value("bf16") is None:
+            is_mixed = "torch_dtype" not in self.given
+        if weights == "float32" and not is_mixed:
+            self.settings["dtype"] = "float32"
+            for key in ("bf16", "torch_dtype", "dtype"):
+                self._carried(key, "dtype")
+
+    def carry_distribution(self) -> None:
+        """deepspeed and fsdp: shards are machine, offloading is lacking, what a file says is not read."""
+        known = {
+            "deepspeed": {f"zero{stage}" for stage in range(4)},
+            "fsdp": {"fsdp2", "full_shard", "shard_grad_op", "hybrid_shard", "auto_wrap", "true"},
+        }
+        for key, names in known.items():
+            value = self._value(key)
+            words = (
+                set(str(value).lower().split())
+                if not isinstance(value, list)
+                else set(map(str, value))
+            )
+            if is_off(value) or words <= names:
+                self._record(key, "machine", "taut shards over all processes (FSDP2)")
+            elif "offload" in str(value):
+                self._record(key, "lacking", "weights or optimizer states on the CPU")
+            else:
+                self._record(key, "lacking", "the settings in its file are not read")
+
+    def finish(self) -> Carried:
+        """The outcomes of the options that no topic has read, from the table."""
+        for key, option in self.given.items():
+            if key not in self.outcomes:
+                judged = judge_option(option, self._known())
+                self._record(key, judged.outcome, judged.why, refuses=judged.refuses)
+        settings = {key: value for key, value in self.settings.items() if key not in self.unfilled}
+        return Carried(settings, self.unfilled, tuple(self.outcomes.values()), tuple(self.assumed))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _hub(path: str) -> dict[str, Any]:
+    """A data set of the Hugging Face hub, or a directory."""
+    return {"path": path if "/" in path else f"hf://{path}"}
+
+
+def _present(key: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {key: value}
+
+
+def _swift_source(word: str, uses_hugging_face: bool) -> dict[str, Any] | str:
+    """One of ms-swift's ``dataset`` words (``HF::ID:SUBSET#COUNT``, a file), or why it cannot be named."""
+    name, has_count, count = word.partition("#")
+    if has_count:
+        return f"{count} rows of {name}: write them to a JSONL file"
+    if Path(name).suffix in SUFFIXES:
+        return {"path": name}
+    if name.startswith(("HF::", "hf::")) or (uses_hugging_face and "::" not in name):
+        path, _, subset = name.removeprefix("HF::").removeprefix("hf::").partition(":")
+        return _hub(path) | _present("name", subset or None) | {"split": "train"}
+    return f"{name} of ModelScope: write its rows to a JSONL file"
+
+
+def _names(value: Any) -> list[str]:
+    """Names of modules, without the commas that stand between them in some published commands."""
+    words = value if isinstance(value, list) else [] if is_off(value) else [value]
+    return [name for word in words for name in str(word).replace(",", " ").split()]
+
+
+def _written(value: Any) -> str:
+    """A value as TOML, or as it is where it is a text."""
+    if not isinstance(value, str):
+        return _toml(value)
+    with suppress(tomllib.TOMLDecodeError):
+        tomllib.loads(f"value = {value}")
+        return _toml(value)
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        names = {
+            key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml(key) for key in value
+        }
+        return f"{{{', '.join(f'{names[key]} = {_toml(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(one) for one in value)}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,398 @@
+"""The Scorer: a micro-batch in, the log-probability of each listed target out.
+
+One module owns the backbone and the head. The backbone runs once over the flat tokens with the
+layout as a keyword; ``lm_head`` runs on predictors only, in chunks, and [N, V] never exists:
+
+    z = softcap(scale * (h W^T + b)) / temperature
+    logp = log_softmax(z)[target]        entropy = -sum p log p
+
+log-softmax is taken in at least float32. Two ways through the head:
+
+- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in the forward, three
+  matrix products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
+- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
+
+Where the divergence from a teacher is wanted, the teacher says what it says of the micro-batch before the backbone
+runs, and its share of the head (models/divergence.py) takes the place of both; ``linear_N`` is then [2, N], the
+coefficients of ``logp_N`` and of ``divergence_N``.
+
+Where a scalar is wanted it is the critic's, if there is one (models/critic.py), else that of the model's own scalar
+head; one forward gives it beside the log-probabilities.
+
+The Scorer is the root of sharding; nobody calls inner modules from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from taut.attention.decode import Decoding
+from taut.attention.layout import Layout
+from taut.models.architecture import HeadSpec, head, hidden_of, hidden_states
+from taut.models.critic import Critic, OwnCritic
+from taut.models.heads import scalar, scalar_head
+from taut.models.precision import product_into
+from taut.types import Divergence, Media, Packed, Scores, Wants
+
+MIN_CHUNK_ROWS = 256
+"""Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
+CHUNK_ELEMENTS = 2**24
+"""Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
+
+
+class Lesson(Protocol):
+    """What a teacher says of a micro-batch."""
+
+    def score(
+        self, hidden_ND: Tensor, target_N: Tensor, spec: HeadSpec, linear_2N: Tensor | None
+    ) -> Scores:
+        """What the student's head says, ``divergence_N`` included; with ``linear_2N``, the way to the gradient."""
+
+
+class Teacher(Protocol):
+    """What a student is compared with. No module, so that it is neither trained nor sharded nor saved."""
+
+    def lesson(self, packed: Packed, how: Divergence) -> Lesson:
+        """What it says of a micro-batch, without gradient."""
+
+
+class Scorer(nn.Module):
+    """Scores micro-batches with a Hugging Face causal language model loaded with a taut
+    attention.
+    """
+
+    def __init__(
+        self, model: nn.Module, teacher: Teacher | None = None, critic: Critic | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.teacher = teacher
+        self.critic = critic
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward(
+        self,
+        packed: Packed,
+        linear_N: Tensor | None = None,
+        wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
+    ) -> Scores:
+        """Scores of the N listed targets and the R reads; see the module docstring for ``linear_N``."""
+        lesson = None
+        if wants.divergence is not None:
+            assert self.teacher is not None, "a divergence is wanted, and there is no teacher"
+            lesson = self.teacher.lesson(packed, wants.divergence)
+        scalar_R, critic = None, self.critic
+        if wants.scalar and isinstance(critic, OwnCritic):
+            scalar_R = critic(packed)
+            if not wants.logp:
+                return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
+        packed, hidden_TD = self.hidden(packed)
+        if wants.scalar and scalar_R is None:
+            read_RD = hidden_TD.index_select(0, packed.read_R)
+            read = partial(scalar, spec=scalar_head(self.model)) if critic is None else critic
+            scalar_R = read(read_RD)
+        if not wants.logp:
+            return Scores(hidden_TD.new_empty(0), scalar_R=scalar_R)
+        hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
+        if linear_N is not None:
+            linear_N = linear_N.to(self.device)
+        spec = replace(head(self.model), temperature=wants.temperature)
+        if lesson is not None:
+            assert not wants.entropy, "entropy is not computed beside a divergence"
+            scores = lesson.score(hidden_ND, packed.target_N, spec, linear_N)
+        else:
+            scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
+        return scores._replace(scalar_R=scalar_R)
+
+    def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
+        """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
+        return hidden_of(self.model, packed)
+
+    def next_logits(
+        self,
+        ids_T: Tensor,
+        position_ids: Tensor,
+        layout: Layout | Decoding,
+        read_R: Tensor,
+        media: Sequence[Media] = (),
+    ) -> Tensor:
+        """Logits [R, V] of what follows each token in ``read_R``, in at least float32: an engine's
+        way in. ``media``: the pictures among the tokens.
+        """
+        device = self.device
+        ids_T, position_ids = ids_T.to(device), position_ids.to(device)
+        hidden_TD = hidden_states(self.model, ids_T, position_ids, layout, media)
+        return head(self.model).logits(hidden_TD.index_select(0, read_R.to(device)))
+
+
+def score_hidden(
+    hidden_ND: Tensor,
+    target_N: Tensor,
+    spec: HeadSpec,
+    linear_N: Tensor | None = None,
+    with_entropy: bool = False,
+) -> Scores:
+    """The head alone: hidden states of the predictors -> scores of the targets."""
+    rows = None if spec.rows is None else spec.rows.weight_RD
+    inputs = (hidden_ND, spec.weight, spec.bias, rows)
+    if linear_N is None:
+        logp_N, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
+            *inputs, _Asked(spec, target_N, with_entropy=with_entropy)
+        )
+        return Scores(logp_N, entropy_N if with_entropy else None)
+    assert not with_entropy, "entropy is not computed where the gradient is formed in the forward"
+    total, logp_N = LinearHead.apply(  # type: ignore[no-untyped-call]
+        *inputs, _Asked(spec, target_N, linear_N)
+    )
+    return Scores(logp_N, linear_sum=total)
+
+
+class _Asked(NamedTuple):
+    """What is asked of the head, nothing of which has a gradient."""
+
+    spec: HeadSpec
+    target_N: Tensor
+    linear_N: Tensor | None = None
+    with_entropy: bool = False
+
+
+class Chunks:
+    """The arithmetic of the head on a chunk of rows, shared by both ways through it."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        trained: Tensor | None,
+        spec: HeadSpec,
+    ) -> None:
+        device_type = hidden.device.type
+        is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
+        self.dtype = torch.get_autocast_dtype(device_type) if is_autocast else weight.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
+        self.bias, self.spec = bias, spec
+        self.trained = None if trained is None else trained.to(self.dtype)
+        self.index = None if spec.rows is None else spec.rows.index_R
+        self.num_rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
+        shape = (min(self.num_rows, hidden.shape[0]), weight.shape[0])
+        # Written anew by each chunk: fresh memory of this size costs more than what is computed in it.
+        self._logits = hidden.new_empty(shape, dtype=self.wide)
+        self._log_probs = torch.empty_like(self._logits)
+        self.slices = self.slices_of(self.num_rows)
+
+    def slices_of(self, num_rows: int | None) -> list[slice]:
+        """The chunks where they may have at most so many rows."""
+        rows = min(self.num_rows, num_rows or self.num_rows)
+        return [slice(at, at + rows) for at in range(0, max(1, self.hidden.shape[0]), rows)]
+
+    def logits(self, rows: slice) -> Tensor:
+        """[rows, V] after bias, scale and softcap; valid until the next chunk's."""
+        hidden = self.hidden[rows]
+        z = self._logits[: hidden.shape[0]]
+        if self.dtype == self.wide:
+            product_into(z, hidden, self.weight)
+        else:
+            z.copy_(hidden @ self.weight.T)
+        if self.trained is not None:
+            z[:, self.index] = (hidden @ self.trained.T).to(self.wide)
+        if self.bias is not None:
+            z += self.bias
+        if self.spec.scale != 1.0:
+            z *= self.spec.scale
+        if self.spec.softcap is not None:
+            z = torch.tanh_(z.div_(self.spec.softcap)).mul_(self.spec.softcap)
+        if self.spec.temperature != 1.0:
+            z /= self.spec.temperature
+        return z
+
+    def log_probs(self, z: Tensor) -> Tensor:
+        """log_softmax of the logits, [rows, V]; valid until the next chunk's."""
+        return torch.log_softmax(z, dim=-1, out=self._log_probs[: z.shape[0]])
+
+    def to_raw(self, grad: Tensor, z: Tensor) -> Tensor:
+        """The gradient with respect to ``h W^T + b`` from the one with respect to the logits
+        ``z``; in place.
+        """
+        warmth = self.spec.temperature
+        if self.spec.softcap is not None:
+            grad.mul_(1 - (z * (warmth / self.spec.softcap)) ** 2)
+        factor = self.spec.scale / warmth
+        return grad.mul_(factor) if factor != 1.0 else grad
+
+
+class Sums:
+    """Gradients of hidden, weight, bias and the rows that train by themselves, accumulated over chunks; only those
+    that are needed.
+    """
+
+    def __init__(self, chunks: Chunks, needs: tuple[bool, ...], weight: Tensor) -> None:
+        wide = chunks.wide
+        self.chunks = chunks
+        self.hidden = torch.empty_like(chunks.hidden) if needs[0] else None
+        self.weight = torch.empty_like(weight, dtype=wide) if needs[1] else None
+        self.is_first = True
+        self.bias = None
+        if chunks.bias is not None and needs[2]:
+            self.bias = torch.zeros_like(chunks.bias, dtype=wide)
+        self.trained = None
+        if chunks.trained is not None:
+            self.trained = torch.zeros_like(chunks.trained, dtype=wide)
+
+    def like(
+        self, hidden: Tensor, weight: Tensor, trained: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """All of them, in the dtypes of what they are the gradients of."""
+        return (
+            _cast(self.hidden, hidden),
+            _cast(self.weight, weight),
+            self.bias,
+            _cast(self.trained, trained),
+        )
+
+    def add(self, rows: slice, grad: Tensor) -> None:
+        """``grad`` [rows, V]: gradient with respect to h W^T + b; it is used up."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        narrow = grad.to(self.chunks.dtype)
+        apart, trained = self._take_trained(narrow, rows), self.chunks.trained
+        if self.hidden is not None:
+            product_into(self.hidden[rows], narrow, self.chunks.weight.T)
+            if apart is not None and trained is not None:
+                self.hidden[rows] += apart @ trained
+        if self.weight is not None:
+            self._add_weight(narrow, self.chunks.hidden[rows])
+        self.is_first = False
+
+    def _take_trained(self, grad: Tensor, rows: slice) -> Tensor | None:
+        """The columns of ``grad`` that belong to the rows that train by themselves; what is left has zeros there."""
+        if self.trained is None:
+            return None
+        index = self.chunks.index
+        assert index is not None
+        apart = grad.index_select(1, index)
+        self.trained += apart.T @ self.chunks.hidden[rows]
+        grad.index_fill_(1, index, 0.0)
+        return apart
+
+    def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
+        """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
+        assert self.weight is not None
+        if grad.dtype != self.weight.dtype:
+            product = grad.T @ hidden
+            self.weight.copy_(product) if self.is_first else self.weight.add_(product)
+        elif self.is_first:
+            torch.mm(grad.T, hidden, out=self.weight)
+        else:
+            self.weight.addmm_(grad.T, hidden)
+
+
+class _Head(torch.autograd.Function):
+    """logp and entropy of the targets; the logits are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        trained: Tensor | None,
+        asked: _Asked,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
+        target, with_entropy = asked.target_N, asked.with_entropy
+        logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
+        entropy = torch.zeros_like(logp)
+        for rows in chunks.slices:
+            every = chunks.log_probs(chunks.logits(rows))
+            logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+            if with_entropy:
+                entropy[rows] = -(every.exp() * every).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, trained, entropy)
+        ctx.asked, ctx.dtype = asked, chunks.dtype
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, trained, entropy = ctx.saved_tensors
+        target = ctx.asked.target_N
+        grad_logp, grad_entropy = grads
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(entropy)
+        is_narrow = ctx.dtype != weight.dtype
+        with torch.autocast(
+            hidden.device.type,
+            dtype=ctx.dtype if is_narrow else None,
+            enabled=is_narrow,
+        ):
+            chunks = Chunks(hidden, weight, bias, trained, ctx.asked.spec)
+        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
+        for rows in chunks.slices:
+            z = chunks.logits(rows)
+            every = chunks.log_probs(z)
+            share = grad_logp[rows, None].to(every.dtype)
+            if grad_entropy is None:
+                grad = every.exp_().mul_(-share)
+            else:
+                p = every.exp()
+                grad = -share * p
+                grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
+            grad.scatter_add_(1, target[rows, None], share)
+            sums.add(rows, chunks.to_raw(grad, z))
+        return (*sums.like(hidden, weight, trained), None)
+
+
+class LinearHead(torch.autograd.Function):
+    """sum of linear_N * logp_N, with its gradient formed in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        trained: Tensor | None,
+        asked: _Asked,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
+        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
+        assert asked.linear_N is not None
+        target, linear = asked.target_N, asked.linear_N.to(chunks.wide)
+        logp = torch.empty_like(linear)
+        for rows in chunks.slices:
+            z = chunks.logits(rows)
+            every = chunks.log_probs(z)
+            logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+            share = linear[rows, None]
+            grad = every.exp_().mul_(-share)
+            grad.scatter_add_(1, target[rows, None], share)
+            sums.add(rows, chunks.to_raw(grad, z))
+        ctx.save_for_backward(*sums.like(hidden, weight, trained))
+        ctx.mark_non_differentiable(logp)
+        return (linear * logp).sum(), logp
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grads[0]
+        is_one = factor.device.type == "cpu" and float(factor) == 1.0  # no pass over [V, D] for it
+        scaled = [
+            grad if grad is None or is_one else grad.mul_(factor) for grad in ctx.saved_tensors
+        ]
+        return (*scaled, None)
+
+
+def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if grad is None or like is None else grad.to(like.dtype)

@@ -1,0 +1,349 @@
+"""Seconds of a step: measured on a few layers of the model's own shape, or from a GPU's data sheet.
+
+    seconds = sum over micro-batches (a * F + b + c * N)  +  d * P
+
+F: floating-point operations of the layers on the micro-batch (``anatomy.flops``: tokens and visible pairs; once more
+forward where layers are computed again), N its targets, P the parameters that train. ``calibrate`` measures a on
+PROBED layers with random weights and a small vocabulary, b and c on the embedding and the chunked head alone, at two
+numbers of targets, d on an update of those layers; so no time is ever fitted to a whole model.
+
+For a GPU that is not here (``GPUS``) a micro-batch takes the longest of
+
+    (F + F_head) / (UTILISATION * peak)                         its products
+    (WEIGHT_BYTES * weights + 4 * P) / bandwidth                every weight cast and read, every gradient written
+    operators * LAUNCH                                          each operator dispatched
+
+so that a small micro-batch is not put at nothing. With it go AdamW's 28 bytes a parameter at the memory's bandwidth,
+and what FSDP sends at the link's (float32 weights gathered for forward and backward, gradients scattered, once a
+micro-batch), as far as it takes longer than computing. None of it was measured, and the source that is printed with the
+number says so.
+
+Imports build and below. The package and its command import it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from taut.attention.layout import Layout
+from taut.losses.supervised import CrossEntropy
+from taut.models import architecture
+from taut.models.load import quiet_library
+from taut.models.precision import backward_context, compute_context
+from taut.models.scorer import Scorer, score_hidden
+from taut.plan.tracing import (
+    Kernels,
+    Traced,
+    adapted,
+    passes_of,
+    period,
+    planned_model,
+    with_layers,
+)
+from taut.run.config import Run
+from taut.train.optim import build_optimizer
+from taut.types import Packed
+
+Clock = Callable[[], float]
+
+PROBED = 4
+"""Layers that are timed; more where their types come round more slowly."""
+SMALL_VOCABULARY = 1024
+FEW = 8
+"""Targets of the smaller head that is timed."""
+REPEATS = 3
+UTILISATION = 0.4
+"""Part of a GPU's dense peak that a training step is put at. A guess until measured."""
+ADAMW_BYTES = 28
+"""Read and written by an update, per parameter: weight, gradient and two moments read, all but the gradient written."""
+
+WEIGHT_BYTES = 10
+"""Moved per weight by a micro-batch: read in float32, its bf16 copy written, and read forward and backward."""
+LAUNCH = 5e-6
+"""Seconds an operator takes at least: the library's Python, torch's dispatcher, the launch of a kernel. A guess until
+measured."""
+
+
+class Gpu(NamedTuple):
+    """A GPU by its data sheet."""
+
+    gib: float
+    tflops: float
+    """Dense bf16 peak."""
+    gb_per_second: float
+    """Of its memory."""
+    link_gb_per_second: float
+    """To the other GPUs of its machine, one way."""
+
+
+GPUS = {
+    "A100-40GB": Gpu(40, 312, 1555, 300),
+    "A100-80GB": Gpu(80, 312, 2039, 300),
+    "H100": Gpu(80, 989, 3350, 450),
+    "H200": Gpu(141, 989, 4800, 450),
+    "B200": Gpu(180, 2250, 8000, 900),
+    "L4": Gpu(24, 121, 300, 32),
+    "L40S": Gpu(48, 362, 864, 32),
+    "RTX4090": Gpu(24, 165, 1008, 32),
+}
+"""Vendors' figures (SXM where there is one). No more than that: none was measured for this table."""
+
+
+class Work(NamedTuple):
+    """What a micro-batch makes a model do."""
+
+    tokens: int
+    pairs: int
+    window_pairs: int
+    targets: int
+
+    def layers(self, flops: architecture.Flops) -> float:
+        """Floating-point operations of all layers."""
+        attention = flops.per_pair * self.pairs + flops.per_window_pair * self.window_pairs
+        return flops.per_token * self.tokens + attention
+
+
+def work_of(packed: Packed, window: int | None) -> Work:
+    """What a micro-batch makes a model with this sliding window do."""
+    layout = Layout(packed.reach_T.numpy())
+    return Work(packed.num_tokens, layout.num_pairs(), layout.num_pairs(window), packed.num_targets)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One optimizer step."""
+
+    compute: float
+    update: float
+    communication: float = 0.0
+    source: str = "measured here on a few layers"
+
+    @property
+    def total(self) -> float:
+        """Communication counts as far as computing does not hide it."""
+        return max(self.compute, self.communication) + self.update
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured on this machine: the a, b, c and d of the equation."""
+
+    per_flop: float
+    per_microbatch: float
+    per_target: float
+    per_parameter: float
+
+    def seconds(self, traced: Traced, works: Sequence[Work], *, recomputes: bool) -> Seconds:
+        """A step of these micro-batches on one rank."""
+        compute = sum(
+            self.per_flop * _layers(traced, work, recomputes=recomputes)
+            + self.per_microbatch
+            + self.per_target * work.targets
+            for work in works
+        )
+        return Seconds(compute, self.per_parameter * traced.num_trained)
+
+
+def from_data_sheet(
+    name: str, traced: Traced, works: Sequence[Work], num_ranks: int, *, recomputes: bool
+) -> Seconds:
+    """A step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
+    gpu = GPUS[name]
+    speed, bandwidth = UTILISATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
+    moved = WEIGHT_BYTES * traced.num_parameters + 4 * traced.num_trained
+    least = max(moved / bandwidth, LAUNCH * traced.operators * (1 + traced.passes / 3))
+    products = [
+        _layers(traced, work, recomputes=recomputes) + traced.head_flops * work.targets
+        for work in works
+    ]
+    sent = len(works) * (num_ranks - 1) / num_ranks * (2 * traced.weights.all + traced.trained.all)
+    return Seconds(
+        compute=sum(max(flops / speed, least) for flops in products),
+        update=ADAMW_BYTES * traced.num_trained / num_ranks / bandwidth,
+        communication=sent / (gpu.link_gb_per_second * 1e9),
+        source=(
+            f"{name}: {UTILISATION:.0%} of its peak and {LAUNCH * 1e6:g} us an operator are assumed, not measured"
+        ),
+    )
+
+
+def _layers(traced: Traced, work: Work, *, recomputes: bool) -> float:
+    """Operations of the layers, those of further forwards included: one that computes again, a reference's, a
+    statistic's. Another model as the reference is taken to be of this one's size.
+    """
+    again = _again(traced.num_trained > traced.num_parameters / 2)
+    return work.layers(traced.flops) * (1 + again * (recomputes + traced.passes))
+
+
+def _again(is_full: bool) -> float:
+    """A forward, as a part of all products: of three where the weights train, of two where adapters do."""
+    return 1 / 3 if is_full else 1 / 2
+
+
+def calibrate(
+    run: Run,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    packed: Packed,
+    device: torch.device,
+    clock: Clock = time.perf_counter,
+) -> Rates:
+    """Measure this machine with a micro-batch like those of the run."""
+    fastest = partial(_fastest, device=device, clock=clock)
+    per_flop, per_parameter = _time_layers(run, config, kernels, packed, fastest)
+    few, many = (
+        fastest(_head_step(run, config, kernels, packed.to(device), number))
+        for number in (FEW, packed.num_targets)
+    )
+    per_target = max(0.0, (many - few) / max(1, packed.num_targets - FEW))
+    return Rates(per_flop, few, per_target, per_parameter)
+
+
+def _time_layers(
+    run: Run,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    packed: Packed,
+    fastest: Callable[[Callable[[], None]], float],
+) -> tuple[float, float]:
+    """Seconds per operation of the layers, and per parameter of an update."""
+    device = fastest.keywords["device"] if isinstance(fastest, partial) else torch.device("cpu")
+    model = adapted(run, _random_model(run, _shortened(run, config, kernels), kernels, device))
+    flops, scorer, small = architecture.flops(model), Scorer(model), _with_few_targets(packed)
+    seconds = fastest(lambda: _step(scorer, small, kernels.dtype))
+    done = work_of(small, flops.window).layers(flops)
+    optimizer = build_optimizer(scorer, run.optim_in_force)
+    trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
+    is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
+    done *= 1 + _again(is_full) * run.activation_checkpointing
+    return seconds / done, fastest(lambda: _update(optimizer)) / trained
+
+
+def _with_few_targets(packed: Packed) -> Packed:
+    """The micro-batch with hardly a head, in a small vocabulary; where nothing is predicted, with one target."""
+    number = min(FEW, packed.num_targets)
+    listed = torch.zeros(1, dtype=torch.int64) if not number else None
+    return replace(
+        packed,
+        ids_T=packed.ids_T % SMALL_VOCABULARY,
+        target_N=packed.target_N[:number] % SMALL_VOCABULARY if listed is None else listed,
+        predictor_N=packed.predictor_N[:number] if listed is None else listed,
+        weight_N=packed.weight_N[:number] if listed is None else listed.double() + 1,
+        row_N=packed.row_N[:number] if listed is None else listed,
+    )
+
+
+def _shortened(run: Run, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
+    """The configuration with a few layers, one round of their kinds at least, and a small vocabulary."""
+    model = planned_model(run, config, kernels)
+    every, count = period(model), len(architecture.layers(model))
+    short = with_layers(config, min(count, every * -(-PROBED // every)))
+    text: Any = short.get_text_config()
+    text.vocab_size = SMALL_VOCABULARY
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    return short
+
+
+def _random_model(
+    run: Run, config: PreTrainedConfig, kernels: Kernels, device: torch.device
+) -> Any:
+    wide = torch.float64 if kernels.dtype == torch.float64 else torch.float32
+    build: Any = AutoModelForCausalLM.from_config
+    with quiet_library(), device:
+        return build(
+            config,
+            dtype=wide,
+            attn_implementation=kernels.attention,
+            trust_remote_code=run.trust_remote_code,
+        )
+
+
+def _step(scorer: Scorer, packed: Packed, dtype: torch.dtype) -> None:
+    linear_N = CrossEntropy().linear_weights(packed)["cross_entropy"]
+    with compute_context(dtype, scorer.device):
+        total = scorer(packed, linear_N).linear_sum
+    with backward_context(dtype):
+        total.backward()
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def _head_step(
+    run: Run,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    packed: Packed,
+    num_targets: int,
+) -> Callable[[], None]:
+    """Embedding and head alone, on the first targets of a micro-batch: a forward and a backward."""
+    device = packed.ids_T.device
+    model = planned_model(run, config, kernels)
+    if not architecture.has_head(model):
+        return partial(_embedding_step, model, packed)
+    passes, is_linear = passes_of(run), run.objective.loss.linear_weights(packed) is not None
+    planned, table = (
+        architecture.head(model),
+        architecture.stored_table(architecture.embedding(model)),
+    )
+    assert table is not None
+    dtype, is_tied = planned.weight.dtype, architecture.is_tied(model)
+    shape, trains = planned.weight.shape, (planned.weight.requires_grad, table.requires_grad)
+    weight = nn.Parameter(torch.randn(shape, dtype=dtype, device=device) * 0.02, trains[0])
+    embedding = (
+        weight if is_tied else nn.Parameter(torch.zeros_like(weight), requires_grad=trains[1])
+    )
+    spec = replace(planned, weight=weight, bias=None, rows=None)
+    ids_T, listed = packed.ids_T, slice(num_targets)
+    predictor_N, target_N = packed.predictor_N[listed], packed.target_N[listed]
+    weight_N = packed.weight_N[listed]
+
+    def act() -> None:
+        for parameter in (weight, embedding):
+            parameter.grad = None
+        hidden_TD = nn.functional.embedding(ids_T, embedding)
+        if not hidden_TD.requires_grad:
+            hidden_TD.requires_grad_()
+        with compute_context(kernels.dtype, device):
+            hidden_ND = hidden_TD.index_select(0, predictor_N)
+            with torch.no_grad():
+                for _ in range(passes):
+                    score_hidden(hidden_ND, target_N, spec)
+            scores = score_hidden(hidden_ND, target_N, spec, weight_N if is_linear else None)
+            total = scores.logp_N.sum() if scores.linear_sum is None else scores.linear_sum
+        with backward_context(kernels.dtype):
+            total.backward()  # type: ignore[no-untyped-call]
+
+    return act
+
+
+def _embedding_step(model: nn.Module, packed: Packed) -> None:
+    """The same without a head: a scalar one is next to nothing."""
+    table = architecture.stored_table(architecture.embedding(model))
+    assert table is not None
+    weight = torch.zeros_like(table, device=packed.ids_T.device).requires_grad_()
+    nn.functional.embedding(packed.ids_T, weight).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _fastest(act: Callable[[], None], *, device: torch.device, clock: Clock) -> float:
+    """Seconds of the fastest of a few times, after one that is not counted."""
+    times = []
+    for _ in range(1 + REPEATS):
+        began = clock()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock() - began)
+    return min(times[1:])

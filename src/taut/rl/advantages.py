@@ -1,0 +1,540 @@
+"""What becomes of judged paths: the trees that are trained on, with what each token is given credit for.
+
+    PolicyCredit  every token its advantage: policy gradients (online/policy_credit.py)
+    Pairs         the best and the worst answer of a group, as a preference: online DPO (arXiv 2402.04792)
+    Best          the best answers of a group, to be learned as they are: rejection sampling (RAFT, arXiv 2304.06767)
+    All           every answer as it is: a teacher says what of it is right (GKD, arXiv 2306.13649)
+
+Wiring: the maths is in losses. What was sampled is trained on token for token.
+
+May import losses, rollout and its neighbours. online.method calls it, training.py makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from taut.config import configclass
+from taut.errors import CheckFailed, ConfigError
+from taut.losses import Loss, policy
+from taut.losses import advantages as shaping
+from taut.losses.advantages import Estimator, Scale, are_alike, gae, whiten
+from taut.rewards.panel import Verdict
+from taut.rl.buffer_state import as_tuple
+from taut.rl.rollout import POLICY, REFERENCE, VALUE, Asked, Group, Said, sample_of
+from taut.rl.sampler import Episode
+from taut.types import FloatArray, Sample, Tree
+
+
+@configclass
+class BestOfNConfig:
+    """Which answers are learned."""
+
+    keep: Annotated[int, Field(ge=1)] = 1
+    """How many of a prompt's answers, the best first."""
+    at_least: float | None = None
+    """The reward an answer must have to be learned; None: any."""
+    overlong: Literal["drop", "keep"] = "drop"
+    """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
+    to run on where one is chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rewarded:
+    """An episode with a reward."""
+
+    name: str
+    """Unique in a run."""
+    group: int
+    """Unique in a roll-out."""
+    episode: Episode
+    verdict: Verdict
+    reward: float
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it did not end by itself."""
+        return self.episode.finish_reason == "length"
+
+    @property
+    def version(self) -> int:
+        """The oldest weights it was drawn from."""
+        return int(self.episode.version_N.min())
+
+
+def paths_of(groups: Sequence[Group], phase: int) -> list[Rewarded]:
+    """The paths of a roll-out that have a reward."""
+    found = []
+    for number, group in enumerate(groups):
+        for episode, verdict in group.judged:
+            assert verdict.total is not None
+            name = f"{episode.row.id}#{episode.index} of roll-out {phase + 1}"
+            found.append(Rewarded(name, number, episode, verdict, verdict.total))
+    return found
+
+
+class Credited(NamedTuple):
+    """What has come of a roll-out."""
+
+    trees: list[Tree]
+    with_signal: list[tuple[int, Tree]]
+    """Those from which something is learned, each with the version of the oldest weights it was drawn from."""
+    metrics: dict[str, float]
+    advantages: Mapping[str, FloatArray]
+    """Of each path that is learned from."""
+    learned: Any = None
+    """For ``Credit.learn``."""
+    num_told_apart: int | None = None
+    """Groups of which rewards say something; None: of those with a signal alone."""
+
+    @property
+    def num_groups_with_signal(self) -> int:
+        """Groups of whose rewards something is learned."""
+        return len(self.with_signal) if self.num_told_apart is None else self.num_told_apart
+
+
+class Credit:
+    """The base of all kinds."""
+
+    asked = Asked(policy=False, values=False, temperature=1.0)
+    good = 1.0
+    """A reward that something is learned from, where another answer has 1 less."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def bare(self, paths: Sequence[Rewarded]) -> list[Tree]:
+        """The paths, a tree for each group, as the models that score them see them."""
+        reads = {"has_reads": self.asked.values, "has_bootstrap": self.asked.bootstrap}
+        return _trees([(p.group, sample_of(p.episode, p.name, **reads)) for p in paths])
+
+    needs_one = False
+    """Whether there is nothing to train on without a group that is useful."""
+
+    def is_useful(self, group: Group) -> bool:
+        """Whether anything can be learned from a group: its rewards differ."""
+        return group.has_signal
+
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+        """What is trained on."""
+        raise NotImplementedError
+
+    def learn(self, given: Credited) -> None:
+        """Take in what a roll-out has taught the controllers."""
+
+    remembered: ClassVar[Any] = None
+    """The type of what ``remember`` returns."""
+
+    def remember(self) -> Any:
+        """The state of the controllers, as JSON-able values."""
+        return None
+
+    def recall(self, remembered: Any) -> None:
+        """Take it back."""
+
+
+class Pairs(Credit):
+    """Online preferences: of each group the best answer and the worst."""
+
+    needs_one = True
+
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+        made = []
+        for group in _groups(paths).values():
+            best, worst = max(group, key=_reward), min(group, key=_reward)
+            if best.reward > worst.reward:
+                made += [(one, _preferred(one)) for one in (best, worst)]
+        if not made:
+            raise CheckFailed(
+                "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
+                "expected rewards that differ; set rollout.refills, or take easier or harder prompts"
+            )
+        return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
+
+
+class Best(Credit):
+    """Rejection sampling: of each group the best answers that are good enough and, unless cut ones are kept, whole."""
+
+    needs_one = True
+
+    def __init__(self, loss: Loss, config: BestOfNConfig) -> None:
+        super().__init__(loss)
+        self.config = config
+        self.good = max(self.good, config.at_least or 0.0)
+
+    def is_useful(self, group: Group) -> bool:
+        return any(
+            said.total is not None and self._may_be_learned(one, said.total)
+            for one, said in group.judged
+        )
+
+    def _may_be_learned(self, episode: Episode, reward: float) -> bool:
+        is_whole = episode.finish_reason != "length" or self.config.overlong == "keep"
+        return is_whole and (self.config.at_least is None or reward >= self.config.at_least)
+
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+        made = []
+        for group in _groups(paths).values():
+            good = [one for one in group if self._may_be_learned(one.episode, one.reward)]
+            chosen = sorted(good, key=lambda one: -one.reward)[: self.config.keep]
+            made += [(one, sample_of(one.episode, one.name, has_reads=False)) for one in chosen]
+        if not made:
+            raise CheckFailed(self._nothing(paths))
+        kept = float(np.mean([path.reward for path, _ in made]))
+        return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
+
+    def _nothing(self, paths: Sequence[Rewarded]) -> str:
+        """Why no answer of a roll-out can be learned."""
+        whole = [path for path in paths if not path.is_cut]
+        if not whole and self.config.overlong == "drop":
+            return (
+                f"all {len(paths)} completions of a roll-out were cut, and best_of_n.overlong=drop leaves those out; "
+                "expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
+            )
+        best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
+        return (
+            f"no answer of a roll-out has a reward of best_of_n.at_least={self.config.at_least:g}; the best has "
+            f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
+        )
+
+
+class All(Credit):
+    """Every answer as it is."""
+
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+        made = [(path, sample_of(path.episode, path.name, has_reads=False)) for path in paths]
+        return credited(made, {}, {})
+
+
+def credited(
+    made: Sequence[tuple[Rewarded, Sample]],
+    metrics: dict[str, float],
+    advantages: Mapping[str, FloatArray],
+    *,
+    is_atom: bool = False,
+) -> Credited:
+    """Samples as trees, one a group. A tree whose advantages are all 0 has no signal."""
+    trees = _trees([(path.group, sample) for path, sample in made], is_atom=is_atom)
+    versions: dict[int, int] = {}
+    for path, _ in made:
+        versions[path.group] = min(path.version, versions.get(path.group, path.version))
+    with_signal = [
+        (version, tree)
+        for version, tree in zip(versions.values(), trees, strict=True)
+        if any(bool(s.streams.get("advantage_N", np.ones(1)).any()) for s in tree.samples)
+    ]
+    return Credited(trees, with_signal, metrics, advantages)
+
+
+def _trees(made: Sequence[tuple[int, Sample]], *, is_atom: bool = False) -> list[Tree]:
+    by_group: dict[int, list[Sample]] = {}
+    for group, sample in made:
+        by_group.setdefault(group, []).append(sample)
+    return [Tree(tuple(samples), is_atom) for samples in by_group.values()]
+
+
+def _groups(paths: Sequence[Rewarded]) -> dict[int, list[Rewarded]]:
+    found: dict[int, list[Rewarded]] = {}
+    for path in paths:
+        found.setdefault(path.group, []).append(path)
+    return found
+
+
+def _preferred(path: Rewarded) -> Sample:
+    values = {"preference": path.reward, "margin": path.reward}
+    return replace(sample_of(path.episode, path.name, has_reads=False), values=values)
+
+
+def _reward(path: Rewarded) -> float:
+    return path.reward
+
+
+# --------------------------------------------------------------------------------------------------
+# Credit by policy gradients: every sampled token gets its advantage, by groups or by a critic.
+#
+#     reward of a path    what rewards say, shaped (``ShapingConfig``)
+#     penalty of a token  -coef * (log pi - log ref), the divergence from the reference (losses/kl.py), where asked for
+#     advantage           from both (losses/advantages.py): of a path compared with its group, or of a token by the
+#                         values of a critic
+#
+# With a critic, what an environment's step gives belongs to the last sampled token of the turn that it answers, and
+# the rest of a path's reward (what judges the path as a whole, and shaping) to its last token. The state after the
+# last token is worth 0, whether the path ended or was cut: the reward already judges the cut answer. TRL's
+# PPOTrainer, verl (compute_gae_advantage_return) and OpenRLHF (get_advantages_and_returns) do the same. With
+# ``Gae.bootstraps_cut`` a cut path is instead treated as a path that goes on: the critic's value of the state after
+# its last token takes the place of that rest. Rewards of turns and penalties per token stay, because they were given
+# for what was sampled.
+#
+# May import losses, config and online.credit. training.py makes it.
+
+VALUE_RANGE = (0.05, 0.95)
+"""Quantiles of a critic's values over the states of a roll-out: ``value_low`` and ``value_high``."""
+
+
+@configclass
+class ShapingConfig:
+    """What is done to rewards before they are compared; in this order."""
+
+    missing_stop: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off the reward of a completion that was cut before its end."""
+    soft_overlong: Annotated[int, Field(ge=1)] | None = None
+    """So many tokens before the limit a penalty begins, and falls to -1 there (DAPO). The limit is
+    rollout.max_new_tokens; of an environment, whose paths have several turns, rollout.environment.max_tokens."""
+    length_cost: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off for a completion as long as that limit; in proportion for shorter ones."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Rewards are held between minus this and this."""
+    scale: Literal["none", "batch", "running"] = "none"
+    """Divide rewards by their standard deviation: of the roll-out, or of all so far."""
+    overlong: Literal["keep", "drop"] = "keep"
+    """drop: completions that were cut are compared with the others, and not learned from (DAPO's overlong filter)."""
+
+    def require_room(self, limit: int) -> None:
+        """Raise ConfigError where the margin is longer than the completions."""
+        if self.soft_overlong is not None and self.soft_overlong > limit:
+            raise ConfigError(
+                f"shaping.soft_overlong={self.soft_overlong} is longer than a completion may be, {limit} tokens; "
+                "expected the part of it in which the penalty grows; lower it"
+            )
+
+
+class Gae(NamedTuple):
+    """How a critic's values become advantages."""
+
+    gamma: float
+    lam: float
+    is_whitened: bool
+    bootstraps_cut: bool = False
+    """A cut path gets the critic's value of the state after its last token in place of the path's reward."""
+
+
+class KlPenalty(NamedTuple):
+    """The divergence from the reference as a part of the reward."""
+
+    coef: float
+    target: float | None = None
+    """What an adaptive coefficient aims at, in nats a token; None: it stays."""
+
+
+class _Learned(NamedTuple):
+    scale: Scale
+    coef: float
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How rewards become advantages."""
+
+    estimate: Estimator | Gae
+    shaping: ShapingConfig
+    limit: int
+    """Tokens that a path may have beyond its prompt."""
+    temperature: float
+    has_old: bool
+    """Whether the trainer's own log-probs at the start are a stream: more than one step trains on a roll-out."""
+    penalty: KlPenalty | None = None
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(
+            policy=self.has_old or self.penalty is not None,
+            values=isinstance(self.estimate, Gae),
+            temperature=self.temperature,
+            bootstrap=isinstance(self.estimate, Gae) and self.estimate.bootstraps_cut,
+        )
+
+
+class PolicyCreditState(TypedDict):
+    """What PolicyCredit remembers."""
+
+    scale: Annotated[tuple[int, float, float], BeforeValidator(as_tuple)]
+    coef: float
+
+
+class PolicyCredit(Credit):
+    """Policy gradients."""
+
+    def __init__(self, loss: Loss, ways: Ways) -> None:
+        super().__init__(loss)
+        self.ways, self.asked = ways, ways.asked
+        self._scale = Scale()
+        self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
+
+    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+        scale, reward_S = self._shaped(paths)
+        penalties = [self._penalty(path, said[path.name]) for path in paths]
+        if isinstance(self.ways.estimate, Gae):
+            advantages, returns, of_critic = _by_critic(
+                self.ways.estimate, paths, reward_S, scale, penalties, said
+            )
+        else:
+            group_S = torch.tensor([path.group for path in paths])
+            estimated = self.ways.estimate(reward_S, group_S, penalties)
+            advantages = [advantage_N.numpy() for advantage_N in estimated]
+            returns, of_critic = [None] * len(paths), {}
+        given = dict(zip([path.name for path in paths], advantages, strict=True))
+        made = [
+            (path, self._sample(path, given[path.name], of, said[path.name]))
+            for path, of in zip(paths, returns, strict=True)
+            if not (path.is_cut and self.ways.shaping.overlong == "drop")
+        ]
+        if not made:
+            raise CheckFailed(
+                f"all {len(paths)} completions of a roll-out were cut, and shaping.overlong=drop leaves those out; "
+                "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
+            )
+        metrics = self._metrics(reward_S, paths, said) | of_critic
+        if self.ways.shaping.overlong == "drop":
+            metrics["dropped"] = 1.0 - len(made) / len(paths)
+        learned = {path.name: given[path.name] for path, _ in made}
+        told_apart = self._told_apart(paths, reward_S) & {path.group for path, _ in made}
+        return credited(made, metrics, learned)._replace(
+            learned=_Learned(scale, self._next_coef(metrics)), num_told_apart=len(told_apart)
+        )
+
+    def _told_apart(self, paths: Sequence[Rewarded], reward_S: Tensor) -> set[int]:
+        """Groups that have a signal by their rewards alone: what a critic expects, or a penalty takes off, is never all
+        the same. With a critic all are compared with each other.
+        """
+        groups = [path.group for path in paths]
+        if isinstance(self.ways.estimate, Gae):
+            is_one = len(paths) == 1  # compared with what the critic expects alone
+            return set(groups) if is_one or not are_alike(reward_S.tolist()) else set()
+        compared = self.ways.estimate.compare(reward_S, torch.tensor(groups)).tolist()
+        return {group for group, one in zip(groups, compared, strict=True) if one}
+
+    def learn(self, given: Credited) -> None:
+        self._scale, self._coef = given.learned
+
+    remembered: ClassVar[Any] = PolicyCreditState
+
+    def remember(self) -> dict[str, Any]:
+        scale = self._scale
+        return {"scale": [scale.count, scale.mean, scale.square], "coef": self._coef}
+
+    def recall(self, remembered: Mapping[str, Any]) -> None:
+        self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
+
+    def _shaped(self, paths: Sequence[Rewarded]) -> tuple[Scale, Tensor]:
+        """The rewards as they are compared, and what is known of their spread with them."""
+        how, limit = self.ways.shaping, self.ways.limit
+        reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
+        length_S = torch.tensor([_length(path) for path in paths])
+        if how.missing_stop:
+            ends = [path.episode.finish_reason for path in paths]
+            reward_S = reward_S + shaping.unfinished(ends, how.missing_stop)
+        if how.soft_overlong is not None:
+            reward_S = reward_S + shaping.soft_overlong(
+                length_S, limit=limit, margin=how.soft_overlong
+            )
+        if how.length_cost:
+            reward_S = reward_S + shaping.length_cost(length_S, limit=limit, coef=how.length_cost)
+        if how.clip is not None:
+            reward_S = shaping.clip(reward_S, how.clip)
+        if how.scale == "none":
+            return self._scale, reward_S
+        scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
+        return scale, scale.scaled(reward_S)
+
+    def _penalty(self, path: Rewarded, said: Mapping[str, FloatArray]) -> Tensor:
+        """What is added to each token's reward, [N], for its divergence from the reference."""
+        if self.ways.penalty is None:
+            return torch.zeros(path.episode.sampled_at_N.size, dtype=torch.float64)
+        return policy.penalty(_tensor(said[POLICY]), _tensor(said[REFERENCE]), self._coef)
+
+    def _sample(
+        self,
+        path: Rewarded,
+        advantage_N: FloatArray,
+        return_N: FloatArray | None,
+        said: Mapping[str, FloatArray],
+    ) -> Sample:
+        streams = {"advantage_N": advantage_N, "engine_logp_N": path.episode.logp_N}
+        if self.ways.has_old:
+            streams[POLICY] = said[POLICY]
+        if REFERENCE in said and self.ways.penalty is None:
+            streams[REFERENCE] = said[REFERENCE]
+        sample = replace(sample_of(path.episode, path.name, has_reads=False), streams=streams)
+        if return_N is None:
+            return sample
+        values = {"return": return_N, "value": said[VALUE][: return_N.size]}
+        return replace(sample, read_at_R=sample.target_at_N - 1, read_values=values)
+
+    def _metrics(self, reward_S: Tensor, paths: Sequence[Rewarded], said: Said) -> dict[str, float]:
+        metrics = {}
+        if self.ways.shaping != ShapingConfig():
+            metrics["reward_shaped"] = float(reward_S.mean())
+        if self.ways.penalty is not None:
+            pairs = [(said[p.name][POLICY], said[p.name][REFERENCE]) for p in paths]
+            gap_N = torch.cat([_tensor(own - reference) for own, reference in pairs])
+            metrics["kl"] = float(policy.estimate(gap_N, "k1").mean())
+            metrics["kl_k3"] = float(policy.estimate(gap_N, "k3").mean())
+            metrics["kl_coef"] = self._coef
+        return metrics
+
+    def _next_coef(self, metrics: Mapping[str, float]) -> float:
+        penalty = self.ways.penalty
+        if penalty is None or penalty.target is None:
+            return self._coef
+        return policy.adapted(self._coef, observed=metrics["kl"], target=penalty.target)
+
+
+def _by_critic(
+    how: Gae,
+    paths: Sequence[Rewarded],
+    reward_S: Tensor,
+    scale: Scale,
+    penalties: Sequence[Tensor],
+    said: Said,
+) -> tuple[list[FloatArray], list[FloatArray | None], dict[str, float]]:
+    """(advantages, returns) of each path's tokens, and the ranges of what the critic says and of what rewards come to:
+    the discounted sum of the rewards from each token on, which no value of the critic has a part in.
+    """
+    advantages: list[Tensor] = []
+    returns: list[FloatArray | None] = []
+    values, sums = [], []
+    for path, reward, penalty_N in zip(paths, reward_S.tolist(), penalties, strict=True):
+        size, turn_N = penalty_N.numel(), torch.zeros_like(penalty_N)
+        for n, turn_reward in path.episode.turn_rewards:
+            turn_N[n] += turn_reward
+        turn_N = scale.scaled(turn_N)  # as the whole reward was
+        reward_N = turn_N + penalty_N
+        value_R, bootstrap = _tensor(said[path.name][VALUE]), 0.0
+        if how.bootstraps_cut and path.is_cut:
+            bootstrap = float(value_R[size])
+        else:
+            reward_N[-1] += reward - float(turn_N.sum())
+        advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
+        advantages.append(advantage_N)
+        returns.append(return_N.numpy())
+        values.append(value_R[:size])
+        sums.append(gae(reward_N, torch.zeros_like(reward_N), 0.0, how.gamma, 1.0)[1])
+    if how.is_whitened:
+        sizes = [one.numel() for one in advantages]
+        advantages = list(torch.split(whiten(torch.cat(advantages)), sizes))
+    sum_N = torch.cat(sums)
+    low, high = np.quantile(torch.cat(values).numpy(), VALUE_RANGE).tolist()
+    ranges = {
+        "return_min": float(sum_N.min()),
+        "return_max": float(sum_N.max()),
+        "value_low": low,
+        "value_high": high,
+    }
+    return [one.numpy() for one in advantages], returns, ranges
+
+
+def _length(path: Rewarded) -> int:
+    """Tokens a path has beyond its prompt: an environment's too, as its limit counts them."""
+    return int(path.episode.ids_T.size - path.episode.sampled_at_N[0])
+
+
+def _tensor(value: FloatArray) -> Tensor:
+    return torch.from_numpy(np.asarray(value, dtype=np.float64))

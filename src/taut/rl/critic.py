@@ -1,0 +1,228 @@
+"""What a user says of a critic, how it is made, how fast it learns and how it is saved. Wiring, no maths: the model is
+in models/critic.py, the losses on its values in losses/value.py.
+
+    own      a model directory: a reward model (its head is kept, as arXiv 2203.02155 begins its value function), or a
+             language model, which gets a new head; the policy's own start where none is named. It trains whole, or by
+             adapters
+    shared   a head on the policy's hidden states
+
+The gradient of its own parameters is clipped apart from the policy's (``optim.clip``), so that a poor value estimate
+does not shrink the policy's step; what a shared one sends into the policy's trunk is clipped with the policy's, and
+``critic.detach`` sends nothing. The key ``freeze`` and the policy's adapters have no part in it.
+
+May import what methods may. run.py names the section, build.py makes the critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.config import configclass
+from taut.errors import ConfigError, ModelError, OutputError
+from taut.models import architecture
+from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, begin_at_zero
+from taut.models.heads import scalar_head
+from taut.models.load import is_reward_config, load_config
+from taut.models.lora import LoraConfig, apply_lora
+from taut.models.precision import recompute_contexts
+from taut.models.reward_model import NewHead, initialise, load_reward_model
+from taut.models.save import saving
+from taut.models.self_test import one_sample_reasons
+from taut.models.tokens import add_tokens
+from taut.train import distributed
+from taut.train.distributed import Ranks
+from taut.train.optim import DefaultRates, OptimConfig, Pace
+
+KEY = "critic.model"
+NEW_HEAD = NewHead()
+"""What a language model gets: no bias, so that it is saved as most reward models and other frameworks' critics are."""
+
+LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
+"""Taken where neither ``critic.learning_rate`` nor ``optim.learning_rate`` is set."""
+
+Reason = tuple[str, str, str]
+"""A decision: what, its value, why."""
+
+
+@configclass
+class CriticConfig:
+    """The critic of PPO: what is still to be gained in a state."""
+
+    kind: Literal["own", "shared"] = "own"
+    """own: a model of its own; shared: a head on the policy's hidden states, which costs next to nothing."""
+    model: str | None = None
+    """Of an own critic: directory (or hub name) of a reward model, whose head is kept, or of a language model, with the
+    policy's tokenizer. None: what the policy starts from."""
+    head: Literal["zero", "normal"] | None = None
+    """How the head begins: at 0, or drawn from N(0, 1 / (D + 1)). None: as the reward model has it, else at 0."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Of an own critic: train adapters of this rank, and the head; 0: all of it."""
+    detach: bool = False
+    """Of a shared critic: keep its loss from training the policy's own weights."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """The highest learning rate of the critic, on the policy's schedule. None: optim.learning_rate if that is set, else
+    1e-5, or 1e-4 with lora_rank (docs/hyperparameters.md)."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the critic alone learns: the policy's learning rate is 0."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "own" and self.detach:
+            raise ConfigError(
+                "critic.detach=true has no effect with critic.kind=own, which shares no weight with the policy; "
+                "expected critic.kind=shared; set that, or leave detach out"
+            )
+        given = [name for name in ("model", "lora_rank") if getattr(self, name)]
+        if self.kind == "shared" and given:
+            raise ConfigError(
+                f"critic.{given[0]}={getattr(self, given[0])} has no effect with critic.kind=shared, which is a head "
+                f"on the policy; expected critic.kind=own; set that, or leave {given[0]} out"
+            )
+
+    def rate(self, optim: OptimConfig) -> float:
+        """The highest learning rate of the critic."""
+        default = LEARNING_RATES.lora if self.lora_rank else LEARNING_RATES.full
+        return self.learning_rate or optim.learning_rate or default
+
+    def pace(self, optim: OptimConfig, policy_rate: float) -> Pace:
+        """How fast it learns beside a policy whose highest learning rate is ``policy_rate``."""
+        return Pace(PART, self.rate(optim) / policy_rate, self.warmup_steps)
+
+
+class Setting(NamedTuple):
+    """What a critic has in common with the policy."""
+
+    policy: nn.Module
+    """As it trains: with its adapters and added tokens, not yet sharded."""
+    path: str
+    """What it was loaded from."""
+    dtype: torch.dtype
+    """What is computed in."""
+    device: torch.device
+    attention: str
+    """The name in force, as registered with the library."""
+    longest: int
+    """Tokens of the longest sample there can be."""
+    new_ids: Sequence[int] = ()
+    """Tokens that were added to the vocabulary."""
+    one_sample: str | None = None
+    """Why the policy runs one sample at a time; None: it packs."""
+    recomputes: bool = False
+    """Whether activations are computed again in backward."""
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
+    """The critic, and why it is this one. Shard its ``shards`` before the scorer.
+
+    The caller sees to it that ``config.model`` has the policy's tokenizer and its length of context.
+    """
+    if config.kind == "own":
+        return _own(config, setting)
+    shared = SharedCritic(setting.policy, detach=config.detach)
+    if config.head == "normal":
+        initialise(shared.score, setting.seed)
+    reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
+    reason += "; checkpoints have it, and it is not saved beside the model"
+    return shared, [("critic", "a head on the policy's hidden states", reason), _head(config)]
+
+
+def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
+    path = setting.path if config.model is None else config.model
+    model, has_head = _load(path, setting)
+    if config.head == "normal":
+        initialise(scalar_head(model), setting.seed)
+    elif config.head == "zero" or not has_head:
+        begin_at_zero(scalar_head(model))
+    add_tokens(model, list(setting.new_ids))
+    adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), setting.seed)
+    if setting.recomputes:
+        contexts = partial(recompute_contexts, setting.dtype, setting.device)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    named = "the policy's start" if config.model is None else "named by critic.model"
+    how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
+    reasons = [("critic", path + how, named), _head(config, has_head=has_head)]
+    idle = architecture.freeze_unread(adapted)
+    if idle:
+        reason = "no feature of a picture depends on them"
+        reasons.append(("critic.frozen", f"{len(idle)} tensors", reason))
+    return OwnCritic(adapted), reasons
+
+
+def _load(path: str, setting: Setting) -> tuple[PreTrainedModel, bool]:
+    """The model with a scalar head, which has to pack where the policy does, and whether it came with the head."""
+    try:
+        has_head = is_reward_config(load_config(path, setting.trust_remote_code))
+        model = load_reward_model(
+            path,
+            None if has_head else NEW_HEAD,
+            dtype=setting.dtype,
+            device=setting.device,
+            attention=setting.attention,
+            trust_remote_code=setting.trust_remote_code,
+        )
+    except ModelError as error:
+        raise ModelError(f"{KEY}: {error}; or set critic.kind=shared") from error
+    alone = "; ".join(one_sample_reasons(model, setting.longest))
+    if alone and not setting.one_sample:
+        raise ModelError(
+            f"{KEY}={path} runs one sample at a time ({alone}), and model={setting.path} does not; expected a critic "
+            "that packs as it does; name another, or set critic.kind=shared"
+        )
+    return model, has_head
+
+
+def _head(config: CriticConfig, *, has_head: bool = False) -> Reason:
+    if config.head is not None:
+        return "critic.head", config.head, "asked for by name"
+    if has_head:
+        return "critic.head", "as it is", "the reward model's own"
+    return "critic.head", "zero", "a new head: V = 0 at the start"
+
+
+def save_critic(
+    critic: Critic,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    *,
+    stop_ids: Sequence[int],
+    template: str | None,
+    dtype: torch.dtype,
+) -> Path | None:
+    """Write an own critic as reward models are written, adapters merged; where it is. All ranks call, and all raise
+    OutputError where it cannot be written.
+
+    A shared one means nothing without the policy it was trained with, at the step it was: it is in checkpoints only.
+    """
+    if not isinstance(critic, OwnCritic):
+        return None
+    state, failure = distributed.whole_state_dict(critic.model, ranks), ""
+    if ranks.is_writer:
+        whole = state if ranks.size > 1 else None
+        try:
+            with saving(
+                critic.model,
+                tokenizer,
+                directory,
+                stop_ids=stop_ids,
+                template=template,
+                dtype=dtype,
+                state_dict=whole,
+            ):
+                pass  # there is nothing to add
+        except OutputError as error:
+            failure = str(error)
+    failure = ranks.gather(failure)[0]
+    if failure:
+        raise OutputError(failure)
+    return directory

@@ -1,0 +1,435 @@
+"""Roll-outs of a phase: prompts -> episodes -> verdicts -> groups, and groups without a signal asked anew.
+
+Which prompts a phase has is a pure function of the seed and the phase (data/plan.py's Order). With ``rollout.refills``
+groups whose rewards are all equal, from which nothing can be learned, are replaced by other prompts: dynamic sampling,
+as in DAPO (arXiv 2503.14476). Which others is a function of the seed, the phase and the round; so nothing of it has to
+be remembered across a restart.
+
+The writer judges, and where the engine is a server asks it, for all ranks. Touches no tensor: it may run in a thread
+while the model trains.
+
+May import rollout, rewards, data and types. online.method makes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Literal, TypeVar, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from taut.config import configclass
+from taut.data.prompts import PromptRow
+from taut.errors import ConfigError, DataError, TautError
+from taut.inference.engine import Engine, Sampling
+from taut.inference.local import LocalConfig
+from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.losses.advantages import are_alike
+from taut.rewards.panel import Panel, Verdict
+from taut.rewards.verifier import Answered, Score
+from taut.rl.environment import EnvironmentConfig, World
+from taut.rl.sampler import Episode, play
+from taut.train.distributed import Ranks
+from taut.train.trainer import Job, Role, microbatches_of, padded
+from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
+
+RESERVED = ("shaped", "kept")
+"""Names of other numbers of a roll-out: no reward's."""
+
+NOTHING = Verdict({}, None)
+"""Of a path that nobody judged,"""
+UNJUDGED = Verdict({}, 0.0)
+"""and where nobody was to: all are worth the same."""
+
+TRIES = 8
+"""Rounds in which others are asked where nothing at all can be learned, and something must be."""
+
+T = TypeVar("T")
+
+
+@configclass
+class RolloutConfig:
+    """How completions are drawn, and how long they are trained on."""
+
+    n: Annotated[int, Field(ge=1)] = 8
+    """Completions of each prompt: a group."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Tokens a completion may have; then it is cut. Of an environment: each turn."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Divides the logits, of the engine and of the log-probs that are trained on. Tokens are drawn from the whole
+    distribution: ratios of a truncated one (top-p, top-k, min-p) would be biased."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, beside the model's own stop set."""
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts. Where
+    fewer groups than that are left of it, some are trained on more than once."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over a roll-out."""
+    refills: Annotated[int, Field(ge=0)] = 0
+    """Rounds in which groups from which nothing can be learned, as their rewards are all equal, are replaced by other
+    prompts (dynamic sampling); what is such a group still is then left out, if any other is not. Rewards count as they
+    are, before shaping."""
+    replay: Annotated[int, Field(ge=0)] = 0
+    """Groups of earlier roll-outs with a signal that are trained on again beside each new roll-out, newest first."""
+    ahead: bool = False
+    """Generate the next roll-out while this one is trained on, with the weights before it: engine=server only. Then no
+    two runs are the same bit for bit."""
+    max_staleness: Annotated[int, Field(ge=1)] | None = None
+    """Updates that the weights may have had since a completion was drawn from them; older ones are not trained on."""
+    reference: str | None = None
+    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
+    engine: Literal["local", "server"] = "local"
+    """local: in this process, on the weights that train. server: at url, to which they are sent."""
+    url: str | None = None
+    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    local: LocalConfig = LocalConfig()
+    server: ServerConfig = ServerConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+
+    def __post_init__(self) -> None:
+        if (self.engine == "server") != (self.url is not None):
+            raise ConfigError(
+                f"rollout.engine={self.engine} and rollout.url={self.url} contradict each other: a url is where the "
+                "server answers; set both rollout.engine=server and rollout.url=http://HOST:PORT/v1, or neither"
+            )
+        for section, config in (("local", LocalConfig()), ("server", ServerConfig())):
+            if section != self.engine and getattr(self, section) != config:
+                raise ConfigError(
+                    f"rollout.{section} is set with rollout.engine={self.engine}, where nothing reads it; expected the "
+                    f"settings of the engine in use; take rollout.{section} out, or set rollout.engine={section}"
+                )
+        if self.ahead and self.engine == "local":
+            raise ConfigError(
+                "rollout.ahead=true with rollout.engine=local: the engine in this process has the weights that train, "
+                "and cannot generate while they change; expected rollout.engine=server; take rollout.ahead out"
+            )
+        stalest = self.updates * (1 + self.ahead) - 1
+        if self.max_staleness is not None and self.max_staleness < stalest:
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} and a roll-out that is trained on for {self.updates} "
+                f"updates{', generated as many before' if self.ahead else ''}: its last is {stalest} behind; expected "
+                f"{stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
+            )
+        if self.max_staleness is not None and not (self.replay or self.ahead):
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} with neither rollout.replay nor rollout.ahead: nothing "
+                "older than the newest roll-out is trained on; expected one of them; set it, or take "
+                "rollout.max_staleness out"
+            )
+
+    @property
+    def grows(self) -> int:
+        """Tokens that a path may have beyond its prompt."""
+        return self.environment.max_tokens if self.environment.is_on else self.max_new_tokens
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that a roll-out is trained on."""
+        return self.minibatches * self.epochs
+
+    def sampling(self, seed: int) -> Sampling:
+        """How the engine draws. ``seed``: of the phase."""
+        return Sampling(
+            n=self.n,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            stop=self.stop,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The completions of one prompt, judged."""
+
+    episodes: tuple[Episode, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def row(self) -> PromptRow:
+        return self.episodes[0].row
+
+    @property
+    def judged(self) -> list[tuple[Episode, Verdict]]:
+        """Episodes that can be learned from: there is a completion, and it has a reward."""
+        pairs = zip(self.episodes, self.verdicts, strict=True)
+        return [(one, said) for one, said in pairs if one.error is None and said.total is not None]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ."""
+        return not are_alike([said.total for _, said in self.judged if said.total is not None])
+
+
+@dataclass
+class Spent:
+    """Seconds."""
+
+    generating: float = 0.0
+    judging: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """The roll-out of a phase."""
+
+    groups: tuple[Group, ...]
+    left_out: tuple[Group, ...]
+    """Without a signal, and replaced."""
+    spent: Spent
+    is_judged: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Roller:
+    """Rolls out. Every rank has one; the engine in this process wants all of them."""
+
+    config: RolloutConfig
+    prompts: Sequence[PromptRow]
+    engine: Engine
+    panel: Panel | None
+    """The writer's; None also where the environment alone rewards."""
+    world: World | None
+    seed: int
+    ranks: Ranks
+    is_judged: bool = True
+    """False: nobody says what completions are worth, and all are learned from."""
+    is_useful: Callable[[Group], bool] = lambda group: group.has_signal
+    """Whether anything can be learned from a group."""
+    needs_one: bool = False
+    """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever refills say."""
+    settled: Sequence[tuple[str, str, str]] = ()
+    """(name, value, reason) of what was chosen for the user when it was opened."""
+
+    def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
+        """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
+        wanted, groups, left_out = len(indices), [], []
+        spent = Spent()
+        seen = set(indices)
+        for number in range(max(self.config.refills, TRIES if self.needs_one else 0) + 1):
+            found = self._once(phase, number, indices, spent)
+            if not self.config.refills and not self.needs_one:
+                return Rolled(tuple(found), (), spent, self.is_judged)
+            groups += [group for group in found if self.is_useful(group)]
+            left_out += [group for group in found if not self.is_useful(group)]
+            is_enough = number >= self.config.refills and groups
+            indices = [] if is_enough else self._others(phase, number, wanted - len(groups), seen)
+            if not indices:
+                break
+            seen.update(indices)
+        if not groups:  # a step has to have something
+            groups, left_out = left_out, []
+        return Rolled(tuple(groups), tuple(left_out), spent, self.is_judged)
+
+    def _once(self, phase: int, number: int, indices: Sequence[int], spent: Spent) -> list[Group]:
+        rows = distinct([self.prompts[index] for index in indices])
+        sampling = self.config.sampling(seed_of(self.seed, phase, number))
+        began = time.perf_counter()
+        episodes = play(self.engine, rows, sampling, self.world)
+        generated = time.perf_counter()
+        verdicts = self._shared(lambda: self._judged(episodes))
+        spent.generating += generated - began
+        spent.judging += time.perf_counter() - generated
+        size = self.config.n
+        return [
+            Group(tuple(episodes[at : at + size]), tuple(verdicts[at : at + size]))
+            for at in range(0, len(episodes), size)
+        ]
+
+    def close(self) -> None:
+        """End what it was opened with."""
+        if self.panel is not None:
+            self.panel.close()
+        if isinstance(self.engine, ServerEngine):
+            self.engine.close()
+
+    def _judged(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        whole = [one for one in episodes if one.error is None]
+        asked = [answered(one) for one in whole]
+        nothing = NOTHING if self.is_judged else UNJUDGED
+        found = [nothing] * len(whole) if self.panel is None else self.panel.grade(asked)
+        said = iter([with_own(verdict, one) for verdict, one in zip(found, whole, strict=True)])
+        return [NOTHING if one.error is not None else next(said) for one in episodes]
+
+    def _shared(self, make: Callable[[], T]) -> T:
+        """What the writer makes, on all ranks; what it raises is raised on all of them."""
+        if self.ranks.size == 1:
+            return make()
+        made: T | TautError | None = None
+        if self.ranks.is_writer:
+            try:
+                made = make()
+            except TautError as error:
+                made = error
+        made = self.ranks.gather(made)[0]
+        if isinstance(made, TautError):
+            raise made
+        return cast(T, made)
+
+    def _others(self, phase: int, number: int, missing: int, seen: set[int]) -> list[int]:
+        """Prompts that this phase has not asked yet, for the next round."""
+        if missing <= 0:
+            return []
+        random = np.random.default_rng([self.seed, phase, number, 1])
+        order = random.permutation(len(self.prompts)).tolist()
+        return [index for index in order if index not in seen][:missing]
+
+
+def with_own(said: Verdict, episode: Episode) -> Verdict:
+    """The verdict with what the environment itself said of the path. Raises DataError where the two share a name."""
+    if not episode.rewards:
+        return said
+    for name in episode.rewards:
+        if name in said.parts or name in RESERVED:
+            raise DataError(
+                f"{episode.row.place}: the environment gives the reward {name!r}, and another number of the run has "
+                "that name; expected one of its own; rename it"
+            )
+    parts = {name: Score(value) for name, value in episode.rewards.items()} | dict(said.parts)
+    total = sum(episode.rewards.values())
+    if said.parts:
+        return Verdict(parts, None if said.error is not None else total + (said.total or 0.0))
+    return Verdict(parts, total)
+
+
+def answered(episode: Episode) -> Answered:
+    """What rewards are told of an episode: the path up to its last turn, which is what they judge."""
+    roles = [message["role"] for message in episode.messages]
+    num_after = roles[::-1].index("assistant") if "assistant" in roles else 0
+    return Answered(
+        text=episode.text,
+        references=episode.row.references,
+        row=episode.row.columns,
+        num_tokens=int(episode.sampled_at_N.size),
+        finish_reason=episode.finish_reason,
+        prompt=episode.row.prompt if episode.asked is None else episode.asked,
+        messages=episode.messages[: len(roles) - num_after],
+    )
+
+
+def seed_of(seed: int, phase: int, number: int) -> int:
+    """The seed of a round of a phase: a prompt that is asked again draws anew."""
+    digest = hashlib.sha256(f"rollout/{seed}/{phase}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+def distinct(rows: Sequence[PromptRow]) -> list[PromptRow]:
+    """The rows, each with an id of its own, where one is asked more than once."""
+    times: dict[str, int] = {}
+    named = []
+    for row in rows:
+        again = times[row.id] = times.get(row.id, -1) + 1
+        named.append(replace(row, id=f"{row.id} again {again}") if again else row)
+    return named
+
+
+# --------------------------------------------------------------------------------------------------
+# What the trainer's own models say of a roll-out, before it is trained on: log-probs of the policy as it is and of the
+# reference, values of the critic.
+#
+# Packed, shared and dealt out to ranks as a training step is, without gradient; every rank learns all of it, by
+# sample.
+#
+# May import loop and what is below. online.method calls it.
+
+POLICY, REFERENCE, VALUE = "old_logp_N", "ref_logp_N", "value_R"
+Said = dict[str, dict[str, FloatArray]]
+"""Sample id -> name -> what a model said, [N] or [R]."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What has to be known of a roll-out before it is trained on."""
+
+    policy: bool
+    """The policy's log-probs of what was sampled, as the trainer computes them."""
+    values: bool
+    """What the critic expects from each state in which a token was chosen."""
+    temperature: float
+    bootstrap: bool = False
+    """Also what the critic expects after the last token of a path that was cut."""
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(logp=self.policy, scalar=self.values, temperature=self.temperature)
+
+
+def sample_of(
+    episode: Episode, name: str, *, has_reads: bool, has_bootstrap: bool = False
+) -> Sample:
+    """An episode as a sample: what was sampled is its targets. ``has_reads``: a critic is read before each target.
+    ``has_bootstrap``: where the path was cut, also after the last one.
+    """
+    at_N = episode.sampled_at_N
+    sample = Sample(name, episode.ids_T, at_N, np.ones(at_N.size), episode.media)
+    if not has_reads:
+        return sample
+    is_cut = episode.finish_reason == "length"
+    after = [episode.ids_T.size - 1] if has_bootstrap and is_cut else []
+    return replace(sample, read_at_R=np.concatenate([at_N - 1, after]).astype(np.int64))
+
+
+def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role], step: int) -> Said:
+    """What the policy, the critic and ``roles`` say of each sample of these trees."""
+    where = f"the roll-out of step {step}"
+    found: Said = {s.id: {} for tree in trees for s in tree.samples}
+    if not (asked.policy or asked.values or roles):
+        return found
+    planned = padded(microbatches_of(trees, job), trees, job)
+    if asked.policy or asked.values:
+        for packed, is_real in planned:
+            scores = _attempted(
+                job, partial(_quiet, job, packed, asked.wants), packed, trees, where
+            )
+            if is_real and asked.policy:
+                _keep(found, POLICY, packed, scores.logp_N, packed.row_N)
+            if is_real and scores.scalar_R is not None:
+                _keep(found, VALUE, packed, scores.scalar_R, packed.row_R)
+    for role in roles:
+        with job.interrupts.held(), role.active(), job.compute():
+            for packed, is_real in planned:
+                act = partial(role.streams, packed)
+                said = _attempted(job, act, packed, trees, where)
+                for name, value_N in said.items() if is_real else ():
+                    _keep(found, name, packed, value_N, packed.row_N)
+    if job.ranks.size == 1:
+        return found
+    everything: Said = {name: {} for name in found}
+    for part in job.ranks.gather(found):
+        for name, said in part.items():
+            everything[name] |= said
+    return everything
+
+
+def _quiet(job: Job, packed: Packed, wants: Wants) -> Scores:
+    """In evaluation mode."""
+    was_training = job.scorer.training
+    job.scorer.eval()
+    try:
+        with job.compute():
+            scores: Scores = job.scorer(packed, wants=wants)
+    finally:
+        job.scorer.train(was_training)
+    return scores
+
+
+def _attempted(
+    job: Job, act: Callable[[], T], packed: Packed, trees: Sequence[Tree], where: str
+) -> T:
+    if job.ranks.size == 1:
+        job.interrupts.check()
+    with torch.no_grad():  # outside the attempt: what fits a forward is not what fits a step
+        return job.fit.attempt(act, packed, trees, where)
+
+
+def _keep(found: Said, name: str, packed: Packed, value: Tensor, row: Tensor) -> None:
+    values, rows = value.double().cpu().numpy(), row.numpy()
+    for number, sample_id in enumerate(packed.sample_ids):
+        found[sample_id][name] = values[rows == number]

@@ -1,0 +1,240 @@
+"""The tokens between two turns of the policy: what the template writes after a turn, up to where the next begins.
+
+    next prompt = what there was, as sampled | rest of the turn's end | messages | generation prompt
+
+Sampled text is never tokenised again. What comes after a turn does not depend on what was said in it: the conversation
+is rendered with a known word in place of the turn (in its last call, where it has calls), and what comes after the
+word, from the token that ends the turn on, is tokenised: a special token is one wherever it stands, and what is after
+it does not know what was before. A completion that has sampled the end of its turn is followed by the rest.
+
+Some templates write a turn differently once it is history (thinking is taken out). What was sampled stays as it is: the
+policy is trained on what it saw. ``rewrites`` says which kind a template is.
+
+May import data and errors. Rollout imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import TypeAlias
+
+from taut.data.chat_template import PROBE, Ids, Text, common_length
+from taut.data.images import Placed
+from taut.data.messages import Message, Tool, images_of
+from taut.data.render import Renderer
+from taut.data.tool_calls import THOUGHT, own_id
+from taut.errors import RenderError
+from taut.types import Media
+
+WORD = "Understood"
+"""What stands in place of a turn."""
+REPLY = "Replied"
+"""What stands in place of what others say."""
+PLACE = "the conversation"
+
+Rendered: TypeAlias = tuple[Ids, tuple[Media, ...]]
+"""Token ids, and the pictures as they lie among them."""
+
+
+class Bridge:
+    """Finds the tokens between turns for one renderer and stop set."""
+
+    def __init__(self, renderer: Renderer, stop_ids: Collection[int]) -> None:
+        self.renderer, self.template = renderer, renderer.template
+        self.stop_ids = frozenset(stop_ids)
+        self.heard: set[str] = set()
+        """Roles whose words the template is known to write after a turn."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
+        """History and generation prompt, where no turn has been sampled yet."""
+        return self.prompt_media(messages, tools)[0]
+
+    def prompt_media(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
+        """The same with its pictures."""
+        ids_T, media = self.renderer.prompt_media(messages, tools)
+        return ids_T.tolist(), media
+
+    def between(
+        self, history: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], last: int
+    ) -> Ids:
+        """The ids of ``follows``."""
+        return self.follows(history, said, tools, last)[0]
+
+    def follows(
+        self, history: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], last: int
+    ) -> Rendered:
+        """What follows the last turn of ``history``, whose last sampled token is ``last``, when ``said`` was answered,
+        and the pictures as they lie in it.
+
+        Raises RenderError where the template does not take these messages, or leaves out what one says; and for a
+        picture that would change what the pictures before it are to the model.
+        """
+        assert history[-1]["role"] == "assistant" and said
+        word = _unused(WORD, said, tools)
+        turns = _canonical(history, said, word)
+        if not self.heard >= {message["role"] for message in said}:
+            self._require_heard(turns, said, tools, word)
+        ids, placed = self._from_end(turns, said, tools, word)
+        ids = ids[1:] if last in self.stop_ids else ids
+        self._require_apart(turns, placed)
+        return ids, self.template.pictures.find(ids, placed, PLACE)
+
+    def _require_apart(self, turns: Sequence[Message], placed: Sequence[Placed]) -> None:
+        """New pictures leave those before them what they are."""
+        album = self.template.pictures.album
+        if album is None or not placed or not album.processor.minds_company or not images_of(turns):
+            return
+        raise RenderError(
+            "the conversation gets another picture, and this model's processor makes other tokens of the pictures "
+            "before it then; expected all pictures in the first messages; show one only"
+        )
+
+    def rewrites(self, turn: Message, said: Message, tools: Sequence[Tool]) -> str | None:
+        """None where prompt, turn and what is between are, token for token, the template's own rendering of the whole;
+        else what it writes in the turn's place once that is history.
+
+        Where the generation prompt begins a thought, the turn goes on with one. Raises RenderError where what follows
+        a turn depends on what was said in it.
+        """
+        asked = PROBE[:1]
+        prompt = self.prompt(asked, tools)
+        for turn in (turn, {**turn, **THOUGHT}):  # noqa: B020
+            row = self.template.apply((*asked, turn), tools, PLACE)
+            row_ids = self.template.encode([row])[row]
+            start = common_length(prompt, row_ids)
+            if start == len(prompt):
+                break
+        else:
+            return self.template.quoted(row_ids[start:][:8])
+        end = self.template.end_of_turn(row_ids, start, PLACE)
+        ids = row_ids[: end + 1]
+        between = self.between((*asked, turn), [said], tools, last=ids[-1])
+        path, whole = [*ids, *between], self.prompt((*asked, turn, said), tools)
+        if path == whole:
+            return None
+        same = common_length(path, whole)
+        if same > end or whole[len(whole) - len(between) :] != between:
+            raise RenderError(
+                f"after one turn the chat template writes {self.template.quoted(between[:16])}, and after another "
+                f"{self.template.quoted(whole[end + 1 :][:16])}; expected that it does not depend on what was said; "
+                f"give another template with {self.template.key}=FILE"
+            )
+        return self.template.quoted(whole[same:][:8])
+
+    def _from_end(
+        self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
+    ) -> tuple[Ids, tuple[Placed, ...]]:
+        """What the template writes after the word in the last turn, from the token that ends the turn on, and the
+        pictures in it.
+        """
+        whole = self.template.apply((*turns, *said), tools, PLACE, is_prompt=True)
+        _, is_there, after = whole.text.rpartition(word)
+        placed = whole.pictures[len(images_of(turns)) :]
+        if not is_there:
+            raise RenderError(
+                "the chat template does not write what an assistant says; expected its content, or its calls; give "
+                f"another template with {self.template.key}=FILE"
+            )
+        tail, first = Text(after, is_rendering=True), 0
+        if "tool_calls" in turns[-1]:
+            first = self._end_of_calls(turns[-1], tools, word, after)
+        ids, ends = self.template.encode([tail])[tail], self.template.end_ids
+        for index, span in enumerate(self.template.spans(tail)):
+            if span[0] >= first and ids[index] in ends:
+                return ids[index:], placed
+        raise RenderError(
+            f"the chat template writes {after!r:.80} after a turn, and no token that ends it; expected one, as after "
+            f"the last turn; give another template with {self.template.key}=FILE"
+        )
+
+    def _require_heard(
+        self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
+    ) -> None:
+        """The template writes, after a turn, what these roles say. Asked once of each."""
+        replies = [{**message, "content": f"{REPLY}{k}."} for k, message in enumerate(said)]
+        text = self.template.decode(self._from_end(turns, replies, tools, word)[0])
+        for message in replies:
+            if message["content"] not in text:
+                raise RenderError(
+                    f"the chat template does not write what a message of role {message['role']} says after a turn; "
+                    f"expected its content; give another template with {self.template.key}=FILE, or let another role "
+                    "say it"
+                )
+            self.heard.add(message["role"])
+
+    def _end_of_calls(self, turn: Message, tools: Sequence[Tool], word: str, tail: str) -> int:
+        """Where the token that ends a turn with calls begins in ``tail``, what is written after the word: markers of
+        calls may be special tokens, too."""
+        row = self.template.apply((*PROBE[:1], turn), tools, PLACE).text
+        alone = Text(row[row.rfind(word) + len(word) :], is_rendering=True)
+        end = self.template.end_of_turn(self.template.encode([alone])[alone], 0, PLACE)
+        first, stop = self.template.spans(alone)[end]
+        if not tail.startswith(alone.text[:stop]):
+            raise RenderError(
+                f"the chat template ends a turn with calls with {alone.text[:stop]!r:.80}, and once it is history with "
+                f"{tail[:stop]!r:.80}; expected the same; give another template with {self.template.key}=FILE"
+            )
+        return first
+
+
+def moved(media: Sequence[Media], by: int) -> tuple[Media, ...]:
+    """The same pictures so many tokens later."""
+    return tuple(replace(one, start=one.start + by, stop=one.stop + by) for one in media)
+
+
+def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:
+    """The conversation with every turn replaced: what was sampled may be anything, and what comes after is the same."""
+    found: list[Message] = []
+    everything = [*history, *said]
+    for index, message in enumerate(history):
+        if message["role"] != "assistant":
+            found.append(message)
+            continue
+        calls = _calls(message, everything[index + 1 :])
+        turn: Message = {"role": "assistant", "content": "" if calls else word}
+        if calls:
+            turn["tool_calls"] = calls
+        found.append(turn)
+    return _marked(found, word)
+
+
+def _marked(messages: list[Message], word: str) -> list[Message]:
+    """With the word in the last call of the last turn."""
+    last = messages[-1]
+    if "tool_calls" in last:
+        *others, call = last["tool_calls"]
+        call = {**call, "function": {**call["function"], "arguments": {"text": word}}}
+        messages = [*messages[:-1], {**last, "tool_calls": [*others, call]}]
+    return messages
+
+
+def _calls(turn: Message, after: Sequence[Message]) -> list[Tool]:
+    """The calls of a turn as templates want them: one for each answer of a tool, be it to a call that none could read;
+    else its own."""
+    calls = turn.get("tool_calls", [])
+    names = {_id(call.get("id"), k): call["function"]["name"] for k, call in enumerate(calls)}
+    own, asked = list(names), {}
+    answers = takewhile(lambda message: message["role"] == "tool", after)
+    for k, answer in enumerate(answers):
+        index = answer.get("tool_call_id") or (own[k] if k < len(own) else own_id(k))
+        asked[index] = answer.get("name") or names.get(index, "tool")
+    return [_call(name, index) for index, name in (asked or names).items()]
+
+
+def _id(given: object, number: int) -> str:
+    """A call's own id; by its place in the turn where a row has none."""
+    return given if isinstance(given, str) and given else own_id(number)
+
+
+def _call(name: str, index: str) -> Tool:
+    return {"id": index, "type": "function", "function": {"name": name, "arguments": {"text": "x"}}}
+
+
+def _unused(word: str, said: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """The word, made longer until nothing has it that may come after a turn: it is looked for from the end."""
+    text = str([said, tools])
+    while word in text:
+        word += "x"
+    return word

@@ -1,0 +1,489 @@
+"""Checkpoints: when training state is saved, that it is complete, which are kept, and which one a run goes on from.
+
+    out/checkpoints/step-000200/   the tensors (taut/train/sharded.py) and meta.json
+    out/checkpoints/latest         "step-000200": only ever the name of a complete one
+
+Saving copies the tensors into buffers allocated at the start and hands these to a thread: training waits for the copy
+only. The thread writes beside, forces every file to the disk, notes its SHA-256 in ``meta.json``, renames, and names
+it in ``latest``. One is written at a time. A failure is raised after the next step; under several ranks, who have to
+raise it together, at the next save. At the end it is raised in any case.
+
+``meta.json`` also has what is no tensor: the step, the data cursor, every generator's state, the identity of the run
+(taut/run/fingerprint.py) and what the parts named in ``memories`` remember. It holds its own digest.
+
+May import sharded, randomness, durable, outdir, memory, parallel. api and lifecycle import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import pydantic
+import torch
+from pydantic import Field
+from torch import nn
+
+from taut.config import configclass, first_problem
+from taut.errors import OutputError
+from taut.io import files as durable
+from taut.train import random_state, sharded
+from taut.train.distributed import Ranks
+from taut.train.oom import require_room
+from taut.train.run_dir import EVENTS, LATEST, MARK, META, complete, step_of
+
+ROOMIER = "set checkpoint.background=false, which needs no second copy of what is saved"
+"""What to do where memory runs out."""
+SPARE = 64 * 2**20
+"""Bytes that have to be left over beside a checkpoint."""
+
+
+@configclass
+class CheckpointConfig:
+    """When training state is saved: when a run is interrupted, whatever stands here, and"""
+
+    every: Annotated[int, Field(ge=0)] = 500
+    """Steps between checkpoints, beside one after the last step; 0: none of these."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """How many of the newest checkpoints to keep."""
+    keep_best: bool = False
+    """Also save, and keep, a checkpoint where eval.best finds the best model so far."""
+    background: bool = True
+    """Train on while a checkpoint is written. Takes memory for a second copy of what is saved."""
+    skip_damaged: bool = False
+    """On resume: where the newest checkpoint is damaged, go on from the one before."""
+
+    def most(self, num_steps: int) -> int:
+        """How many there are at a time, the one being written included."""
+        most = self.keep + self.keep_best + 1
+        return min(most, -(-num_steps // self.every)) if self.every else most
+
+
+META_LIMIT = 2**29
+"""Largest meta.json that is read, in bytes: it holds the roll-outs that are not used up."""
+
+
+class Memory(Protocol):
+    """Something that must remember across a resume, the same on all ranks."""
+
+    @property
+    def remembered(self) -> Any:
+        """The type of what ``remember`` returns. A checkpoint is validated against it before ``recall``."""
+
+    def remember(self) -> Any:
+        """Its state, as JSON-able values."""
+
+    def recall(self, remembered: Any) -> None:
+        """Take the state back."""
+
+
+class Identity(pydantic.BaseModel):
+    """What makes a run the one it is (taut/run/fingerprint.py), as far as its reader relies on it."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+    config: dict[str, Any]
+
+
+class Meta(pydantic.BaseModel):
+    """``meta.json``."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    is_measured: bool
+    random: Annotated[list[random_state.Saved], Field(min_length=1)]
+    """Of each rank that saved."""
+    memories: dict[str, Any]
+    cursor: tuple[Annotated[int, Field(ge=0, lt=2**63)], Annotated[int, Field(ge=0, lt=2**63)]]
+    loss: float
+    identity: Identity
+    files: Annotated[dict[str, str], Field(min_length=1)]
+    """Name -> SHA-256."""
+
+
+class Saved(NamedTuple):
+    """A checkpoint that can be gone on from."""
+
+    path: Path
+    meta: Meta
+
+    @property
+    def step(self) -> int:
+        return self.meta.step
+
+
+class Written(NamedTuple):
+    """What the thread has to tell."""
+
+    step: int
+    path: Path
+    seconds: float
+    missing: list[str]
+    """Checkpoints this run wrote that somebody has removed."""
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of one run; callable after each step, on all ranks."""
+
+    folder: Path
+    config: CheckpointConfig
+    scorer: nn.Module
+    optimizer: torch.optim.Optimizer
+    num_steps: int
+    ranks: Ranks
+    emit: Callable[..., None]
+    notes: Callable[[int], Mapping[str, Any]]
+    """What goes into meta.json of a step: cursor and identity."""
+    memories: Mapping[str, Memory] = field(default_factory=dict)
+    best_step: Callable[[], int | None] = lambda: None
+    is_sound: Callable[[], bool] = lambda: True
+    """Whether the state is worth keeping. Where it is not, no checkpoint that falls due before the end is saved."""
+    saved_step: int | None = None
+    """The step of the newest checkpoint, complete or under way."""
+    _side: Ranks = field(init=False)
+    _thread: ThreadPoolExecutor = field(init=False)
+    _room: Future[sharded.State] | None = field(init=False, default=None)
+    _pending: Future[Written] | None = field(init=False, default=None)
+    _written: set[str] = field(init=False, default_factory=set)
+    _blocked: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._side = self.ranks.apart()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def prepare(self) -> None:
+        """Before training: clear what a killed run left, see that there is room, allocate the buffers."""
+        every, keep_best = self.config.every, self.config.keep_best
+        if self.ranks.is_writer and self.folder.is_dir():
+            durable.clear_leftovers(self.folder)
+        if not (every or keep_best):
+            return
+        state = sharded.training_state(self.scorer, self.optimizer)
+        self._require_room(int(self.ranks.sum([sharded.num_bytes(state)])[0]))
+        is_under_way = keep_best or every < self.num_steps  # the last one keeps no step waiting
+        if self.config.background and is_under_way:
+            self._room = self._thread.submit(sharded.allocate, state)
+
+    def __call__(self, step: int) -> None:
+        """Save if a checkpoint is due after ``step``."""
+        pending, is_alone = self._pending, self.ranks.size == 1
+        if pending is not None and pending.done() and (is_alone or not pending.exception()):
+            self.settle()
+        every = self.config.every
+        is_end = step == self.num_steps
+        is_due = bool(every) and (is_end or (step % every == 0 and self.is_sound()))
+        if is_due or (self.config.keep_best and self.best_step() == step):
+            self.save(step)
+
+    def save(
+        self,
+        step: int,
+        *,
+        wait: bool = False,
+        is_measured: bool = True,
+        random: random_state.State | None = None,
+    ) -> Path:
+        """Save the state after ``step`` unless that has been done.
+
+        ``wait``: until it is complete. ``is_measured``: whether what follows the step (evaluations) is over.
+        ``random``: where the generators stood after the step, if they have moved since.
+        """
+        began = time.perf_counter()
+        self.settle()
+        final = self.folder / f"step-{step:06d}"
+        if self.saved_step == step:
+            return final
+        state = sharded.training_state(self.scorer, self.optimizer)
+        if self._room is not None:
+            ready, self._room = self._room, None
+            room = require_room(ready.result, f"checkpoint of step {step}", ROOMIER)
+            self._room = ready
+            sharded.stage(state, room)
+            state = room
+        meta = {
+            "step": step,
+            "is_measured": is_measured,
+            "random": self.ranks.gather(random or random_state.capture(self.ranks.device)),
+            "memories": {name: memory.remember() for name, memory in self.memories.items()},
+            **self.notes(step),
+        }
+        self._pending = self._thread.submit(self._write, step, state, meta)
+        self.saved_step = step
+        is_waited_for = wait or self._room is None
+        if is_waited_for:
+            self._pending.exception()  # returns when it is written
+        self._blocked = time.perf_counter() - began
+        if is_waited_for:
+            self.settle()
+        return final
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and tell of it. Raises OutputError where it failed."""
+        if self._pending is None:
+            return
+        try:
+            done = self._pending.result()
+        except OSError as error:
+            self._pending, self.saved_step = None, None
+            kept = [path.name for path in complete(self.folder)]
+            raise OutputError(
+                f"a checkpoint cannot be written in {self.folder}: {error.strerror or error}; complete there: "
+                f"{', '.join(kept) or 'none'}; see to that, then resume=true goes on from the newest"
+            ) from error
+        self._pending = None
+        self.emit(
+            "checkpoint",
+            step=done.step,
+            path=str(done.path),
+            seconds=done.seconds,
+            seconds_blocked=self._blocked,
+        )
+        for name in done.missing:
+            detail = f"{self.folder / name} is gone: something else than this run removed it"
+            self.emit("warning", name="checkpoint", step=done.step, detail=detail)
+
+    def settle_or_tell(self) -> None:
+        """The same where something else is ending the run: a failure is told only."""
+        try:
+            self.settle()
+        except OutputError as error:
+            self.emit("warning", name="checkpoint", detail=str(error))
+
+    def rescue(self, step: int, random: random_state.State) -> str:
+        """Save what a run that fails has come to. Where it is, or why it is not, for the message."""
+        try:
+            return f"training state: {self.save(step, wait=True, random=random)}"
+        except OutputError as error:
+            return f"its training state was not saved: {error}"
+
+    def close(self) -> None:
+        """Finish what is being written, and end the thread."""
+        try:
+            self.settle_or_tell()
+        finally:
+            self._thread.shutdown()
+
+    def resume(self, saved: Saved) -> None:
+        """Put everything back to where it was when ``saved`` was taken."""
+        remembered = {
+            name: _validated(
+                memory.remembered, saved.meta.memories[name], f"memories.{name}", saved
+            )
+            for name, memory in self.memories.items()
+            if name in saved.meta.memories
+        }
+        state = sharded.training_state(self.scorer, self.optimizer)
+        try:
+            sharded.read(state, saved.path, self.ranks)
+        except (OSError, OutputError) as error:
+            raise _unusable(saved, str(error)) from error
+        for name, value in remembered.items():
+            self.memories[name].recall(value)
+        generators = saved.meta.random[self.ranks.rank % len(saved.meta.random)]
+        random_state.restore(generators.model_dump(exclude_none=True), self.ranks.device)
+        self.saved_step = saved.step
+        if self.ranks.is_writer:
+            self._let_go()  # a killed run may not have come to it
+
+    def _write(self, step: int, state: sharded.State, meta: dict[str, Any]) -> Written:
+        """In the thread, on all ranks."""
+        began, side = time.perf_counter(), self._side
+        final = self.folder / f"step-{step:06d}"
+        partial = self.folder / f".{final.name}.partial"
+        try:
+            _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
+            sharded.write(state, partial, side)
+            files = _together(side, lambda: _digests(partial, side))
+            missing: list[list[str]] = _together(
+                side, lambda: self._complete(partial, final, meta, files) if side.is_writer else []
+            )
+        except OSError:
+            if side.is_writer:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return Written(step, final, time.perf_counter() - began, missing[0])
+
+    def _make_place(self, partial: Path, num_bytes: int) -> None:
+        total = int(self._side.sum([num_bytes])[0])
+        if not self._side.is_writer:
+            return
+        if not (self.folder.parent / MARK).is_file():
+            raise OSError(f"{self.folder.parent} was removed or emptied while the run was writing")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        needed, free = total + SPARE, shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
+
+    def _complete(
+        self,
+        partial: Path,
+        final: Path,
+        meta: dict[str, Any],
+        files: list[dict[str, str]],
+    ) -> list[str]:
+        """Give a written checkpoint its name, then let go of old ones. Those that are gone already."""
+        body = {**meta, "files": {name: digest for some in files for name, digest in some.items()}}
+        text = json.dumps({"sha256": _digest_of(body), **body})
+        if len(text) > META_LIMIT:
+            raise OSError(
+                f"{META} has {len(text):,} bytes, and at most {META_LIMIT:,} can be read back; lower "
+                "batch.samples_per_step"
+            )
+        durable.write_text(partial / META, text)
+        if (events := self.folder.parent / EVENTS).is_file():
+            durable.sync(events)  # the steps that will not be gone through again
+        durable.replace_directory(partial, final)
+        durable.write_text(self.folder / LATEST, f"{final.name}\n")
+        found = [path.name for path in complete(self.folder)]
+        missing = sorted(self._written - set(found))
+        self._written = {*found[-self.config.keep :]}
+        self._let_go()
+        return missing
+
+    def _let_go(self) -> None:
+        """Remove all but the newest, and the one of the best model where it is kept."""
+        best = self.best_step()
+        for path in complete(self.folder)[: -self.config.keep]:
+            if not (self.config.keep_best and step_of(path) == best):
+                durable.remove_directory(path)
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Raise OutputError where the disk cannot hold what will be kept and the one being written."""
+        if not self.ranks.is_writer:
+            return
+        needed = self.config.most(self.num_steps) * num_bytes + SPARE
+        place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
+        free = shutil.disk_usage(place).free + held
+        if free < needed:
+            raise OutputError(
+                f"checkpoint.keep={self.config.keep} takes up to {needed / 1e9:.2f} GB in {self.folder} and "
+                f"{free / 1e9:.2f} GB are free; expected room for them; free some, or set checkpoint.keep or "
+                "checkpoint.every=0"
+            )
+
+
+def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | None, list[str]]:
+    """The newest complete checkpoint, its files checked, and what is wrong with newer ones.
+
+    None where there is none. Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or all are.
+    """
+    damaged: list[str] = []
+    for path in reversed(ranks.gather(complete(folder))[0]):  # a network may show them differently
+        saved, trouble = _read(path, ranks)
+        if saved is not None:
+            return saved, damaged
+        damaged.append(trouble)
+        if not skip_damaged:
+            raise OutputError(
+                f"resume=true: {trouble}; expected the files as they were written; set checkpoint.skip_damaged=true to "
+                "go on from the one before, or bring the files back"
+            )
+    if damaged:
+        raise OutputError(
+            f"resume=true: no checkpoint is left to go on from: {'; '.join(damaged)}; bring the files back, or begin "
+            "anew with overwrite=true"
+        )
+    return None, []
+
+
+def set_aside(folder: Path, after_step: int) -> None:
+    """Take the names of checkpoints after a step away: they are damaged, and the run will come to these steps again.
+
+    ``latest`` names the newest of the others, as it may not after a kill either.
+    """
+    found = complete(folder)
+    kept = [path for path in found if step_of(path) <= after_step]
+    if kept:
+        durable.write_text(folder / LATEST, f"{kept[-1].name}\n")
+    else:
+        (folder / LATEST).unlink(missing_ok=True)
+    for path in found[len(kept) :]:
+        path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
+
+
+def _validated(kind: Any, value: Any, key: str, saved: Saved) -> Any:
+    """A part of ``meta.json`` that only its owner knows the type of. Raises OutputError where it has another."""
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        raise _unusable(saved, f"{saved.path / META}: {key}: {first_problem(error)}") from error
+
+
+def _unusable(saved: Saved, reason: str) -> OutputError:
+    return OutputError(
+        f"resume=true: {reason}; expected the files as they were written; bring them back, or remove {saved.path} "
+        "to go on from the checkpoint before"
+    )
+
+
+def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
+    """A checkpoint whose every file is as it was written; or what is not."""
+    trouble = ""
+    meta: Meta | None = None
+    try:
+        body = durable.read_json(path / META, META_LIMIT)
+        wanted = body.pop("sha256", None) if isinstance(body, dict) else None
+        if wanted is None or wanted != _digest_of(body):
+            trouble = (
+                f"{path / META} is damaged: its SHA-256 is not the one noted when it was written"
+            )
+        else:
+            meta = Meta.model_validate_json(json.dumps(body))
+            trouble = _damage(path, meta, ranks)
+    except pydantic.ValidationError as error:
+        trouble = f"{path / META} is no checkpoint of taut's: {first_problem(error)}"
+    except OutputError as error:
+        trouble = str(error)
+    except OSError as error:
+        trouble = f"{error.filename or path / META} cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        trouble = f"{path / META} cannot be read ({error})"
+    found = [text for text in ranks.gather(trouble) if text]
+    return (None, found[0]) if found or meta is None else (Saved(path, meta), "")
+
+
+def _damage(path: Path, meta: Meta, ranks: Ranks) -> str:
+    """What of a checkpoint is not as it was written; empty if all is. The ranks share the files."""
+    if {step_of(path), meta.cursor[0]} != {meta.step}:
+        return f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step_of(path)}"
+    if odd := next((name for name in meta.files if Path(name).name != name), None):
+        return f"{path / META} names the file {odd!r}; expected files in {path}"
+    mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
+    if found := durable.first_damaged(path, mine):
+        return found
+    sharded.read_index(path)
+    return ""
+
+
+def _digests(directory: Path, ranks: Ranks) -> dict[str, str]:
+    """This rank's share of a checkpoint's files, with their SHA-256."""
+    names = sorted(path.name for path in directory.iterdir())
+    return {name: durable.digest(directory / name) for name in names[ranks.rank :: ranks.size]}
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _together(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
+    """What every rank's ``act`` gave; OSError on all ranks where one raised it."""
+    mine: tuple[Any, str | None]
+    try:
+        mine = act(), None
+    except OSError as error:
+        mine = None, error.strerror or str(error)
+    outcomes = ranks.gather(mine)
+    for _, trouble in outcomes:
+        if trouble is not None:
+            raise OSError(trouble)
+    return [given for given, _ in outcomes]

@@ -1,0 +1,243 @@
+"""Ranks: the process group, sharding with FSDP2, and the only collectives of the package.
+
+One process is the default and touches no process group. Under torchrun the model is sharded with ``fully_shard`` per
+decoder layer and at the Scorer, the root. Reduction over ranks is SUM on every sharded module: gradients are divided by
+the step's one denominator in the loop and nowhere else.
+
+Imports errors and printing only. torch.distributed is imported here and in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from taut.errors import ConfigError, Interrupted
+from taut.io.console import is_first_on_host
+
+PATIENCE = timedelta(hours=12)
+"""How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten
+minutes. A rank that fails ends the others at once through torchrun."""
+
+FAILED, EXIT_CODE = "taut/failed", "taut/exit_code"
+"""In the store that the ranks share: how many have failed, and how the first one ends."""
+LINGER = 1.0
+"""Seconds that rank 0, where it holds the store itself, waits so that others that fail find out they are not first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    """What the collectives run on; None: the group of all."""
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks, in float64."""
+        return self._reduce(values, "sum")
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+        return self._reduce(values, "max")
+
+    def _reduce(self, values: Sequence[float], how: str) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        operation = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(tensor, operation, group=self.group)
+        result: list[float] = tensor.tolist()
+        return result
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small Python object, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def apart(self) -> Ranks:
+        """The same ranks on the CPU, with a group of their own: for a thread beside the one that trains."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return replace(self, device=torch.device("cpu"), group=group)
+
+
+def world_size() -> int:
+    """How many ranks torchrun announces; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(device: str = "auto") -> Ranks:
+    """Join the process group torchrun announces, or stand alone. ``device``: auto, cpu, cuda or cuda:N."""
+    size = world_size()
+    rank = int(os.environ.get("RANK", "0"))
+    has_cuda = torch.cuda.is_available()
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device={device} is not known; expected auto, cpu, cuda or cuda:N")
+    if device.startswith("cuda:") and size > 1:
+        raise ConfigError(
+            f"device={device} is one device and there are {size} ranks; each rank takes the one of its "
+            "LOCAL_RANK; set device=cuda"
+        )
+    if device.startswith("cuda") and not has_cuda:
+        raise ConfigError(
+            f"device={device} was asked for and no CUDA device is to be had; set device=cpu"
+        )
+    if device == "cpu" or not has_cuda:
+        chosen = torch.device("cpu")
+    elif size > 1 or device in ("auto", "cuda"):
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        chosen = torch.device(device)
+    if chosen.type == "cuda":
+        _require_present(chosen)
+        torch.cuda.set_device(chosen)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+    return Ranks(rank, size, chosen)
+
+
+def _require_present(device: torch.device) -> None:
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ConfigError(
+            f"device {device} is wanted and there are {count} CUDA devices; name a smaller one, or start "
+            "no more ranks on a machine than it has devices"
+        )
+
+
+def stop(ranks: Ranks) -> None:
+    """Leave the process group, all ranks together."""
+    if ranks.size > 1 and dist.is_initialized():
+        ranks.barrier()
+        dist.destroy_process_group()
+
+
+def is_first_to_fail(exit_code: int) -> bool:
+    """Whether no other rank has asked this before: the one that is told True prints the error that ends all.
+
+    Before the ranks have met, the first one of each host prints it.
+    """
+    if not dist.is_initialized():
+        return is_first_on_host()
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        is_first = int(store.add(FAILED, 1)) == 1
+        if is_first:
+            store.set(EXIT_CODE, str(exit_code))
+        if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            end = time.monotonic() + LINGER  # the store is in this process, and ends with it
+            while int(store.add(FAILED, 0)) < dist.get_world_size() and time.monotonic() < end:
+                time.sleep(0.02)
+    except dist.DistError:
+        # Without torchrun the store ends with rank 0, which has reported; then the launcher's signal ends the others.
+        return exit_code != Interrupted.exit_code
+    return is_first
+
+
+def exit_code_of_first_to_fail() -> int | None:
+    """The exit code of the rank whose end broke this one's collectives; None where no rank has said that it fails."""
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return int(store.get(EXIT_CODE)) if store.check([EXIT_CODE]) else None
+    except dist.DistError:  # without torchrun the store ends with its rank: why, is not known
+        return None
+
+
+def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
+    """Shard every layer and the root over all ranks; gradients arrive summed.
+
+    A method of the root called next_logits is a way in, as forward is.
+    """
+    if ranks.size == 1:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    if hasattr(root, "next_logits"):
+        register_fsdp_forward_method(root, "next_logits")
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+@torch.no_grad()
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange the contents of two tensors of one shape; of shards, those this rank holds."""
+    if not hasattr(one, "full_tensor"):
+        one.data, other.data = other.data, one.data
+        return
+    kept = one.detach().clone()  # FSDP gathers from the storage it knows
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def reshard(root: nn.Module) -> None:
+    """Forget gathered weights, so that the next forward gathers them as they are now."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
+    """The gradient's total norm over all ranks; where finite, gradients are scaled down to ``max_norm``."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if max_norm is not None and bool(torch.isfinite(whole)):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
+    return float(whole)
+
+
+def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Every tensor of the module, gathered on the CPU of the writer; None on the other ranks."""
+    if ranks.size == 1:
+        return dict(module.state_dict())
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(module, options=options)
+    if not ranks.is_writer:
+        return None
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        state[name] = state[first.setdefault(id(parameter), name)]  # what is tied stays tied
+    return state

@@ -1,0 +1,412 @@
+"""What a person watching a run sees: the decisions taken, progress, warnings, and a summary.
+
+On a terminal a progress bar that is redrawn; anywhere else one plain line every ``every`` steps. Tokens per second are
+those of the samples as the user wrote them (a shared prefix counts once for each sample); what sharing saved stands
+beside.
+Imported by ``taut.train.log`` where it is asked for.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+from collections import Counter, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from taut.io.console import Printer, counted, one_line
+from taut.io.terminal import Terminal
+from taut.train.log.events import Event, ReportLost
+
+BAR = 10
+"""Columns of the progress bar."""
+
+RECENT = 20
+"""Steps whose duration predicts the rest."""
+
+LINES_SHOWN = 5
+"""Samples left out or cut that are named at the start; events.jsonl names all."""
+
+EVIDENCE_SHOWN = 3
+"""Examples of a check's warning that are named at the start."""
+
+STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "yellow"}
+
+
+class ConsoleReport:
+    """A sink for people."""
+
+    def __init__(self, every: int = 1, console: Console | None = None) -> None:
+        self._printer = Printer.on(sys.stdout)
+        self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
+        self._every = every
+        self._num_steps: int | None = None
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._steps: list[Event] = []
+        self._evals: list[Event] = []
+        self._best: Event | None = None
+        self._rollouts: list[Event] = []
+        self._asked: list[Event] = []
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._shows = {
+            "start": self._show_start,
+            "check": self._show_check,
+            "step": self._show_step,
+            "rollout": self._keep_rollout,
+            "budget": self._show_budget,
+            "eval": self._show_eval,
+            "best": self._show_best,
+            "warning": self._show_warning,
+            "checkpoint": self._show_checkpoint,
+            "resume": self._show_resume,
+            "end": self._show_end,
+        }
+
+    def __call__(self, event: Event) -> None:
+        if event["kind"] == "check" and event.get("part"):
+            self._asked.append(event)
+            return
+        self._show_asked()
+        self._shows[event["kind"]](event)
+        if self._printer.failure is not None:
+            why = self._printer.failure.strerror
+            raise ReportLost(f"stdout cannot be written: {why}; nothing more is printed")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(one_line(text), style=style))
+
+    def _say_rows(self, rows: Sequence[Sequence[str]]) -> None:
+        """Rows of text, their columns aligned; the last one may be of any length."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            self._say("  ".join(cells).rstrip())
+
+    def _show_start(self, event: Event) -> None:
+        self._num_steps = event.get("num_steps")
+        self._say_rows(event.get("decisions", ()))
+        for what in ("model", "data"):
+            if event.get(what):
+                self._say(f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}")
+        for what in ("dropped", "cut"):
+            self._show_incidents(what, event.get(what, ()))
+
+    def _show_incidents(self, what: str, lines: Sequence[str]) -> None:
+        for line in lines[:LINES_SHOWN]:
+            self._say(f"{what}  {line}", "yellow")
+        if len(lines) > LINES_SHOWN:
+            self._say(f"{what}  and {len(lines) - LINES_SHOWN:,} more: see events.jsonl", "yellow")
+
+    def _show_step(self, event: Event) -> None:
+        self._seconds.append(event["seconds"])
+        if not event.get("skipped"):
+            self._steps.append({key: event[key] for key in COUNTED})
+        step = event["step"]
+        parts = step_parts(event, self._time_left(step), self._rollouts)
+        if self._console.is_terminal:
+            self._draw(step, parts)
+        elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
+            total = "" if self._num_steps is None else f"/{self._num_steps}"
+            self._say(f"step {step}{total}  {line_of(parts)}")
+
+    def _draw(self, step: int, parts: Sequence[Part]) -> None:
+        """The progress bar, from the first step on: what comes before has lines of its own."""
+        if self._progress is None:
+            columns = (
+                BarColumn(BAR),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+            )
+            self._progress = Progress(*columns, console=self._console)
+            self._task = self._progress.add_task("", total=self._num_steps)
+            self._progress.start()
+        assert self._task is not None
+        count = len(f"{self._num_steps}/{self._num_steps}")
+        text = line_of(parts, self._console.width - BAR - count - 2)
+        self._progress.update(self._task, completed=step, description=text)
+
+    def _keep_rollout(self, event: Event) -> None:
+        """The lines of the steps that train on it show it."""
+        self._rollouts.append({key: event[key] for key in ROLLED if key in event})
+
+    def _time_left(self, step: int) -> timedelta | None:
+        if self._num_steps is None:
+            return None
+        seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
+        return timedelta(seconds=round(seconds))
+
+    def _show_asked(self) -> None:
+        """The checks before training: each warning, and the rest counted in one line. None of them failed."""
+        if not self._asked:
+            return
+        number = Counter(event["outcome"] for event in self._asked)
+        seconds = sum(event["seconds"] for event in self._asked)
+        counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
+        self._say(f"checks  {counted}", STYLES["passed"])
+        if left_out := [event["name"] for event in self._asked if event.get("left_out")]:
+            said = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
+            self._say(said, STYLES["warning"])
+        for event in self._asked:
+            if event["outcome"] == "warning":
+                evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
+                said = f"{event['detail']}{f' ({evidence})' if evidence else ''}; {event['remedy']}"
+                self._say(f"warning {event['name']}: {said}", STYLES["warning"])
+        self._asked = []
+
+    def _show_check(self, event: Event) -> None:
+        outcome = event.get("outcome", "")
+        value = "" if event.get("value") is None else f" {number(event['value'])}"
+        detail = f"  ({event['detail']})" if event.get("detail") else ""
+        self._say(
+            f"check {event.get('name', '')}: {outcome}{value}{detail}", STYLES.get(outcome, "")
+        )
+
+    def _show_eval(self, event: Event) -> None:
+        self._evals.append(event)
+        self._say(f"eval  after step {event['step']}: {eval_text(event)}")
+        for sample in event.get("samples", ()):
+            self._say(f"      {sample_text(sample)}")
+
+    def _show_best(self, event: Event) -> None:
+        self._best = event
+        found = f"{event['name']} {number(event['value'])} after step {event['step']}"
+        self._say(f"best  {found}: {event.get('path', '')}")
+
+    def _show_warning(self, event: Event) -> None:
+        at = f" at step {event['step']}" if "step" in event else ""
+        self._say(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+
+    def _show_budget(self, event: Event) -> None:
+        cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"
+        self._say(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
+
+    def _show_checkpoint(self, event: Event) -> None:
+        self._say(f"checkpoint of step {event['step']}: {event.get('path', '')}")
+
+    def _show_resume(self, event: Event) -> None:
+        found = f"resumed after step {event['from_step']}"
+        self._say(found if event["from_step"] else "resume: no checkpoint in out; from the start")
+
+    def _show_end(self, event: Event) -> None:
+        self.close()
+        rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
+        if event.get("divergence"):
+            rows.append(("divergence", f"may have diverged: {event['divergence']}"))
+        if event.get("stop"):
+            rows.append(("stops", stops_text(event["stop"])))
+        if event.get("model"):
+            rows.append(("model", event["model"]))
+        if self._best is not None:
+            step, value = self._best["step"], number(self._best["value"])
+            rows.append(
+                ("best", f"{self._best['path']}: {self._best['name']} {value} after step {step}")
+            )
+        if rows:
+            self._say_rows(rows)
+        rest = fields_text({key: event[key] for key in event if key not in SUMMARISED})
+        if rest:
+            self._say(rest)
+
+
+COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
+"""What the summary needs of each step."""
+
+ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
+"""What a line shows of a roll-out."""
+
+SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
+"""Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
+
+WIDTH = 60
+"""Characters shown of an answer and of what was expected."""
+
+NOT_SHOWN = ("kind", "time", "step")
+
+HEADLINES = (
+    "rewards/accuracy",
+    "rewards/margin",
+    "z0",
+    "accuracy",
+    "score/margin",
+    "score/error",
+    "divergence",
+)
+"""What says beside the loss how a step went, where a method measures it: in the step's line, and the summary's."""
+
+
+def trained_text(event: Event) -> str:
+    """How much of the model is trained."""
+    trained, total = event.get("num_trained"), event.get("num_parameters")
+    if not trained or not total:
+        return ""
+    part = "all" if trained == total else f"{trained:,} ({trained / total:.2%})"
+    return f": {total:,} parameters, {part} trained"
+
+
+class Part(NamedTuple):
+    """A part of a step's line."""
+
+    text: str
+    rank: int
+    """Where there is no room for all, those with the highest rank are left out first."""
+
+
+def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) -> list[Part]:
+    """What a step's line says, in the order in which it stands there."""
+    generated = rollout_parts(rollouts[-1]) if rollouts else []
+    if event.get("skipped"):
+        return [*generated, Part("skipped: no completion has a reward", 0)]
+    speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
+    parts = [*generated, Part(f"loss {event['loss']:.4f}", 0)]
+    parts += [
+        Part(f"{key.split('/')[-1]} {event[key]:.3g}", 3) for key in HEADLINES if key in event
+    ]
+    parts += [
+        Part(f"grad {event['grad_norm']:.3g}", 5),
+        Part(f"lr {event['learning_rate']:.2e}", 8),
+        Part(f"{speed:,.0f} tok/s", 6),
+    ]
+    if left is not None:
+        parts.append(Part(f"{left} left", 1))
+    if event["num_tokens"] < event["num_tokens_unshared"]:
+        shared = not_computed(event["num_tokens"], event["num_tokens_unshared"])
+        parts.append(Part(f"{shared} of tokens shared", 9))
+    return [*parts, Part(f"{memory_bytes(event) / 1e9:.1f} GB", 10)]
+
+
+def rollout_parts(rollout: Event) -> list[Part]:
+    """What the line of a step that trains on a roll-out says of it."""
+    parts = []
+    if "reward" in rollout:
+        is_whole = rollout.get("rewarded") == rollout.get("completions")
+        over = "" if is_whole else f" ({rollout['rewarded']} of {rollout['completions']})"
+        parts.append(Part(f"reward {rollout['reward']:.3f}{over}", 2))
+    if "stopped" in rollout:
+        parts.append(Part(f"ends {rollout['stopped']:.0%}", 4))
+        parts.append(Part(f"{rollout['tokens_mean']:.0f} tokens", 7))
+    return parts
+
+
+def line_of(parts: Sequence[Part], width: int | None = None) -> str:
+    """The parts side by side, the least important left out until they fit into ``width`` columns."""
+    kept = list(parts)
+    while width is not None and len(kept) > 1 and len(_line(kept)) > width:
+        kept.remove(max(kept, key=lambda part: part.rank))
+    return _line(kept)
+
+
+def _line(parts: Sequence[Part]) -> str:
+    return "  ".join(part.text for part in parts)
+
+
+def memory_bytes(event: Event) -> int:
+    """The largest memory so far: as the event says (on a GPU), else of this process."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(event.get("memory_bytes") or own)
+
+
+def not_computed(num_tokens: int, num_tokens_unshared: int) -> str:
+    """The percentage of tokens that lie in a prefix another sample has too, and are not computed again."""
+    return f"{1 - num_tokens / num_tokens_unshared:.0%}"
+
+
+def number(value: Any) -> str:
+    """A value for people."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def sample_text(sample: Event) -> str:
+    """An answer of an evaluation, in one line."""
+    mark = {"stop": "", "length": " (cut)"}.get(sample["finish_reason"], " (failed)")
+    wanted = " | ".join(sample["references"])
+    text = " ".join(sample["text"].split())
+    return f"{text[:WIDTH]!r}{mark}  for {wanted[:WIDTH]!r}  ({sample['place']})"
+
+
+def measured(event: Event) -> list[str]:
+    """The metrics of an evaluation that the summary follows."""
+    has_interval = [key for key in event if f"{key}_low" in event]
+    return [key for key in ("loss", *HEADLINES, *has_interval, "stopped") if key in event]
+
+
+def eval_text(event: Event) -> str:
+    """The metrics of an evaluation, each with its interval if it has one."""
+    fields = {
+        key: f"{number(value)} [{number(event[f'{key}_low'])}, {number(event[f'{key}_high'])}]"
+        if f"{key}_low" in event
+        else value
+        for key, value in event.items()
+        if not is_bound(key, event)
+    }
+    return fields_text(fields)
+
+
+def is_bound(key: str, event: Event) -> bool:
+    """Whether a field is one end of another's interval."""
+    return any(key.endswith(end) and key.removesuffix(end) in event for end in ("_low", "_high"))
+
+
+def stops_text(stop: Event) -> str:
+    """The end of a run on whether its model stops; the warning that follows says more."""
+    found = f"{stop['ended']} of {stop['asked']} answers ended by themselves"
+    return found if stop["cause"] is None else f"{found}, expected {stop['wanted']:.0%}"
+
+
+def fields_text(event: Event) -> str:
+    """The fields of an event that nothing else shows, on one line."""
+    return "  ".join(
+        f"{key} {number(value)}"
+        for key, value in event.items()
+        if key not in NOT_SHOWN and value is not None and not isinstance(value, list | tuple | dict)
+    )
+
+
+def summary(
+    steps: Sequence[Event], evals: Sequence[Event], rollouts: Sequence[Event]
+) -> list[tuple[str, str]]:
+    """The run in a few rows."""
+    seconds, computed, unshared, targets = (
+        sum(step[key] for step in steps)
+        for key in ("seconds", "num_tokens", "num_tokens_unshared", "num_targets")
+    )
+    speed = unshared / max(seconds, 1e-9)
+    rows = [
+        ("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}"),
+        ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
+    ]
+    if rollouts:
+        rewards = [rollout["reward"] for rollout in rollouts if "reward" in rollout]
+        if rewards:
+            rows.append(("reward", f"{rewards[0]:.4f} at first, {rewards[-1]:.4f} at last"))
+        ends = [rollout["stopped"] for rollout in rollouts if "stopped" in rollout]
+        change = f": {ends[0]:.0%} ended by themselves, then {ends[-1]:.0%}" if ends else ""
+        rows.append(("roll-outs", f"{len(rollouts):,}{change}"))
+    for name in dict.fromkeys(key for event in evals for key in measured(event)):
+        values = [event[name] for event in evals if event.get(name) is not None]
+        title = "held-out loss" if name == "loss" else f"held-out {name}"
+        rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))
+    of_them = f" ({counted(targets, 'targets')})" if targets else ""
+    rows.append(("tokens", f"{unshared:,}{of_them}, {speed:,.0f} a second"))
+    if computed < unshared:
+        rows.append(
+            (
+                "computed",
+                f"{computed:,}: {not_computed(computed, unshared)} of tokens are in shared prefixes",
+            )
+        )
+    return rows

@@ -1,0 +1,250 @@
+"""The optimizer: parameter groups, learning-rate schedules, AdamW.
+
+    warm-up    rate * t / W                        for t <= W
+    constant   rate
+    linear     rate * (m + (1 - m) (1 - x))
+    cosine     rate * (m + (1 - m) (1 + cos(pi x)) / 2)
+
+with t counted from 1, W warm-up steps, x = (t - W - 1) / (total - W) the part of the decay that is
+done, and m = ``min_learning_rate_ratio``. The first step's rate is
+never 0 and the last step still has one. The rate is a pure function of (step, total): a resumed run
+has no scheduler state. Weight decay (arXiv:1711.05101) leaves out norms, biases and every parameter
+of fewer than two dimensions.
+
+A part of the model (a critic) may have a ``Pace`` of its own: its rate is the others' times a ratio, it may learn alone
+for some steps, in which the others' rate is 0, and its gradient is clipped apart, so that neither shrinks the other's.
+Parameters may have rates of their own (``optim.rates``): the same schedule times a ratio, clipped with the rest.
+
+Imports torch, parallel, config and errors. The loop and run import it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.train import distributed
+
+
+@configclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """The highest learning rate, reached at the end of the warm-up. None: the default of the method, by whether all
+    weights train or adapters (docs/hyperparameters.md)."""
+    rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    """Highest learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
+    pattern as in ``freeze``. The others have ``learning_rate``.
+    """
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay; norms and biases have none."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the mean of gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's decay of the mean of squared gradients."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps of linear warm-up; excludes ``warmup_ratio``."""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Warm-up as a part of all steps, rounded up; 0.03 if neither is given."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where the decay ends, as a part of ``learning_rate``."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """The largest norm of the whole gradient (of PPO: the policy's and the critic's, each); a larger one is scaled down
+    to it. None: no clipping.
+    """
+
+    def __post_init__(self) -> None:
+        if self.schedule == "constant" and self.min_learning_rate_ratio:
+            raise ConfigError(
+                f"optim.min_learning_rate_ratio={self.min_learning_rate_ratio:g} is where a decay ends, and "
+                "optim.schedule=constant has none; expected linear or cosine; set that, or leave it out"
+            )
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} and "
+                f"optim.warmup_ratio={self.warmup_ratio} are both "
+                "set; keep one"
+            )
+
+
+class DefaultRates(NamedTuple):
+    """The highest learning rates that a method starts from where none is set."""
+
+    full: float
+    """Where all weights train."""
+    lora: float
+    """Where adapters train."""
+    sources: str
+    """Where they are from."""
+
+
+class Rate(NamedTuple):
+    """A parameter's own learning rate."""
+
+    name: str
+    """What it was given to, as the user wrote it."""
+    highest: float
+
+
+class Pace(NamedTuple):
+    """How fast a part of the model learns."""
+
+    part: str
+    """Its name; those of its parameters begin with it and a dot."""
+    ratio: float = 1.0
+    """Its learning rate, over the others'."""
+    head_start: int = 0
+    """Steps in which it alone learns."""
+
+
+def highest(config: OptimConfig) -> float:
+    """The highest learning rate of a configuration in which it is settled (``Run.optim_in_force``)."""
+    assert config.learning_rate is not None, "optim.learning_rate is unset: use Run.optim_in_force"
+    return config.learning_rate
+
+
+def num_warmup_steps(total: int, config: OptimConfig) -> int:
+    """Steps of warm-up in a run of ``total`` steps."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    ratio = 0.03 if config.warmup_ratio is None else config.warmup_ratio
+    return math.ceil(ratio * total)
+
+
+def learning_rate(step: int, total: int, config: OptimConfig) -> float:
+    """The rate of ``step`` (from 1) of ``total``."""
+    assert step >= 1, f"steps count from 1, got {step}"
+    warmup = num_warmup_steps(total, config)
+    if step <= warmup:
+        return highest(config) * step / warmup
+    done = min(1.0, (step - warmup - 1) / max(1, total - warmup))
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[config.schedule]
+    if config.schedule == "constant":
+        return highest(config)
+    floor = config.min_learning_rate_ratio
+    return highest(config) * (floor + (1.0 - floor) * shape)
+
+
+def parameter_groups(
+    model: nn.Module,
+    config: OptimConfig,
+    pace: Pace | None = None,
+    rates: Mapping[str, Rate] | None = None,
+) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: with weight decay, and without; the part with a pace of its own and those
+    of each of ``rates`` (parameter -> its own), in two more. A tied one is listed once.
+    """
+    usual, rates = Rate("", highest(config)), rates or {}
+    listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_apart = pace is not None and name.startswith(f"{pace.part}.")
+            key = (is_apart, rates.get(name, usual), _is_exempt(name, parameter))
+            listed.setdefault(key, []).append(parameter)
+    if not listed:
+        raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
+    own = pace or Pace("")
+    return [
+        {
+            "params": params,
+            "weight_decay": 0.0 if is_exempt else config.weight_decay,
+            "part": own.part if is_apart else "",
+            "ratio": own.ratio if is_apart else rate.highest / usual.highest,
+            "rate": rate.name,
+            "waits": 0 if is_apart else own.head_start,
+        }
+        for (is_apart, rate, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
+    ]
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    pace: Pace | None = None,
+    rates: Mapping[str, Rate] | None = None,
+) -> torch.optim.AdamW:
+    """AdamW over ``parameter_groups``, fused where the device has a fused kernel. Its state is there from the start."""
+    groups = parameter_groups(model, config, pace, rates)
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=highest(config),
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=devices <= {"cpu", "cuda"},
+    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = _before_the_first_step(parameter, is_fused=group["fused"])
+    return optimizer
+
+
+def _before_the_first_step(parameter: nn.Parameter, *, is_fused: bool) -> dict[str, Tensor]:
+    """What AdamW itself would begin with; so that there is one set of tensors to save, at every step."""
+    return {
+        "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, rate: float, step: int | None = None
+) -> None:
+    """The rate of the next update, in every group. ``step``: whose update it is; None: one after any head start."""
+    for group in optimizer.param_groups:
+        is_waiting = step is not None and step <= group["waits"]
+        group["lr"] = 0.0 if is_waiting else rate * group["ratio"]
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """``learning_rate`` of the update that was made, and ``learning_rate/NAME`` of what has its own."""
+    first, *_ = groups = optimizer.param_groups
+    own = {f"learning_rate/{group['rate']}": group["lr"] for group in groups if group["rate"]}
+    return {"learning_rate": first["lr"] / first["ratio"], **own}
+
+
+def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, float]:
+    """Scale the gradient down to ``max_norm``, and that of a part with a pace of its own apart from the rest.
+
+    ``grad_norm``: of the whole, before; ``grad_norm/critic``: of that part.
+    """
+    norms = {
+        part: distributed.clip_gradients(params, max_norm)
+        for part, params in parts(optimizer).items()
+    }
+    apart = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
+    return {"grad_norm": math.hypot(*norms.values()), **apart}
+
+
+def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
+    """The parameters whose gradients are clipped together; that of most has no name."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        found.setdefault(group["part"], []).extend(group["params"])
+    return found
+
+
+def _is_exempt(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay leaves a parameter out. DoRA's magnitudes are vectors, and so left
+    out.
+    """
+    parts = name.lower().split(".")
+    return parameter.ndim < 2 or "bias" in parts[-1] or any("norm" in part for part in parts)

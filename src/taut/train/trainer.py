@@ -1,0 +1,438 @@
+"""The one training loop. It is blind to algorithms: a method prepares trees, a loss says what to sum.
+
+    loss = sum over terms of  sum_i / count_i
+
+``count_i`` is taken over all micro-batches and ranks before the first backward, and the gradient is divided by it in
+exactly one place (``scales`` below). So any split of a step into micro-batches and ranks gives the same numbers.
+What a loss needs of other models (roles) or of the whole step (statistics) is there before the first backward, too.
+
+Alarms watch the steps and may stop the run (taut/train/monitors.py); events go to the sinks the caller passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from taut import losses
+from taut.data.batching import Budget, Cursor, Rows, assign, layouts
+from taut.data.packing import PackPolicy
+from taut.errors import NonFiniteError, OutOfMemory
+from taut.losses import Loss
+from taut.models.noise import Noise
+from taut.train import optim, random_state, step_statistics
+from taut.train.distributed import Ranks
+from taut.train.oom import Fit
+from taut.train.signals import Interrupts
+from taut.types import Packed, Sample, Scores, Tree
+from taut.vision.image_store import Album
+
+SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
+"""What is counted of every step."""
+
+
+class Method(Protocol):
+    """What the loop knows of a training method."""
+
+    @property
+    def loss(self) -> Loss:
+        """What is minimised."""
+
+    def prepare(self, step: int) -> list[Tree]:
+        """The trees of a step (counted from 1), with the streams that no role fills in. An empty list: skip it."""
+
+    def observed(self, step: int) -> list[Tree] | None:
+        """The trees that the loss's statistics are taken over; None: those of the step."""
+
+    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
+        """The same for some rows, as of held-out data."""
+
+    def cursor(self, step: int) -> Cursor:
+        """How far the data are after a step: with the seed, all that a resumed run needs of them."""
+
+    def close(self) -> None:
+        """End what it holds beside the model."""
+
+
+class Role(Protocol):
+    """A model beside the one that trains: a reference."""
+
+    gives: str
+    """The stream it fills in, where samples do not bring it."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Entered while streams are made: once a step, on every rank."""
+
+    def streams(self, packed: Packed) -> dict[str, Tensor]:
+        """What the role says of a micro-batch. Called equally often on every rank, without gradient."""
+
+    def follow(self, step: int) -> None:
+        """Called after the update of a step, on every rank."""
+
+
+class Scored(NamedTuple):
+    """A micro-batch and what the model said of it, kept for the alarms."""
+
+    packed: Packed
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step saw, before the update. Sums are over all ranks; ``scored`` is this rank's."""
+
+    step: int
+    loss: float
+    metrics: dict[str, float]
+    num_targets: int
+    num_tokens: int
+    num_tokens_unshared: int
+    sample_ids: list[str]
+    scored: list[Scored]
+    grad_norm: float = float("nan")
+
+
+class Alarm(Protocol):
+    """Called after the backward of each step and before the update; raises CheckFailed to stop the run."""
+
+    def __call__(self, report: StepReport, job: Job) -> None: ...
+
+
+@dataclass
+class Job:
+    """Everything a run needs, built by taut.run.setup."""
+
+    scorer: nn.Module
+    method: Method
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    num_steps: int
+    budget: Budget
+    policy: PackPolicy
+    ranks: Ranks
+    compute: Callable[[], AbstractContextManager[Any]]
+    """The precision context of a forward."""
+    compute_backward: Callable[[], AbstractContextManager[Any]]
+    """The precision context of a backward."""
+    noise: Noise | None
+    fit: Fit
+    roles: Sequence[Role] = ()
+    clip_grad_norm: float | None = None
+    alarms: Sequence[Alarm] = ()
+    before_step: Sequence[Callable[[int], None]] = ()
+    """What is got ready for the step about to be taken."""
+    after_step: Sequence[Callable[[int], None]] = ()
+    """Evaluation and checkpoints: called with the step just finished."""
+    done: int = 0
+    """The step whose update the weights have."""
+    followed: int = 0
+    """The step after which ``after_step`` has been called."""
+    loss: float = float("nan")
+    """Of the last step that was not skipped."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    emit: Callable[..., None] = field(init=False)
+    """Writes an event: ``emit(kind, **fields)``. Set once the output directory is claimed."""
+    trained: list[nn.Parameter] = field(init=False)
+    random: random_state.State = field(init=False)
+    """Where the generators stood when the open step, or what follows the last, began."""
+
+    def __post_init__(self) -> None:
+        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def run_steps(job: Job) -> None:
+    """Every step that is not done, and what follows each. Raises Interrupt with the open step undone."""
+    while True:
+        job.random = random_state.capture(job.ranks.device)
+        if job.followed < job.done:
+            for act in job.after_step:
+                act(job.done)
+            job.followed = job.done
+        elif job.done < job.num_steps:
+            _take_step(job, job.done + 1)
+        else:
+            return
+
+
+def _take_step(job: Job, step: int) -> None:
+    began = time.perf_counter()
+    report = _fitted_step(job, step)
+    job.done = step
+    if report.sample_ids:
+        job.loss = report.loss
+    job.emit(
+        "step",
+        step=step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        **optim.learning_rates(job.optimizer),
+        num_targets=report.num_targets,
+        num_tokens=report.num_tokens,
+        num_tokens_unshared=report.num_tokens_unshared,
+        seconds=time.perf_counter() - began,
+        sample_ids=report.sample_ids,
+        **_gpu_memory(job.ranks.device),
+        **report.metrics,
+    )
+
+
+def _fitted_step(job: Job, step: int) -> StepReport:
+    """``train_step``, begun again with a smaller budget where memory runs out and that is asked for."""
+    while True:
+        use_budget(job, step)
+        try:
+            return train_step(job, step)
+        except OutOfMemory as error:
+            job.optimizer.zero_grad()
+            if not job.fit.halve(step, error):
+                raise
+        random_state.restore(job.random, job.ranks.device)
+
+
+def use_budget(job: Job, step: int, *, is_told: bool = False) -> None:
+    """Put the token budget of a step into force, and tell of it where that is new."""
+    for halving in job.fit.begin(step):
+        if not is_told:
+            job.emit("budget", **halving._asdict())
+    job.budget = job.budget._replace(tokens_per_microbatch=job.fit.tokens)
+
+
+def _gpu_memory(device: torch.device) -> dict[str, int]:
+    """The most memory of the GPU so far; elsewhere the console asks the process."""
+    if device.type != "cuda":
+        return {}
+    return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
+
+
+def train_step(job: Job, step: int) -> StepReport:
+    """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule goes on."""
+    for act in job.before_step:
+        act(step)
+    trees = job.method.prepare(step)
+    if not trees:
+        return _skipped(job, step)
+    report = add_gradients(job, trees, step, job.method.observed(step))
+    require_finite(report.loss, "loss", report, job)
+    norms = optim.clip(job.optimizer, job.clip_grad_norm)
+    report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
+    require_finite(report.grad_norm, "gradient norm", report, job)
+    job.interrupts.agree(job.ranks)  # before the alarms: they remember the steps they saw
+    for alarm in job.alarms:
+        alarm(report, job)
+    optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    for role in job.roles:
+        role.follow(step)
+    return report
+
+
+def _skipped(job: Job, step: int) -> StepReport:
+    """A step from which nothing can be learned. Monitors do not see it: it has no gradient to look at."""
+    job.interrupts.agree(job.ranks)
+    optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
+    for role in job.roles:
+        role.follow(step)
+    return StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
+
+
+def add_gradients(
+    job: Job, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
+) -> StepReport:
+    """Add the gradient of a step that has these trees, and say what was seen. ``observed``: what the loss's statistics
+    are taken over, if not these.
+    """
+    job.scorer.train()
+    planned = made_ready(job, trees, observed, f"step {step}")
+    microbatches = [packed for packed, is_real in planned if is_real]
+    counts = denominators(job.method.loss, microbatches, job.ranks)
+    scales = {term: 1.0 / count for term, count in counts.items()}
+    nothing = dict.fromkeys(scales, 0.0)
+    scored = []
+    for packed, is_real in planned:
+        if job.ranks.size == 1:
+            job.interrupts.check()
+        act = partial(backward, job, packed, scales if is_real else nothing, step)
+        scores = job.fit.attempt(act, packed, trees, f"step {step}")
+        if is_real:
+            scored.append(Scored(packed, scores))
+    return summarise(job, step, trees, scored, scales)
+
+
+def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> Scores:
+    """Add one micro-batch's share, each term times its scale, to the gradient."""
+    loss = job.method.loss
+    linear = loss.linear_weights(packed)
+    if job.noise is not None:
+        job.noise.set(step, packed)
+    with job.compute():
+        if linear is not None:
+            shares = [scales[term] * weight_N for term, weight_N in linear.items()]
+            scores: Scores = job.scorer(packed, torch.stack(shares).sum(0), loss.wants)
+            total = scores.linear_sum
+        else:
+            scores = job.scorer(packed, wants=loss.wants)
+            terms = loss(scores, packed.to(scores.device)).terms
+            total = torch.stack([scales[term] * value for term, value in terms.items()]).sum()
+    assert total is not None
+    with job.compute_backward():
+        total.backward()  # type: ignore[no-untyped-call]
+    return scores.detach()
+
+
+def made_ready(
+    job: Job, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
+) -> list[tuple[Packed, bool]]:
+    """This rank's micro-batches with all that the loss needs of other models and of the whole step, and whether each
+    counts.
+    """
+    loss = job.method.loss
+    planned = filled(job, trees, where)
+    if not loss.observes:
+        return planned
+    seen = planned if observed is None else filled(job, observed, where)
+    found = []
+    with torch.no_grad(), job.compute():
+        for packed, _ in seen:
+            score = partial(job.scorer, packed, wants=loss.wants)
+            scores = job.fit.attempt(score, packed, observed or trees, where)
+            found.append(loss.observe(scores, packed.to(scores.device)))
+    own = [one for one, (_, is_real) in zip(found, seen, strict=True) if is_real]
+    stats = step_statistics.statistics(loss, own, job.ranks)
+    return step_statistics.attached(planned, stats, job.ranks)
+
+
+def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
+    """This rank's micro-batches with what roles have to fill in, and whether each counts; pictures are read ahead."""
+    planned = padded(microbatches_of(trees, job), trees, job)
+    for one in (one for packed, _ in planned for one in packed.media):
+        one.picture.expect()
+    missing = set(job.method.loss.needs) - planned[0][0].streams.keys()
+    for role in (role for role in job.roles if role.gives in missing):
+        with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
+            streams = [_streams(job, role, packed, trees, where) for packed, _ in planned]
+        planned = [
+            (replace(packed, streams={**packed.streams, **more}), is_real)
+            for (packed, is_real), more in zip(planned, streams, strict=True)
+        ]
+    return planned
+
+
+def _streams(
+    job: Job, role: Role, packed: Packed, trees: Sequence[Tree], where: str
+) -> dict[str, Tensor]:
+    if job.ranks.size == 1:
+        job.interrupts.check()
+    return job.fit.attempt(partial(role.streams, packed), packed, trees, where)
+
+
+def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
+    """This rank's micro-batches of a step."""
+    policy, most = job.policy, job.budget.tokens_per_microbatch
+    mine = assign(trees, job.budget)[job.ranks.rank]
+    return [packed for planned in mine for packed in layouts(planned, policy, most)]
+
+
+def padded(
+    microbatches: list[Packed], trees: Sequence[Tree], job: Job
+) -> list[tuple[Packed, bool]]:
+    """The micro-batches, and as many that count for nothing as it takes for all ranks to run equally many backwards."""
+    missing = int(job.ranks.max([len(microbatches)])[0]) - len(microbatches)
+    shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
+    filler = layouts((Tree((shortest,)),), job.policy, job.budget.tokens_per_microbatch)
+    return [(packed, True) for packed in microbatches] + [(filler[0], False)] * missing
+
+
+def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
+    """Each term's count over all micro-batches and ranks, from what is listed, before any forward."""
+    units = loss.units
+    counts = [sum(losses.count(unit, packed) for packed in microbatches) for unit in units.values()]
+    totals = dict(zip(units, ranks.sum(counts), strict=True))
+    assert all(count > 0 for count in totals.values()), (
+        f"a step without anything to learn: {totals}"
+    )
+    return totals
+
+
+def summarise(
+    job: Job,
+    step: int,
+    trees: Sequence[Tree],
+    scored: Sequence[Scored],
+    scales: dict[str, float],
+) -> StepReport:
+    """Sum what the micro-batches and ranks saw."""
+    seen = step_statistics.Sums()
+    for packed, scores in scored:
+        sums = job.method.loss(scores, packed.to(scores.device))
+        for term, total in sums.terms.items():
+            seen.add(f"term {term}", total)
+        for name, (total, count) in sums.metrics.items():
+            seen.add(name, total, count)
+        for name in SIZES:
+            seen.add(name, getattr(packed, name))
+    found = seen.totals(job.ranks)
+    terms = {term: found.pop(f"term {term}").total for term in scales}
+    sizes = {name: int(found.pop(name).total) for name in SIZES}
+    metrics = {name: one.mean for name, one in found.items() if one.over}
+    return StepReport(
+        step=step,
+        loss=sum(scale * terms[term] for term, scale in scales.items()),
+        metrics=metrics | job.method.loss.derived(metrics),
+        sample_ids=[sample.id for tree in trees for sample in tree.samples],
+        scored=list(scored),
+        **sizes,
+    )
+
+
+def require_finite(value: float, what: str, report: StepReport, job: Job) -> None:
+    """Stop before the update if ``value`` is not finite, and name the samples."""
+    if torch.isfinite(torch.tensor(value)):
+        return
+    mine = {id_ for packed, scores in report.scored for id_ in _not_finite(packed, scores)}
+    guilty = sorted(set().union(*job.ranks.gather(mine)))
+    named = guilty or report.sample_ids
+    whose = "samples with a score that is not finite" if guilty else "the step's samples"
+    raise NonFiniteError(
+        f"step {report.step}: the {what} is {value}; the weights are those of step {report.step - 1}; "
+        f"{whose}: {', '.join(named[:8])}{f' and {len(named) - 8} more' if len(named) > 8 else ''}; "
+        "look at them with `taut show`, or lower optim.learning_rate"
+    )
+
+
+def _not_finite(packed: Packed, scores: Scores) -> set[str]:
+    rows = packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist() if packed.num_targets else []
+    if scores.scalar_R is not None:
+        rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
+    return {packed.sample_ids[row] for row in rows}
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures are read in threads while others are computed: those of a step, and then those of the one after it.
+#
+# Only of data that are there from the start, where the samples of a step are a pure function; what is asked in a
+# roll-out was read to be asked. Each rank reads its own. May import loop and below; build makes one.
+
+
+@dataclass
+class Lookahead:
+    """Called before each step."""
+
+    job: Job
+    album: Album
+    expected: int = 0
+    """The last step whose pictures are expected: it was planned for that, and is not again."""
+
+    def __call__(self, step: int) -> None:
+        first = max(step, self.expected + 1)
+        self.expected = min(step + 1, self.job.num_steps)
+        for number in range(first, self.expected + 1):
+            packs = microbatches_of(self.job.method.prepare(number), self.job)
+            self.album.expect([one.picture for packed in packs for one in packed.media])

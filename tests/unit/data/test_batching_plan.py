@@ -1,0 +1,332 @@
+"""The plan: which samples a step has, and how they are divided; pure functions, always within the budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.samples import sample
+
+from taut.data.batching import (
+    BatchConfig,
+    Budget,
+    CostModel,
+    Cursor,
+    Order,
+    assign,
+    imbalance,
+    layouts,
+    prefix_groups,
+    samples_of,
+)
+from taut.data.packing import PackPolicy, num_distinct_tokens
+from taut.types import Sample, Tree
+
+COST = CostModel(per_token=6e6, per_pair=1e4, per_target=2e6)
+
+
+def order(num_samples: int = 23, per_step: int = 5, **changes: object) -> Order:
+    fields = {"weights": np.ones(num_samples), "seed": 3, "samples_per_step": per_step} | changes
+    return Order(**fields)  # type: ignore[arg-type]
+
+
+def chats(num_samples: int, seed: int) -> list[Sample]:
+    """Skewed lengths: log-normal, median 150, tail to 2,048; no common prefixes; the last third is learned."""
+    random = np.random.default_rng(seed)
+    lengths = np.minimum(2048, np.exp(random.normal(np.log(150), 1.0, num_samples)).astype(int) + 4)
+    return [
+        sample(f"c{i}", random.integers(0, 8000, n).tolist(), n - n // 3)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def trees_of(samples: Sequence[Sample]) -> list[Tree]:
+    return [Tree((s,)) for s in samples]
+
+
+def planned(trees: Sequence[Tree], budget: Budget) -> list[list[list[Sample]]]:
+    """The samples of each rank's micro-batches."""
+    return [[samples_of(microbatch) for microbatch in rank] for rank in assign(trees, budget)]
+
+
+def ids_of(ranks: Sequence[Sequence[Sequence[Sample]]]) -> list[str]:
+    return [s.id for rank in ranks for some in rank for s in some]
+
+
+class TestOrder:
+    def test_every_step_is_full_and_epochs_follow_without_a_gap(self) -> None:
+        one = order()
+        steps = [one.step(step) for step in range(1, 24)]
+        assert {len(step) for step in steps} == {5}
+        flat = [index for step in steps for index in step]
+        epochs = [flat[start : start + 23] for start in range(0, 5 * 23, 23)]
+        assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 5, "reshuffled in each epoch"
+
+    def test_a_step_larger_than_the_data_goes_round_them(self) -> None:
+        assert Counter(order(3, 8).step(1)).most_common()[-1][1] >= 2
+        assert len(order(3, 8).step(1)) == 8
+
+    def test_only_the_last_step_of_an_epochs_run_is_smaller(self) -> None:
+        one = order()
+        assert one.num_steps(1.0) == 5
+        sizes = [len(one.step(step, 1.0)) for step in range(1, 6)]
+        assert sizes == [5, 5, 5, 5, 3]
+        assert sorted(i for step in range(1, 6) for i in one.step(step, 1.0)) == list(range(23))
+        assert [len(one.step(step, 2.0)) for step in range(1, one.num_steps(2.0) + 1)] == [
+            5
+        ] * 9 + [1]
+        assert one.num_steps(0.5) == 3
+        assert sum(len(one.step(step, 0.5)) for step in range(1, 4)) == round(0.5 * 23)
+
+    @pytest.mark.parametrize("epochs", [0.01, 0.1, 0.405, 0.5, 1.0, 1.3, 2.5, 3.0])
+    def test_no_step_of_an_epochs_run_is_empty(self, epochs: float) -> None:
+        one = order(10, 4)
+        sizes = [len(one.step(step, epochs)) for step in range(1, one.num_steps(epochs) + 1)]
+        assert min(sizes) >= 1
+        assert set(sizes[:-1]) <= {4}
+
+    def test_access_at_random_equals_access_in_sequence(self) -> None:
+        sequence = [order().step(step) for step in range(1, 30)]
+        one = order()
+        for step in np.random.default_rng(0).permutation(29):
+            assert one.step(int(step) + 1) == sequence[step]
+        assert order(seed=4).step(1) != sequence[0]
+
+    def test_without_shuffling_it_is_the_order_of_the_file(self) -> None:
+        one = order(7, 3, is_shuffled=False)
+        assert [i for step in range(1, 6) for i in one.step(step)] == [*range(7), *range(7), 0]
+
+    def test_fractions_of_a_source_are_chosen_anew(self) -> None:
+        weights = np.array([0.5] * 10 + [1.5] * 6)
+        one = order(weights=weights)
+        assert one.epoch_size == 5 + 9
+        epochs = [Counter(one.epoch(epoch).tolist()) for epoch in range(6)]
+        for epoch in epochs:
+            assert sum(epoch[i] for i in range(10)) == 5
+            assert max(epoch[i] for i in range(10)) == 1
+            assert sorted(epoch[i] for i in range(10, 16)) == [1, 1, 1, 2, 2, 2]
+        assert len({tuple(sorted(epoch.elements())) for epoch in epochs}) > 1
+
+    def test_groups_stay_together_and_the_shuffle_moves_them(self) -> None:
+        groups = np.repeat(np.arange(6), 4)
+        one = order(24, 8, groups=groups)
+        epochs = [one.epoch(epoch) for epoch in range(3)]
+        for epoch in epochs:
+            assert sorted(epoch.tolist()) == list(range(24))
+            assert (np.diff(groups[epoch]) != 0).sum() == 5
+        assert len({tuple(groups[epoch]) for epoch in epochs}) > 1
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+        for step in range(1, 4):
+            assert len(set(groups[one.step(step)])) == 2, "two whole documents a step"
+
+    def test_a_document_is_cut_only_where_no_whole_one_fits_the_step(self) -> None:
+        sizes = np.random.default_rng(0).integers(1, 12, 60)
+        groups = np.repeat(np.arange(60), sizes)
+        one = order(groups.size, 10, groups=groups)
+        for epoch in range(3):
+            flat = groups[one.epoch(epoch)]
+            starts = np.flatnonzero(np.diff(flat, prepend=-1))
+            assert starts.size == 60, "every document is one run"
+            offset = epoch * groups.size
+            for index, start in enumerate(starts.tolist()):
+                room = 10 - (offset + start) % 10
+                size = int(sizes[flat[start]])
+                later = sizes[flat[starts[index + 1 :]]]
+                assert size <= room or size > 10 or not (later <= room).any()
+
+    def test_grouping_is_not_silently_dropped_in_the_order_of_the_file(self) -> None:
+        with pytest.raises(ValueError, match=r"group_prefixes=true and batch\.shuffle=false"):
+            BatchConfig(group_prefixes=True, shuffle=False)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 5), st.integers(1, 12))
+    def test_any_step_is_the_slice_of_the_endless_run(
+        self, num_samples: int, per_step: int, seed: int, step: int
+    ) -> None:
+        one = order(num_samples, per_step, seed=seed)
+        endless = np.concatenate([one.epoch(e) for e in range(step * per_step // num_samples + 1)])
+        assert one.step(step) == endless[(step - 1) * per_step : step * per_step].tolist()
+
+
+class TestGroups:
+    def documents(self, system: int, document: int, questions: int = 4) -> list[Sample]:
+        random = np.random.default_rng(0)
+        head = random.integers(0, 90, system).tolist()
+        samples = []
+        for d in range(5):
+            text = head + random.integers(0, 90, document).tolist()
+            samples += [
+                sample(f"{d}.{q}", text + random.integers(0, 90, 6).tolist(), len(text))
+                for q in range(questions)
+            ]
+        return samples
+
+    def test_documents_are_groups_below_a_common_system_prompt(self) -> None:
+        for system in (0, 20, 200):
+            groups = prefix_groups(self.documents(system, 100), 64)
+            assert [len(set(groups[d * 4 : d * 4 + 4])) for d in range(5)] == [1] * 5
+            assert len(set(groups)) == 5
+
+    def test_short_prefixes_make_no_group(self) -> None:
+        assert len(set(prefix_groups(self.documents(0, 30), 64))) == 20
+
+    def test_groups_survive_shuffled_rows(self) -> None:
+        samples = self.documents(50, 100)
+        shuffled = np.random.default_rng(1).permutation(len(samples))
+        groups = prefix_groups([samples[i] for i in shuffled], 64)
+        for d in range(5):
+            assert len(set(groups[shuffled // 4 == d])) == 1
+
+    def test_one_sample_is_one_group(self) -> None:
+        assert prefix_groups(self.documents(0, 100)[:1], 64).tolist() == [0]
+
+
+class TestAssign:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=30), min_size=1, max_size=14),
+        st.integers(4, 60),
+        st.integers(1, 3),
+    )
+    def test_every_sample_once_within_the_budget(
+        self, rows: list[list[int]], tokens: int, num_ranks: int
+    ) -> None:
+        samples = [sample(f"s{i}", row) for i, row in enumerate(rows)]
+        budget = Budget(tokens, num_ranks, COST, min_saved_tokens=4)
+        ranks = assign(trees_of(samples), budget)
+        assert len(ranks) == num_ranks
+        assert sorted(s.id for rank in ranks for some in rank for s in samples_of(some)) == sorted(
+            s.id for s in samples
+        )
+        for planned_one in (some for rank in ranks for some in rank):
+            some = samples_of(planned_one)
+            size = num_distinct_tokens(some, PackPolicy(True, 4))
+            assert size <= tokens or len(some) == 1
+            (shared,) = layouts(planned_one, PackPolicy(True, 4), tokens)
+            assert shared.num_tokens == size
+            for packed in layouts(planned_one, PackPolicy(False), tokens):
+                assert packed.num_tokens <= tokens or packed.num_samples == 1
+
+    def test_it_is_a_pure_function(self) -> None:
+        trees, budget = trees_of(chats(40, 0)), Budget(1024, 2, COST)
+        assert [[[s.id for s in some] for some in rank] for rank in planned(trees, budget)] == [
+            [[s.id for s in some] for some in rank] for rank in planned(trees, budget)
+        ]
+
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+    def test_atoms_are_never_split(self, num_ranks: int) -> None:
+        pairs = [
+            Tree(
+                (sample(f"{i}+", [i, 1, 2, 3, 4]), sample(f"{i}-", [i, 5, 6, 7, 8, 9])),
+                is_atom=True,
+            )
+            for i in range(9)
+        ]
+        for budget in (Budget(3, num_ranks, COST, 1), Budget(25, num_ranks, COST, 1)):
+            ranks = planned(pairs, budget)
+            assert len(ids_of(ranks)) == 18
+            for some in (some for rank in ranks for some in rank):
+                names = Counter(s.id[:-1] for s in some)
+                assert set(names.values()) == {2}
+                assert len(names) == 1 or num_distinct_tokens(some, PackPolicy(True, 1)) <= 25
+        assert min(len(rank) for rank in ranks) >= 1
+
+    def test_atoms_and_a_pool_together(self) -> None:
+        pair = Tree((sample("p+", [1, 2, 3]), sample("p-", [1, 2, 4])), is_atom=True)
+        ranks = planned([pair, *trees_of(chats(8, 1))], Budget(512, 2, COST))
+        home = [rank for rank in ranks if any(s.id == "p+" for some in rank for s in some)]
+        assert any({"p+", "p-"} <= {s.id for s in some} for some in home[0])
+        assert len(ids_of(ranks)) == 10
+
+    def test_a_sample_over_the_budget_has_a_microbatch_of_its_own(self) -> None:
+        samples = [sample("long", list(range(90)))] + [
+            sample(str(i), [100 + i, 1, 2]) for i in range(5)
+        ]
+        (rank,) = planned(trees_of(samples), Budget(10, 1, COST))
+        assert ("long",) in [tuple(s.id for s in some) for some in rank]
+
+    def test_a_larger_group_is_cut_between_samples(self) -> None:
+        document = list(range(50))
+        samples = [sample(f"q{i}", [*document, 60 + i, *range(9)], 50) for i in range(8)]
+        (rank,) = planned([Tree(tuple(samples))], Budget(85, 1, COST))
+        assert sorted(ids_of([rank])) == [f"q{i}" for i in range(8)]
+        assert [len(some) for some in rank] == [2, 2, 2, 2] or max(map(len, rank)) == 3
+        for some in rank:
+            assert num_distinct_tokens(some, PackPolicy()) <= 85
+        assert num_distinct_tokens(samples, PackPolicy()) > 85
+
+    def test_common_prefixes_of_different_trees_are_found(self) -> None:
+        document = list(range(50))
+        samples = [sample(f"q{i}", [*document, 60 + i, 1, 2], 50) for i in range(8)]
+        noise = [sample(f"n{i}", [100 + i] * 40) for i in range(8)]
+        mixed = [s for pair in zip(samples, noise, strict=True) for s in pair]
+        (rank,) = planned(trees_of(mixed), Budget(80, 1, COST))
+        assert {s.id for some in rank if any(s.id == "q0" for s in some) for s in some} >= {
+            f"q{i}" for i in range(8)
+        }
+
+    @pytest.mark.parametrize("num_ranks", [2, 4])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_ranks_are_balanced_on_skewed_chats(self, num_ranks: int, seed: int) -> None:
+        budget = Budget(8192, num_ranks, COST)
+        ranks = assign(trees_of(chats(64, seed)), budget)
+        assert imbalance(ranks, budget) <= 1.1
+
+    def test_ranks_are_balanced_on_documents_too(self) -> None:
+        """One document's questions are cut where that is what balance takes."""
+        document = list(range(300))
+        samples = [sample(f"q{i}", [*document, 400 + i, *range(60)], 300) for i in range(16)]
+        budget = Budget(8192, 2, COST)
+        ranks = assign(trees_of(samples), budget)
+        assert imbalance(ranks, budget) <= 1.1
+
+    def test_one_sample_mode(self) -> None:
+        samples = [sample(f"q{i}", [1] * 30 + [i]) for i in range(5)]
+        ranks = planned(trees_of(samples), Budget(8192, 2, COST, one_sample=True))
+        assert {len(some) for rank in ranks for some in rank} == {1}
+        assert sorted(ids_of(ranks)) == [f"q{i}" for i in range(5)]
+
+    def test_more_ranks_than_samples_leave_a_rank_without(self) -> None:
+        ranks = planned(trees_of([sample("a", [1, 2, 3])]), Budget(10, 3, COST))
+        assert sorted(map(len, ranks)) == [0, 0, 1]
+
+
+def test_sharing_is_one_layout_and_off_stays_in_the_budget() -> None:
+    document = list(range(50))
+    samples = [sample(f"q{i}", [*document, 60 + i, 1], 50) for i in range(6)]
+    shared = layouts((Tree(tuple(samples)),), PackPolicy(), 70)
+    apart = layouts((Tree(tuple(samples)),), PackPolicy(False), 110)
+    assert [packed.num_tokens for packed in shared] == [50 + 6 * 2]
+    assert [packed.num_tokens for packed in apart] == [104, 104, 104]
+    assert sorted(i for packed in apart for i in packed.sample_ids) == [s.id for s in samples]
+
+
+def test_an_atom_stays_in_one_layout_with_sharing_off() -> None:
+    pair = Tree((sample("p+", [1] * 30 + [2]), sample("p-", [1] * 30 + [3])), is_atom=True)
+    others = Tree((sample("a", [4] * 30), sample("b", [5] * 30)))
+    found = [packed.sample_ids for packed in layouts((others, pair), PackPolicy(False), 40)]
+    assert sorted(found) == [("a",), ("b",), ("p+", "p-")]
+
+
+def test_a_run_that_is_made_longer_goes_on_where_its_samples_ended() -> None:
+    """Ten samples, four a step: the first epoch ends on a step of two."""
+    order = Order(np.ones(10), seed=3, samples_per_step=4)
+    assert order.cursor(2, 1.0) == Cursor(2, 8)
+    assert order.cursor(3, 1.0) == Cursor(3, 10)
+    longer = order.going_on_from(Cursor(3, 10), 2.0)
+    assert longer.num_steps(2.0) == 3 + 3
+    again = [index for step in range(4, 7) for index in longer.step(step, 2.0)]
+    assert again == order.epoch(1).tolist()
+    assert longer.cursor(4, 2.0) == Cursor(4, 14)
+    resumed = order.going_on_from(Cursor(4, 14), 2.0)
+    assert [resumed.step(step, 2.0) for step in (5, 6)] == [longer.step(s, 2.0) for s in (5, 6)]
+    end = longer.cursor(6, 2.0)
+    assert end == Cursor(6, 20)
+    assert order.going_on_from(end, 2.0).num_steps(2.0) == 6, "at its end it is at its end"
+    assert order.going_on_from(Cursor(2, 8), 2.0) is order, "whole steps need no new origin"
+    assert order.going_on_from(Cursor(3, 12), None) is order

@@ -1,0 +1,179 @@
+"""The local engine's bookkeeping: what is computed, when it ends, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.models import STATEFUL, tiny_model
+from tests.tokenizers import tiny_tokenizer
+
+from taut.attention.select import PREFIX
+from taut.config import replace
+from taut.errors import DataError, ModelError, NonFiniteError
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalConfig, LocalEngine
+from taut.models.scorer import Scorer
+from taut.types import Completion, IntArray, Prompt
+
+DRAWN = Sampling(max_new_tokens=6, seed=3)
+VOCABULARY = len(tiny_tokenizer())
+
+
+class Watched(Scorer):
+    """Counts what each forward computes."""
+
+    def __init__(self, name: str = "llama") -> None:
+        model = tiny_model(name, vocab_size=VOCABULARY, dtype=torch.float32)
+        model.set_attn_implementation(PREFIX + "reference")
+        super().__init__(model)
+        self.sizes: list[int] = []
+
+    def next_logits(self, ids_T: torch.Tensor, *rest: object) -> torch.Tensor:
+        self.sizes.append(ids_T.numel())
+        return super().next_logits(ids_T, *rest)
+
+
+def engine(
+    scorer: Scorer, stop_ids: tuple[int, ...] = (), context: int | None = 64, **config: int
+) -> LocalEngine:
+    return LocalEngine(
+        scorer, tiny_tokenizer(), stop_ids, context=context, config=LocalConfig(**config)
+    )
+
+
+def ids(size: int, seed: int = 0) -> IntArray:
+    return np.random.default_rng(seed).integers(3, 90, size)
+
+
+def prompts(*sizes: int) -> list[Prompt]:
+    return [Prompt(f"p{n}", ids(size, n)) for n, size in enumerate(sizes)]
+
+
+def test_nothing_is_padded_and_a_prompt_is_computed_once() -> None:
+    scorer = Watched()
+    engine(scorer).generate(prompts(5, 20, 11), replace(DRAWN, {"n": 4}))
+    assert scorer.sizes == [5 + 20 + 11, *[12] * 5]
+
+
+def test_a_completion_names_the_update_before_it() -> None:
+    local = engine(Watched())
+    versions = []
+    for version in (0, 5):
+        local.update(version)
+        versions += [one.version for one in local.generate(prompts(3), DRAWN)]
+    assert versions == [0, 5]
+
+
+def test_a_common_beginning_is_computed_once() -> None:
+    scorer = Watched()
+    common = ids(30)
+    asked = [Prompt(f"p{n}", np.append(common, ids(4, n + 1))) for n in range(5)]
+    engine(scorer).generate(asked, DRAWN)
+    assert scorer.sizes[0] == 30 + 5 * 4
+
+
+def test_finished_ones_leave_at_once_and_waiting_ones_enter() -> None:
+    scorer = Watched()
+    asked = [
+        replace_room(p, room) for p, room in zip(prompts(7, 7, 7, 7), (2, 5, 3, 2), strict=True)
+    ]
+    done: list[Completion] = []
+    found = engine(scorer, sequences=2).generate(asked, DRAWN, done.append)
+    # The first two; one step, then the first is done and the third enters; ...
+    assert scorer.sizes == [14, 2, 7, 2, 2, 7, 2]
+    assert [c.ids_N.size for c in found] == [2, 5, 3, 2]
+    assert [c.prompt_id for c in done] == ["p0", "p2", "p1", "p3"]
+    assert [c.prompt_id for c in found] == ["p0", "p1", "p2", "p3"]
+
+
+def replace_room(prompt: Prompt, size: int) -> Prompt:
+    return Prompt(prompt.id, prompt.ids_T, size)
+
+
+def test_more_samples_than_places_share_one_prefill() -> None:
+    scorer = Watched()
+    found = engine(scorer, sequences=3).generate(prompts(9), replace(DRAWN, {"n": 7}))
+    assert scorer.sizes == [9, *[3] * 5, *[3] * 5, *[1] * 5]
+    assert [c.index for c in found] == list(range(7))
+    assert len({tuple(c.ids_N) for c in found}) > 1
+
+
+def test_the_prefill_budget_is_kept_but_for_a_prompt_alone() -> None:
+    scorer = Watched()
+    engine(scorer, prefill_tokens=12).generate(
+        prompts(5, 6, 5, 30), replace(DRAWN, {"max_new_tokens": 1})
+    )
+    assert scorer.sizes == [11, 5, 30]
+
+
+def test_the_context_cuts() -> None:
+    (found,) = engine(Watched(), context=12).generate(prompts(9), DRAWN)
+    assert (found.ids_N.size, found.finish_reason) == (3, "length")
+
+
+def test_a_stop_token_ends_at_once_and_is_kept() -> None:
+    scorer = Watched()
+    (free,) = engine(scorer).generate(prompts(9), DRAWN)
+    stop = int(free.ids_N[2])
+    first = free.ids_N.tolist().index(stop)
+    (found,) = engine(scorer, (stop,)).generate(prompts(9), DRAWN)
+    assert found.ids_N.tolist() == free.ids_N[: first + 1].tolist()
+    assert found.finish_reason == "stop"
+    assert found.text == tiny_tokenizer().decode(free.ids_N[:first])
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
+    scorer = Watched()
+    (free,) = engine(scorer).generate(prompts(9), DRAWN)
+    whole = tiny_tokenizer().decode(free.ids_N)
+    stop = whole[len(whole) // 2 :][:2]
+    (found,) = engine(scorer).generate(prompts(9), replace(DRAWN, {"stop": [stop]}))
+    assert found.finish_reason == "stop"
+    assert found.ids_N.size <= free.ids_N.size
+    assert found.text == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([Prompt("a.jsonl:3", np.empty(0, dtype=np.int64))], "a.jsonl:3: the prompt has no token"),
+        (
+            [Prompt("a.jsonl:4", ids(64))],
+            "a.jsonl:4: the prompt has 64 tokens and the model's context is 64",
+        ),
+        ([Prompt("same", ids(3)), Prompt("same", ids(4))], "same: two prompts have this id"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_is_computed(
+    asked: list[Prompt], message: str
+) -> None:
+    scorer = Watched()
+    with pytest.raises(DataError, match=message):
+        engine(scorer).generate([Prompt("good", ids(5)), *asked], DRAWN)
+    assert scorer.sizes == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_logits_that_are_not_finite_name_the_prompt(temperature: float) -> None:
+    scorer, asked = Watched().train(), prompts(9, 4)
+    planted = int(asked[1].ids_T[2])
+    assert planted not in asked[0].ids_T
+    with torch.no_grad():
+        scorer.model.get_input_embeddings().weight[planted] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"^p1: after 4 tokens the model gives logits"):
+        engine(scorer).generate(asked, replace(DRAWN, {"temperature": temperature}))
+    assert scorer.training
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_layers_with_state_are_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"state across tokens .*engine=server \(rollout\.engine=server"
+    ):
+        engine(Scorer(tiny_model(name, dtype=torch.float32)))
+
+
+def test_rope_that_depends_on_the_length_keeps_to_its_first_regime() -> None:
+    found = engine(Watched("phi3_longrope"), context=256)
+    assert found.context == 32

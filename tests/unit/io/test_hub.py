@@ -1,0 +1,157 @@
+"""The hub that cannot be reached, or lacks what is asked for: one line of ours, at once."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import datasets
+import pytest
+from huggingface_hub import constants
+from tests.chats import chats, decisions, save_model, sft, write_rows
+from tests.models import save_tiny
+from tests.tokenizers import tiny_tokenizer
+
+from taut.data.sources import Source, open_source
+from taut.errors import DataError, ModelError
+from taut.io import http, hub
+from taut.models.load import load_config, load_tokenizer
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 988097824\n"
+)
+
+
+def at(endpoint: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the process had begun with HF_ENDPOINT and without HF_HUB_OFFLINE."""
+    monkeypatch.setattr(hub, "_asked", None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    for name in ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address at which nothing listens."""
+    endpoint = "http://127.0.0.1:9"
+    at(endpoint, tmp_path / "hub", monkeypatch)
+    return endpoint
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub that has no repository."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200 if self.path == "/" else 404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        at(endpoint, tmp_path / "hub", monkeypatch)
+        yield endpoint
+        server.shutdown()
+        thread.join()
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(
+    nowhere: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING), pytest.raises(ModelError) as model:
+        load_config("nobody/none")
+    with pytest.raises(DataError) as data:
+        open_source(Source(path="nobody/none"))
+    assert time.monotonic() - began < 3.0
+    assert "Retrying" not in caplog.text
+    why = f"not in the hub's cache, and {nowhere} cannot be reached (Connection refused)"
+    assert f"model=nobody/none: nobody/none is no directory here and {why}" in str(model.value)
+    assert f"data: nobody/none: nobody/none is no directory here and {why}" in str(data.value)
+    assert hub.settled() == "Connection refused"
+
+
+def test_a_hub_that_is_back_is_used_again(nowhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.settle() == "Connection refused"
+    assert constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(hub, "_failure", lambda _: None)
+    assert hub.settle() == "Connection refused"  # asked a moment ago
+    monkeypatch.setattr(hub, "STANDS", 0.0)
+    assert hub.settle() is None
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_name_that_is_looked_up_for_ever_is_not_waited_for(
+    nowhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(hub, "PATIENCE", 0.5)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: never.wait(10) and [])
+    http.trusted()
+    began = time.monotonic()
+    assert hub.settle() == "no answer within 0.5 s"
+    assert time.monotonic() - began < 2
+    never.set()
+
+
+def test_a_proxy_is_left_to_the_library(nowhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert hub.settle() is None
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_name_that_the_hub_does_not_have(empty: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        load_config("nobody/none")
+    expected = f"model=nobody/none: there is no nobody/none at {empty}, or it is private; expected"
+    assert str(raised.value).startswith(expected)
+    assert hub.settled() is None
+
+
+def test_that_cached_files_were_used_is_a_decision_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_asked", (time.monotonic(), "Connection refused"))
+    train = write_rows(tmp_path / "train.jsonl", chats(6))
+    result = sft(save_model(tmp_path / "m"), train, tmp_path / "out", steps=1, check="off")
+    assert decisions(result.out)["hub"] == ("cached files only", "Connection refused")
+
+
+def test_a_pointer_in_the_place_of_a_file_is_told(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "m", tiny_tokenizer())
+    (path / "model.safetensors").write_text(POINTER)
+    with pytest.raises(ModelError, match=r"model\.safetensors is a git-lfs pointer of 1\d\d bytes"):
+        load_config(str(path))
+    assert load_config(str(path), needs_weights=False).model_type == "llama"
+    (path / "tokenizer.json").write_text(POINTER)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is a git-lfs pointer"):
+        load_tokenizer(str(path))
+    (tmp_path / "a.jsonl").write_text(POINTER)
+    with pytest.raises(DataError, match=r"a\.jsonl is a git-lfs pointer"):
+        open_source(Source(path=str(tmp_path / "a.jsonl")))

@@ -1,0 +1,735 @@
+"""The same run in taut: nothing that a recipe says is lost or changed without a word.
+
+One recipe for each way in which a setting could vanish; every option of a recipe has one outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft.utils.constants import (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS,
+)
+from rich.console import Console
+from tests.tokenizers import save_tokenizer, tiny_tokenizer
+
+from taut.config import load
+from taut.migrate.examine import DIALECTS, examine
+from taut.migrate.outcomes import load_table
+from taut.run.config import Run
+
+SWIFT = "swift sft --model some/model --dataset rows.jsonl "
+TRL = "trl sft --model_name_or_path some/model --dataset_name rows.jsonl --assistant_only_loss "
+OPEN_R1 = "accelerate launch src/open_r1/sft.py --model_name_or_path m --dataset_name rows.jsonl "
+OPENRLHF = (
+    "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path some/model "
+    "--data.dataset rows.jsonl --data.apply_chat_template --data.multiturn --data.input_key chat "
+)
+COMMANDS = {"swift": SWIFT, "trl": TRL, "open-r1": OPEN_R1, "openrlhf": OPENRLHF}
+
+
+def read(folder: Path, framework: str, text: str, name: str = "a.sh") -> dict[str, Any]:
+    """What ``taut check --recipe --json`` says of a recipe."""
+    (folder / name).write_text(text, encoding="utf-8")
+    report = examine(f"{framework}:{folder / name}")
+    content: dict[str, Any] = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    return content | {"exit": report.exit_code}
+
+
+def carried(folder: Path, framework: str, options: str, before: str = "") -> dict[str, Any]:
+    """The offer for a framework's command with some options, after some lines and variables."""
+    content = read(folder, framework, f"{before}{COMMANDS[framework]}{options}\n")
+    offer: dict[str, Any] = content["carried"]
+    return offer | {"exit": content["exit"]}
+
+
+def lacking(offer: dict[str, Any]) -> dict[str, str]:
+    """The options that taut lacks, with the reason."""
+    return {one["key"]: one["why"] for one in offer["options"] if one["outcome"] == "lacking"}
+
+
+@pytest.mark.parametrize("framework", DIALECTS)
+def test_a_recipe_that_says_little_is_carried_whole(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, "")
+    assert (lacking(offer), offer["unfilled"], offer["exit"]) == ({}, {}, 0)
+
+
+EXPECTED = {
+    "swift": (1e-4, "cosine", 0.0, 0.0, 0.1, 0.95, 3, 16, True, "drop", None, 8),
+    "trl": (2e-5, "linear", 0.0, 0.0, 0.0, 0.999, 3, 8, True, "truncate", 1024, 0),
+    "open-r1": (2e-5, "linear", 0.0, 0.0, 0.0, 0.999, 3, 8, False, "truncate", 1024, 0),
+    "openrlhf": (5e-6, "cosine", 0.03, 0.1, 0.0, 0.95, 2, 128, False, "truncate", 2048, 0),
+}
+
+
+@pytest.mark.parametrize("framework", DIALECTS)
+def test_what_a_framework_does_without_a_word_is_said(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, "")
+    run = load(Run, None, shlex.split(offer["command"])[2:])
+    assert (
+        run.optim.learning_rate,
+        run.optim.schedule,
+        run.optim.warmup_ratio,
+        run.optim.min_learning_rate_ratio,
+        run.optim.weight_decay,
+        run.optim.beta2,
+        run.epochs,
+        run.batch.samples_per_step,
+        run.activation_checkpointing,
+        run.data.too_long,
+        run.data.max_length,
+        run.lora.rank,
+    ) == EXPECTED[framework]
+    assert run.seed == 42
+    assert "optim.learning_rate" in offer["settings"]
+
+
+EVERYTHING = """\
+model: some/model
+dataset: ["rows.jsonl"]
+tuner_type: full
+learning_rate: 1e-5
+attn_impl: flash_attn
+save_steps: 100
+optim_args: qk_clip=1
+no_such_option: 3
+external_plugins: plugin.py
+gradient_checkpointing_kwargs: {use_reentrant: false}
+lr_scheduler_kwargs: {num_cycles: 2}
+ENV: {MAX_PIXELS: 50176, NCCL_DEBUG: INFO, SOME_SETTING: 1}
+"""
+OUTCOMES = {
+    "model": "carried",
+    "dataset": "carried",
+    "tuner_type": "carried",
+    "learning_rate": "carried",
+    "$MAX_PIXELS": "carried",
+    "attn_impl": "needless",
+    "gradient_checkpointing_kwargs.use_reentrant": "needless",
+    "save_steps": "machine",
+    "$NCCL_DEBUG": "machine",
+    "optim_args": "lacking",
+    "no_such_option": "lacking",
+    "external_plugins": "lacking",
+    "lr_scheduler_kwargs.num_cycles": "lacking",
+    "$SOME_SETTING": "lacking",
+}
+
+
+def test_every_option_has_one_outcome(tmp_path: Path) -> None:
+    content = read(tmp_path, "swift", EVERYTHING, "sft.yaml")
+    options = content["carried"]["options"]
+    assert {one["key"]: one["outcome"] for one in options} == OUTCOMES
+    assert len(options) == len(OUTCOMES)
+    assert all(one["why"] and one["place"].startswith("sft.yaml:") for one in options)
+    assert content["exit"] == 1
+
+
+def test_no_option_is_in_the_table_twice() -> None:
+    table = load_table()
+    assert not table.aside.keys() & table.lacking.keys()
+    named = {name for keys in table.keys.values() for name in keys}
+    assert not named & (table.aside.keys() | table.lacking.keys())
+    assert table.defaults.keys() == DIALECTS.keys()
+
+
+# environment variables
+
+
+@pytest.mark.parametrize(
+    "before", ["MAX_PIXELS=50176 FPS_MAX_FRAMES=12 ", "export MAX_PIXELS=50176 FPS_MAX_FRAMES=12\n"]
+)
+def test_environment_variables_are_settings(before: str, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", "", before)
+    assert offer["settings"]["data.images.max_pixels"] == 50176
+    assert offer["settings"]["data.images.max_frames"] == 12
+    assert offer["exit"] == 0
+
+
+@pytest.mark.parametrize("name", ["VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "SOME_SETTING"])
+def test_a_variable_that_taut_has_no_setting_for_is_lacking(name: str, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", "", f"{name}=7 ")
+    assert (set(lacking(offer)), offer["exit"]) == ({f"${name}"}, 1)
+
+
+def test_variables_of_the_machine_are_left_aside(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", "", "CUDA_VISIBLE_DEVICES=0 NCCL_DEBUG=INFO HF_HOME=x ")
+    assert offer["exit"] == 0
+
+
+def test_a_secret_is_not_printed(tmp_path: Path) -> None:
+    text = f"WANDB_API_KEY=hush {SWIFT}--hub_token hush\n"
+    offer = read(tmp_path, "swift", text)["carried"]
+    assert "hush" not in json.dumps(offer)
+    assert offer["settings"]["model"] == "some/model"
+
+
+# packing
+
+
+@pytest.mark.parametrize("framework", ["swift", "trl", "open-r1"])
+def test_a_packed_batch_counts_packs(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    words = "--packing true --max_length 2048 --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
+    offer = carried(tmp_path, framework, words)
+    assert "batch.samples_per_step" not in offer["settings"]
+    assert offer["unfilled"] == {"batch.samples_per_step": "SAMPLES"}
+    assert "a step is 8 packs of 2048 tokens" in lacking(offer)["packing"]
+    assert offer["command"].endswith("batch.samples_per_step=SAMPLES")
+    assert offer["exit"] == 1
+
+
+def test_openrlhf_packs_within_a_batch_of_samples(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "openrlhf", "--ds.packing_samples --train.batch_size 64")
+    assert (offer["settings"]["batch.samples_per_step"], offer["exit"]) == (64, 0)
+
+
+# what is no SFT of taut's
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        *[
+            (f"--task_type {task}", "task_type")
+            for task in ("seq_cls", "embedding", "reranker", "generative_reranker")
+        ],
+        *[
+            (f"--tuner_type {tuner}", "tuner_type")
+            for tuner in ("adalora", "longlora", "llamapro", "reft", "boft", "lora_llm")
+        ],
+        ("--optimizer muon", "optimizer"),
+        ("--optim paged_adamw_8bit", "optim"),
+        ("--use_galore true", "use_galore"),
+        ("--lisa_activated_layers 2", "lisa_activated_layers"),
+        ("--loss_type infonce", "loss_type"),
+        ("--enable_dft_loss true", "enable_dft_loss"),
+    ],
+)
+def test_another_task_tuner_optimizer_or_loss_has_no_command(
+    options: str, key: str, tmp_path: Path
+) -> None:
+    offer = carried(tmp_path, "swift", options)
+    assert (offer["command"], offer["exit"]) == (None, 1)
+    assert key in lacking(offer)
+    out = StringIO()
+    examine(f"swift:{tmp_path / 'a.sh'}").print(Console(file=out, width=100))
+    assert "In taut: no command" in out.getvalue()
+    assert "taut sft model=" not in out.getvalue()
+    assert f"a.sh:1: {key} = " in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--task_type causal_lm", "--tuner_type full", "--optim adamw_torch", "--use_galore false"],
+)
+def test_the_same_options_where_they_ask_for_nothing_else(options: str, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", options)
+    assert offer["command"] is not None
+    assert offer["exit"] == 0
+
+
+@pytest.mark.parametrize("key", ["sampler_engine: vllm", "global_batch_size: 4"])
+def test_a_file_for_another_program_has_no_command(key: str, tmp_path: Path) -> None:
+    text = f"model: some/model\ndataset: rows.jsonl\nlearning_rate: 1e-5\n{key}\n"
+    assert read(tmp_path, "swift", text, "a.yaml")["carried"]["command"] is None
+
+
+# what is lacking
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "key"),
+    [
+        ("swift", "--router_aux_loss_coef 1e-3", "router_aux_loss_coef"),
+        ("openrlhf", "--model.aux_loss_coef 0.001", "model.aux_loss_coef"),
+        ("swift", "--quant_bits 4", "quant_bits"),
+        ("swift", "--quant_method bnb", "quant_method"),
+        ("trl", "--use_peft --lora_target_modules all-linear --load_in_4bit", "load_in_4bit"),
+        ("openrlhf", "--ds.lora.rank 8 --ds.load_in_4bit", "ds.load_in_4bit"),
+        ("swift", "--init_weights pissa", "init_weights"),
+        ("swift", "--split_dataset_ratio 0.01", "split_dataset_ratio"),
+        ("swift", "--system 'Be brief.'", "system"),
+        ("swift", "--loss_scale hermes", "loss_scale"),
+        ("swift", "--deepspeed zero3_offload", "deepspeed"),
+        ("swift", "--truncation_strategy left", "truncation_strategy"),
+        ("swift", "--streaming true --max_steps 10", "streaming"),
+        ("trl", "--lr_scheduler_type polynomial", "lr_scheduler_type"),
+        ("trl", "--config nowhere.yaml", "config"),
+        ("openrlhf", "--data.max_samples 500", "data.max_samples"),
+    ],
+)
+def test_a_setting_that_taut_lacks_is_named(
+    framework: str, options: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, options)
+    assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
+@pytest.mark.parametrize(
+    ("framework", "options"),
+    [
+        ("swift", "--router_aux_loss_coef 0"),
+        ("swift", "--init_weights true"),
+        ("swift", "--split_dataset_ratio 0"),
+        ("swift", "--deepspeed zero3"),
+        ("swift", "--sequence_parallel_size 1"),
+        ("trl", "--model_revision main --load_in_4bit false"),
+    ],
+)
+def test_a_setting_that_asks_for_nothing_is_needless(
+    framework: str, options: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    assert carried(tmp_path, framework, options)["exit"] == 0
+
+
+def test_a_value_that_is_not_known_is_left_to_the_user(tmp_path: Path) -> None:
+    offer = carried(
+        tmp_path, "swift", "--learning_rate $RATE --output_dir $OUT --num_train_epochs $N"
+    )
+    assert set(lacking(offer)) == {"learning_rate", "num_train_epochs"}
+    assert offer["unfilled"] == {
+        "out": "OUT",
+        "optim.learning_rate": "LEARNING_RATE",
+        "epochs": "EPOCHS",
+    }
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "key"),
+    [
+        ("swift", "--warmup_steps few", "warmup_steps"),
+        ("swift", "--per_device_train_batch_size 0", "per_device_train_batch_size"),
+        ("swift", "--gradient_accumulation_steps 1.5", "gradient_accumulation_steps"),
+        ("swift", "--loss_scale all last_round", "loss_scale"),
+        ("trl", "--learning_rate nan", "learning_rate"),
+        ("trl", "--model_name_or_path a b", "model_name_or_path"),
+    ],
+)
+def test_a_value_of_another_kind_is_lacking(
+    framework: str, options: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, options)
+    assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
+# adapters
+
+
+def a_model(folder: Path, model_type: str) -> Path:
+    """A directory with a configuration alone."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder / "model"
+
+
+def test_trls_adapters_without_modules_are_pefts_choice(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "trl", "--use_peft")
+    assert "peft chooses" in lacking(offer)["lora_target_modules"]
+    assert offer["unfilled"]["lora.targets"] == "MODULES"
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    model = a_model(tmp_path, "qwen2")
+    offer = carried(tmp_path, "trl", f"--use_peft --model_name_or_path {model}")
+    assert offer["settings"]["lora.targets"] == ["q_proj", "v_proj"]
+    assert offer["exit"] == 0
+
+
+def test_the_modules_that_peft_adapts_are_pefts() -> None:
+    table = load_table().peft_targets
+    assert {name: tuple(PEFT_TARGETS[name]) for name in table} == table
+
+
+@pytest.mark.parametrize(
+    ("words", "targets"),
+    [
+        ("q_proj v_proj", ["q_proj", "v_proj"]),
+        ('"q_proj", "v_proj"', ["q_proj", "v_proj"]),
+        ("all-linear", "all-linear"),
+    ],
+)
+def test_trls_modules_by_name(words: str, targets: Any, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "trl", f"--use_peft --lora_r 32 --lora_target_modules {words}")
+    assert offer["settings"]["lora.targets"] == targets
+    assert offer["settings"]["lora.rank"] == 32
+
+
+def test_swifts_modules_are_carried(tmp_path: Path) -> None:
+    words = (
+        "--target_modules q_proj k_proj --modules_to_save lm_head --use_dora true --lora_rank 16"
+    )
+    settings = carried(tmp_path, "swift", words)["settings"]
+    assert settings["lora.targets"] == ["q_proj", "k_proj"]
+    assert settings["lora.modules_to_save"] == ["lm_head"]
+    assert settings["lora.dora"] is True
+    assert settings["lora.rank"] == 16
+
+
+def test_an_adapter_to_go_on_from(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", "--adapters runs/a --lora_rank 16")
+    assert offer["settings"]["lora.adapter"] == "runs/a"
+    assert "lora.rank" not in offer["settings"]
+    assert offer["exit"] == 0
+    offer = carried(tmp_path, "swift", "--adapters runs/a --tuner_type full")
+    assert "adapters" in lacking(offer)
+
+
+def test_trls_router_loss_of_a_mixture_of_experts_is_lacking(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    model = a_model(tmp_path, "qwen3_moe")
+    (model / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts_per_tok": 8}')
+    offer = carried(tmp_path, "trl", f"--model_name_or_path {model}")
+    assert set(lacking(offer)) == {"router_aux_loss_coef"}
+    offer = carried(tmp_path, "trl", f"--model_name_or_path {model} --router_aux_loss_coef 0")
+    assert offer["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        ({}, "all-linear"),
+        ({"vision_config": {}}, ["language_model", "vision_tower", "projector"]),
+    ],
+)
+def test_pefts_all_linear_is_of_the_whole_model(
+    config: dict[str, Any], targets: Any, tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "some")
+    (model / "config.json").write_text(json.dumps({"model_type": "some"} | config))
+    words = f"--use_peft --lora_target_modules all-linear --model_name_or_path {model}"
+    assert carried(tmp_path, "trl", words)["settings"]["lora.targets"] == targets
+
+
+def test_openrlhfs_flat_names_are_carried_too(tmp_path: Path) -> None:
+    text = (
+        "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset r.jsonl --input_key body "
+        "--pretrain_mode --adam_betas 0.8 0.9 --l2 0.1 --lora_rank 8 --lora_dropout 0.1 --save_steps 5 "
+        "--use_wandb KEY --aux_loss_coef 0.001\n"
+    )
+    offer = read(tmp_path, "openrlhf", text)["carried"]
+    expected = {"optim.beta1": 0.8, "optim.beta2": 0.9, "optim.weight_decay": 0.1}
+    expected |= {"lora.rank": 8, "lora.dropout": 0.1}
+    assert expected.items() <= offer["settings"].items()
+    assert set(lacking(offer)) == {"model.aux_loss_coef"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "dtype"),
+    [
+        ("trl", "--bf16 false", "float32"),
+        ("trl", "--bf16 true", None),
+        ("trl", "--bf16 false --fp16 true", None),
+        ("trl", "--bf16 false --dtype bfloat16", None),
+        ("swift", "--torch_dtype float32", "float32"),
+        ("swift", "--torch_dtype bfloat16", None),
+    ],
+)
+def test_training_in_float32(
+    framework: str, options: str, dtype: str | None, tmp_path: Path
+) -> None:
+    offer = carried(tmp_path, framework, options)
+    assert offer["settings"].get("dtype") == dtype
+    assert not {"bf16", "fp16", "torch_dtype"} & set(lacking(offer))
+
+
+# data
+
+
+@pytest.mark.parametrize(
+    ("switch", "option", "keys"),
+    [
+        ("{% if enable_thinking %}{% endif %}", "", {"add_non_thinking_prefix"}),
+        ("{% if enable_thinking %}{% endif %}", "--add_non_thinking_prefix false", set()),
+        ("", "", set()),
+    ],
+)
+def test_swifts_empty_thoughts_before_answers(
+    switch: str, option: str, keys: set[str], tmp_path: Path
+) -> None:
+    model = a_model(tmp_path, "qwen3")
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = f"{switch}{tokenizer.chat_template}"
+    save_tokenizer(tokenizer, model)
+    offer = carried(tmp_path, "swift", f"--model {model} {option}")
+    assert set(lacking(offer)) == keys
+
+
+def test_so_many_rows_of_a_file_are_lacking(tmp_path: Path) -> None:
+    content = read(tmp_path, "swift", "swift sft --model m --dataset 'rows.jsonl#500'\n")
+    offer = content["carried"]
+    assert lacking(offer) == {"dataset": "500 rows of rows.jsonl: write them to a JSONL file"}
+    assert offer["unfilled"] == {"data.train": "ROWS.jsonl"}
+    assert content["exit"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "train"),
+    [
+        ("--dataset a.jsonl b.jsonl", [{"path": "a.jsonl"}, {"path": "b.jsonl"}]),
+        ("--dataset HF::org/set:sub", [{"path": "org/set", "name": "sub", "split": "train"}]),
+        ("--use_hf true --dataset org/set", [{"path": "org/set", "split": "train"}]),
+    ],
+)
+def test_swifts_data_by_name(options: str, train: Any, tmp_path: Path) -> None:
+    content = read(tmp_path, "swift", f"swift sft --model m {options}\n")
+    assert content["carried"]["settings"]["data.train"] == train
+    assert content["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "ours"),
+    [
+        ('{"q": "query", "a": "response"}', {"instruction": "q", "output": "a"}),
+        ('{"q": "rejected_response"}', None),
+    ],
+)
+def test_swifts_columns(columns: str, ours: Any, tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", f"--columns '{columns}'")
+    assert offer["settings"].get("data.columns") == ours
+    assert ("columns" in lacking(offer)) == (ours is None)
+
+
+def test_data_of_modelscope_cannot_be_named(tmp_path: Path) -> None:
+    content = read(tmp_path, "swift", "swift sft --model m --dataset org/set\n")
+    assert lacking(content["carried"]) == {
+        "dataset": "org/set of ModelScope: write its rows to a JSONL file"
+    }
+
+
+def test_trls_data_with_splits(tmp_path: Path) -> None:
+    text = (
+        "trl sft --model_name_or_path m --dataset_name org/set --dataset_config en "
+        "--dataset_train_split tr --dataset_test_split te --eval_strategy steps --eval_steps 7 "
+        "--completion_only_loss true\n"
+    )
+    content = read(tmp_path, "trl", text)
+    offer = content["carried"]
+    assert content["exit"] == 0
+    run = load(Run, None, shlex.split(offer["command"])[2:])
+    (train,), (held_out,) = run.data.train, run.data.eval  # type: ignore[misc]
+    assert (train.path, train.name, train.split) == ("org/set", "en", "tr")
+    assert (held_out.path, held_out.name, held_out.split) == ("org/set", "en", "te")
+    assert run.eval.every == 7
+
+
+@pytest.mark.parametrize(("weight", "is_lacking"), [("", False), ("\n      weight: 0.5", True)])
+def test_open_r1s_mixture(weight: str, is_lacking: bool, tmp_path: Path) -> None:
+    text = (
+        "model_name_or_path: m\nbenchmarks: []\ndataset_mixture:\n  datasets:\n    - id: org/set\n"
+        f"      config: all\n      columns:\n        - messages{weight}\n  seed: 1\n"
+    )
+    offer = read(tmp_path, "open-r1", text, "sft.yaml")["carried"]
+    assert ("dataset_mixture.datasets" in lacking(offer)) == is_lacking
+    entry = {"path": "org/set", "name": "all", "split": "train", "format": "messages"}
+    assert offer["settings"].get("data.train") == (None if is_lacking else [entry])
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (
+            "--data.apply_chat_template --data.input_key q --data.output_key a",
+            {"data.columns": {"instruction": "q", "output": "a"}, "data.targets": "last"},
+        ),
+        (
+            "--data.apply_chat_template --data.multiturn --data.input_key chat",
+            {"data.columns": {"messages": "chat"}, "data.targets": "assistant"},
+        ),
+        (
+            "--data.input_key q --data.output_key a --data.input_template none",
+            {"data.columns": {"prompt": "q", "completion": "a"}, "data.targets": "last"},
+        ),
+        (
+            "--model.pretrain_mode_enable --data.input_key body",
+            {"data.columns": {"text": "body"}, "data.format": "text"},
+        ),
+    ],
+)
+def test_openrlhfs_columns(options: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    start = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset r.jsonl "
+    content = read(tmp_path, "openrlhf", f"{start}{options}\n")
+    assert settings.items() <= content["carried"]["settings"].items()
+    assert content["exit"] == 0
+
+
+def test_openrlhfs_prompt_without_a_chat_template_is_lacking(tmp_path: Path) -> None:
+    start = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset r.jsonl "
+    content = read(tmp_path, "openrlhf", f"{start}--data.input_key q --data.output_key a\n")
+    assert "User: {}" in lacking(content["carried"])["data.input_template"]
+
+
+@pytest.mark.parametrize(
+    ("row", "targets"),
+    [('{"messages": []}', "all"), ('{"prompt": "a", "completion": "b"}', "assistant"), ("", None)],
+)
+def test_what_trl_learns_of_a_row_depends_on_the_row(
+    row: str, targets: str | None, tmp_path: Path
+) -> None:
+    if row:
+        (tmp_path / "rows.jsonl").write_text(f"{row}\n")
+    start = "trl sft --model_name_or_path m --dataset_name rows.jsonl --seed 1\n"
+    content = read(tmp_path, "trl", start)
+    assert content["carried"]["settings"].get("data.targets") == targets
+    assert content["exit"] == (0 if row else 1)
+
+
+# steps
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "value"),
+    [
+        ("--warmup_steps 0.1", "optim.warmup_ratio", 0.1),
+        ("--warmup_steps 10", "optim.warmup_steps", 10),
+        ("--warmup_ratio 0.2", "optim.warmup_ratio", 0.2),
+        ("--warmup_steps 0.1 --lr_scheduler_type constant", "optim.warmup_ratio", 0.0),
+    ],
+)
+def test_warm_up_in_steps_or_as_a_share(
+    options: str, key: str, value: float, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, "trl", options)
+    assert {name: it for name, it in offer["settings"].items() if "warmup" in name} == {key: value}
+    assert offer["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "ratio"), [('{"min_lr": 1e-6}', 0.05), ('{"min_lr_rate": 0.1}', 0.1)]
+)
+def test_the_lowest_rate(argument: str, ratio: float, tmp_path: Path) -> None:
+    words = f"--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{argument}'"
+    offer = carried(tmp_path, "swift", f"{words} --learning_rate 2e-5")
+    assert offer["settings"]["optim.min_learning_rate_ratio"] == ratio
+    assert offer["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "length", "too_long"),
+    [
+        ("trl", "--max_length none", None, "error"),
+        ("trl", "--max_length 512", 512, "truncate"),
+        ("swift", "--max_length none", None, "drop"),
+        ("swift", "--max_length 512 --truncation_strategy right", 512, "truncate"),
+    ],
+)
+def test_long_rows(
+    framework: str, options: str, length: int | None, too_long: str, tmp_path: Path
+) -> None:
+    settings = carried(tmp_path, framework, options)["settings"]
+    assert (settings.get("data.max_length"), settings["data.too_long"]) == (length, too_long)
+
+
+BATCH = "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
+ACCELERATE = (
+    "accelerate launch --config_file zero3.yaml swift/cli/sft.py --model m --dataset r.jsonl "
+)
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "samples"),
+    [
+        ("swift", f"{SWIFT}{BATCH}", 8),
+        ("swift", f"NPROC_PER_NODE=4 {SWIFT}{BATCH}", 32),
+        ("swift", f"export NPROC_PER_NODE=4\n{SWIFT}{BATCH}", 32),
+        ("swift", f"NPROC_PER_NODE=4 NNODES=2 {SWIFT}{BATCH}", 64),
+        ("swift", f"CUDA_VISIBLE_DEVICES=0,1,2,3 {SWIFT}{BATCH}", 8),
+        (
+            "swift",
+            f"n=4\nNPROC_PER_NODE=$n {SWIFT}--gradient_accumulation_steps $(expr 32 / $n)",
+            32,
+        ),
+        ("swift", f"n=4\nNPROC_PER_NODE=$n {SWIFT}--gradient_accumulation_steps $((32 / n))", 32),
+        ("swift", f"NPROC_PER_NODE=4 {SWIFT}--per_device_train_batch_size 3", 24),
+        ("swift", f"NPROC_PER_NODE=8 {SWIFT}{BATCH}--sequence_parallel_size 4", 16),
+        ("swift", f"torchrun --nproc_per_node=4 --nnodes 2 {ACCELERATE[38:]}{BATCH}", 64),
+        ("swift", f"{ACCELERATE}{BATCH}", 48),
+        ("swift", f"deepspeed --hostfile=hosts {ACCELERATE[38:]}{BATCH}", 32),
+        ("swift", f"deepspeed --num_gpus 2 {ACCELERATE[38:]}{BATCH}", 16),
+        ("swift", f"deepspeed --include localhost:0,1,5 {ACCELERATE[38:]}{BATCH}", 24),
+        ("trl", f"{TRL}{BATCH}--num_processes 4", 32),
+        ("trl", f"{TRL}{BATCH}--accelerate_config zero3", 64),
+        ("trl", f"{TRL}{BATCH}--accelerate_config single_gpu", 8),
+        ("trl", f"CUDA_VISIBLE_DEVICES=0,1 {TRL}{BATCH}", 16),
+        ("trl", f"accelerate launch --num_processes=4 sft.py {TRL[8:]}{BATCH}", 32),
+        ("trl", TRL, 8),
+        ("openrlhf", f"{OPENRLHF} --train.batch_size 64", 64),
+    ],
+)
+def test_the_batch_is_a_product_over_the_processes(
+    framework: str, text: str, samples: int, tmp_path: Path
+) -> None:
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 6\n")
+    (tmp_path / "hosts").write_text("worker-0 slots=2\n# worker-1 slots=9\nworker-2 slots=2\n")
+    offer = read(tmp_path, framework, f"{text}\n")["carried"]
+    assert offer["settings"]["batch.samples_per_step"] == samples
+
+
+def test_how_many_processes_is_said_by_the_option_that_says_it(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", BATCH, "NPROC_PER_NODE=4 ")
+    why = "batch.samples_per_step: 2 x 4 x 4 processes"
+    said = {
+        one["key"]: one["why"]
+        for one in offer["options"]
+        if one["keys"] == ["batch.samples_per_step"]
+    }
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "$NPROC_PER_NODE")
+    assert said == dict.fromkeys(keys, why)
+
+
+@pytest.mark.parametrize(
+    ("before", "key"),
+    [
+        ("NPROC_PER_NODE=$GPUS ", "$NPROC_PER_NODE"),
+        ("accelerate launch --config_file nowhere.yaml ", "--config_file"),
+        ("deepspeed --hostfile nowhere ", "--hostfile"),
+        ("torchrun --nproc_per_node gpu ", "--nproc_per_node"),
+    ],
+)
+def test_processes_that_are_said_but_cannot_be_read(before: str, key: str, tmp_path: Path) -> None:
+    start = SWIFT if before.startswith("NPROC") else SWIFT.replace("swift sft", "swift/cli/sft.py")
+    offer = read(tmp_path, "swift", f"{before}{start}{BATCH}\n")["carried"]
+    assert "how many processes is not known" in lacking(offer)[key]
+    assert offer["unfilled"] == {"batch.samples_per_step": "SAMPLES"}
+
+
+def test_processes_that_the_recipe_does_not_say(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"{TRL}{BATCH}\n")
+    spec = f"trl:{tmp_path / 'a.sh'}"
+    alone, eight = examine(spec).carried, examine(spec, num_processes=8).carried
+    assert alone is not None and eight is not None
+    assert alone.settings["batch.samples_per_step"] == 8
+    assert any("--processes N" in text for text in alone.assumed)
+    assert eight.settings["batch.samples_per_step"] == 64
+    assert not any("--processes N" in text for text in eight.assumed)
+
+
+# the command
+
+
+def test_the_printed_command_is_one_that_a_shell_joins(tmp_path: Path) -> None:
+    text = f"swift sft --model 'a model' --dataset HF::org/set:sub HF::org/another:sub {BATCH}"
+    report_path = tmp_path / "a.sh"
+    report_path.write_text(f"{text}\n")
+    report = examine(f"swift:{report_path}")
+    out = StringIO()
+    report.print(Console(file=out, width=100))
+    start = out.getvalue().index("taut sft")
+    printed = out.getvalue()[start:].partition("\n\n")[0].replace("\\\n", "")
+    assert report.carried is not None and report.carried.command is not None
+    assert shlex.split(printed) == shlex.split(report.carried.command)
+    assert load(Run, None, shlex.split(printed)[2:]).model == "a model"
+
+
+def test_a_text_that_reads_as_toml_stays_a_text(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", "--output_dir 2026")
+    assert load(Run, None, shlex.split(offer["command"])[2:]).out == "2026"

@@ -1,0 +1,116 @@
+"""Parts, heads, state and RoPE of twenty architectures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import CARRIED, REFUSED, STATEFUL, tiny_model
+
+from taut.errors import ModelError
+from taut.models import architecture, heads
+from taut.models.lora import LoraConfig, apply_lora
+
+ALL = (*CARRIED, *STATEFUL, *REFUSED)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parts_are_found_and_the_head_is_the_models_own(name: str) -> None:
+    model = tiny_model(name)
+    assert architecture.decoder(model) is model.model
+    assert architecture.layers(model) is model.model.layers
+    assert architecture.embedding(model) is model.model.embed_tokens
+    assert architecture.is_tied(model) == model.config.tie_word_embeddings
+    assert heads.prove_head(model) < 1e-12
+    num_stateful = len(architecture.stateful_layers(model))
+    assert (num_stateful > 0) == (name in STATEFUL)
+    assert architecture.attention_layer_count(model) == len(model.model.layers) - num_stateful
+    assert len(architecture.layer_types(model)) == len(model.model.layers)
+    assert architecture.sparse_attention(model) == []
+
+
+def test_head_of_each_kind() -> None:
+    specs = {name: architecture.head(tiny_model(name)) for name in ("gemma2", "granite", "cohere2")}
+    assert specs["gemma2"].softcap == 5.0
+    assert specs["granite"].scale == pytest.approx(1 / 1.7)
+    assert specs["cohere2"].scale == 0.3
+
+
+def test_a_head_that_does_something_else_is_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits + 1.0)
+    with pytest.raises(ModelError, match="taut cannot score with this head"):
+        heads.prove_head(model)
+
+
+def test_a_head_with_a_bias() -> None:
+    model = tiny_model("llama")
+    bias = torch.linspace(-1, 1, 97, dtype=torch.float64)
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    assert architecture.head(model).bias is model.lm_head.bias
+    assert heads.prove_head(model) < 1e-12
+
+
+def test_what_a_layout_does_not_describe() -> None:
+    assert architecture.chunked_attention(tiny_model("llama4_text")) == 8
+    assert architecture.chunked_attention(tiny_model("llama")) is None
+    assert architecture.length_dependent_rope(tiny_model("phi3_longrope")) == ("longrope", 32)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    assert architecture.length_dependent_rope(tiny_model("llama", rope_parameters=dynamic)) == (
+        "dynamic",
+        256,
+    )
+    assert architecture.length_dependent_rope(tiny_model("gemma3")) is None
+
+
+def test_state_is_found_by_class_where_the_config_is_silent() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mixer = torch.nn.Conv1d(32, 32, 3)
+    assert architecture.stateful_layers(model) == ["layers.1.mixer (Conv1d)"]
+
+
+def test_a_peft_model_has_the_same_parts() -> None:
+    model = tiny_model("llama")
+    wrapped = apply_lora(model, LoraConfig(rank=2))
+    assert architecture.decoder(wrapped) is model.model
+    assert heads.prove_head(wrapped) < 1e-12
+    assert architecture.attention_layer_count(wrapped) == 2
+
+
+def test_flops_by_hand() -> None:
+    """llama: per layer q and o 32x32, k and v 32x16, three 32x48: 7,680 weights; 4 heads of 8;
+    head 97 x 32.
+    """
+    model = tiny_model("llama")
+    cost = architecture.flops(model)
+    assert cost.per_token == 6 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert cost.per_pair == 12 * 2 * 4 * 8
+    assert cost.per_target == 6 * 97 * 32
+    assert (cost.per_window_pair, cost.window) == (0.0, None)
+    windowed = architecture.flops(tiny_model("gemma2"))
+    assert windowed.per_pair == windowed.per_window_pair == 12 * 4 * 16
+    assert windowed.window == 5
+
+
+def test_flops_of_layers_with_heads_of_different_sizes() -> None:
+    cost = architecture.flops(tiny_model("gemma4_text"))
+    assert cost.per_window_pair == 12 * 4 * (8 + 8)
+    assert cost.per_pair == 12 * 4 * (16 + 16)
+    assert cost.window == 5
+
+
+def test_flops_count_active_experts_and_leave_out_gradients_of_frozen_weights() -> None:
+    """qwen3_moe: q, o 32x64, k, v 32x32, router 4x32, and 2 of 4 experts of three 32x24."""
+    model = tiny_model("qwen3_moe")
+    weights = 2 * 32 * 64 + 2 * 32 * 32 + 4 * 32 + 2 * 3 * 32 * 24
+    assert architecture.flops(model).per_token == 6 * 2 * weights
+    model.requires_grad_(False)
+    assert architecture.flops(model).per_token == 4 * 2 * weights
+
+
+def test_names_match_as_globs_or_expressions() -> None:
+    names = ["model.layers.0.mlp.up", "model.layers.1.mlp.up", "lm_head.weight"]
+    assert architecture.match_names("*.mlp.*", names) == names[:2]
+    assert architecture.match_names(r"/layers\.1\./", names) == [names[1]]
+    with pytest.raises(ModelError, match="is not a regular expression"):
+        architecture.match_names("/(/", names)
+    assert architecture.suggest("mlp", names).startswith("did you mean '*mlp*' (2 names")

@@ -1,0 +1,96 @@
+"""What runs that generate are foretold: their training, with completions as long as they may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chats import QUIET, save_model, write_rows
+from tests.online import questions
+
+from taut.config import from_mapping
+from taut.errors import ModelError
+from taut.models.precision import DTYPES
+from taut.plan import Kernels, predict_steps, workload
+from taut.run.config import Inputs, Run, load_inputs
+from taut.run.training import METHODS
+from taut.train import distributed
+
+RANKS = distributed.start("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def opened(model: Path, place: Path, method: str, **keys: Any) -> tuple[Run, Inputs]:
+    fixed = {
+        "model": str(model),
+        "data.train": str(write_rows(place / "prompts.jsonl", questions(8))),
+        "data.max_length": 256,
+        "method": method,
+        "rewards": "exact_match",
+        "steps": 3,
+        "batch.samples_per_step": 2,
+        "rollout.n": 4,
+        "rollout.max_new_tokens": 32,
+    }
+    run = from_mapping(METHODS[method], {**QUIET, **fixed, **keys})
+    return run, load_inputs(run, RANKS)
+
+
+def test_each_prompt_has_its_completions_and_each_completion_all_its_tokens(
+    model: Path, tmp_path: Path
+) -> None:
+    run, inputs = opened(model, tmp_path, "grpo", **{"rollout.minibatches": 2})
+    work = workload(run, inputs, 1)
+    assert [len(tree.samples) for tree in work.supply.trees] == [4] * 6
+    for tree in work.supply.trees:
+        assert [sample.num_targets for sample in tree.samples] == [32] * 4
+        begins = {sample.ids_T[: int(sample.target_at_N[0])].tobytes() for sample in tree.samples}
+        assert len(begins) == 1
+        assert all(sample.streams["advantage_N"].any() for sample in tree.samples)
+    assert work.first.num_targets == 2 * 4 * 32  # the prompts are there once
+    assert work.first.num_tokens < 2 * 4 * 32 + 2 * 25
+    found = predict_steps(run, inputs.config, Kernels(DTYPES["float64"], "sdpa"), work)
+    assert found.peak > found.traced.weights.all
+
+
+def test_the_context_cuts_what_is_assumed(model: Path, tmp_path: Path) -> None:
+    run, inputs = opened(model, tmp_path, "grpo", **{"rollout.max_new_tokens": 1000})
+    work = workload(run, inputs, 1)
+    samples = [sample for tree in work.supply.trees for sample in tree.samples]
+    assert {sample.num_tokens for sample in samples} == {256}
+
+
+@pytest.mark.parametrize(("method", "number"), [("online_dpo", 2), ("best_of_n", 1)])
+def test_what_is_learned_of_a_group_is_what_is_planned(
+    method: str, number: int, model: Path, tmp_path: Path
+) -> None:
+    run, inputs = opened(model, tmp_path, method)
+    trees = workload(run, inputs, 1).supply.trees
+    assert {len(tree.samples) for tree in trees} == {number}
+
+
+def test_what_is_replayed_is_planned(model: Path, tmp_path: Path) -> None:
+    run, inputs = opened(model, tmp_path, "grpo", **{"rollout.replay": 7})
+    work = workload(run, inputs, 1)
+    assert len(work.supply.trees) == 3 * (2 + 7)
+    young = {"rollout.replay": 7, "rollout.max_staleness": 2, "steps": 1}
+    run, inputs = opened(model, tmp_path, "grpo", **young)
+    assert len(workload(run, inputs, 1).supply.trees) == 2 + 2 * 2
+
+
+def test_answers_that_are_good_enough_are_planned(model: Path, tmp_path: Path) -> None:
+    keys = {"best_of_n.keep": 3, "best_of_n.at_least": 2.0}
+    run, inputs = opened(model, tmp_path, "best_of_n", **keys)
+    assert {len(tree.samples) for tree in workload(run, inputs, 1).supply.trees} == {3}
+
+
+def test_a_critic_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    run, inputs = opened(model, tmp_path, "ppo")
+    work = workload(run, inputs, 1)
+    with pytest.raises(ModelError, match="a critic takes is not foretold"):
+        predict_steps(run, inputs.config, Kernels(DTYPES["float64"], "sdpa"), work)

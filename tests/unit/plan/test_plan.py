@@ -1,0 +1,300 @@
+"""What ``taut plan`` foretells is what tensors really take, to the byte; and what ranks and rates make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.jobs import make
+from tests.models import tiny_config
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from taut.config import from_mapping
+from taut.data.packing import ALONE, pack
+from taut.losses.supervised import CrossEntropy
+from taut.models.scorer import LinearHead
+from taut.plan import (
+    FUSED,
+    GPUS,
+    Kernels,
+    Rates,
+    footprint,
+    from_data_sheet,
+    measure,
+    measured_parts,
+    predict,
+    predict_steps,
+    stages,
+    tracing,
+    without_data,
+    workload,
+)
+from taut.plan.footprint import PARTS, History, Ledger
+from taut.plan.rates import Work
+from taut.plan.tracing import Traced, trace
+from taut.run.config import Run
+from taut.train.checkpoint import CheckpointConfig
+from taut.types import Packed, Sample
+
+REFERENCE = Kernels(torch.float32, "taut_reference")
+
+
+def packed_of(*lengths: int) -> Packed:
+    samples = [
+        Sample(f"s{i}", np.arange(n) % 90, np.arange(1, n), np.ones(n - 1))
+        for i, n in enumerate(lengths)
+    ]
+    return pack(samples, ALONE)
+
+
+def saved(config: PreTrainedConfig, place: Path, **keys: Any) -> Run:
+    config.save_pretrained(place)
+    return from_mapping(Run, {"model": str(place), "data.train": "x", **keys})
+
+
+def test_a_ledger_knows_the_fullest_moment_and_what_was_alive() -> None:
+    weight = torch.zeros(10)
+    with Ledger({"weights": [weight]}, vocabulary=7) as ledger:
+        kept = weight + 1
+        view = kept[2:]
+        lost = torch.zeros(100)
+        logits = torch.zeros(3, 7)
+        narrow = weight.to(torch.bfloat16)
+        del lost
+        ledger.end_forward()
+        after = torch.zeros(5)
+    assert view.data_ptr() == kept.data_ptr() + 8
+    assert ledger.history().peak() == {
+        "weights": 40,
+        "reference": 0,
+        "gradients": 0,
+        "optimizer": 0,
+        "casts": 20,
+        "activations": 40,
+        "logits": logits.nbytes,
+        "temporary": 400,
+    }
+    assert narrow.nbytes + after.nbytes == 40
+
+
+def test_shares_move_the_fullest_moment() -> None:
+    rows = np.zeros((3, len(PARTS)), dtype=np.int64)
+    rows[1, PARTS.index("activations")] = 60
+    rows[2, PARTS.index("gradients")] = 100
+    history = History(rows, backward=2, operators=0)
+    assert history.peak()["gradients"] == 100
+    assert history.peak({"gradients": 0.5})["activations"] == 60
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_first", "keys"),
+    [
+        ("qwen2", True, {"dtype": "bfloat16"}),
+        ("qwen2", False, {"dtype": "bfloat16"}),
+        ("gemma2", True, {"dtype": "float32", "activation_checkpointing": True}),
+        ("llama", False, {"dtype": "bfloat16", "lora__rank": 4, "activation_checkpointing": True}),
+        ("qwen3_moe", True, {"dtype": "float32"}),
+        ("lfm2", False, {"dtype": "float64", "lora__rank": 2}),
+    ],
+)
+def test_predicted_bytes_are_those_of_the_live_tensors(
+    architecture: str, keys: dict[str, Any], is_first: bool, tmp_path: Path
+) -> None:
+    built, _ = make(tmp_path, architecture, **keys)
+    inputs = built.inputs
+    work = workload(built.run, inputs, 1)
+    kernels = Kernels(built.loaded.dtype.dtype, built.loaded.attention.implementation)
+    predicted = predict(built.run, inputs.config, kernels, work.largest, is_first=is_first)
+    measured = measure(built, work.largest, is_first=is_first)
+    true = measured_parts(built, work.largest, is_first=is_first)
+    found = predicted.footprint.parts
+    small = 8192 + sum(buffer.nbytes for buffer in built.scorer.buffers())
+    for part in PARTS:
+        assert abs(found[part] - true[part]) <= max(small, 0.02 * true[part]), part
+    assert predicted.peak == pytest.approx(sum(true.values()), rel=0.02)
+    assert predicted.peak == pytest.approx(measured.bytes, rel=0.08)
+    assert measured.seconds > 0
+
+
+def test_a_head_that_keeps_its_logits_would_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, _ = make(tmp_path, "qwen2", dtype="float32")
+    work = workload(built.run, built.inputs, 1)
+    before = predict(built.run, built.inputs.config, REFERENCE, work.largest, is_first=True)
+    forward, kept = LinearHead.forward, []
+
+    def hoarding(ctx: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
+        kept.append(hidden @ weight.T)
+        return forward(ctx, hidden, weight, *rest)
+
+    monkeypatch.setattr(LinearHead, "forward", staticmethod(hoarding))
+    after = predict(built.run, built.inputs.config, REFERENCE, work.largest, is_first=True)
+    grown = after.footprint.parts["logits"] - before.footprint.parts["logits"]
+    vocabulary = built.inputs.config.vocab_size
+    assert grown == work.largest.num_targets * vocabulary * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_first"),
+    [({}, True), ({"activation_checkpointing": True}, True), ({"lora.rank": 2}, False)],
+)
+def test_a_few_layers_tell_of_many(
+    keys: dict[str, Any], is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("llama", num_hidden_layers=7)
+    run, packed = saved(config, tmp_path, **keys), packed_of(20, 9)
+    few = trace(run, config, REFERENCE, packed, is_first=is_first)
+    monkeypatch.setattr(tracing, "_depths", lambda *_: (7,))
+    every = trace(run, config, REFERENCE, packed, is_first=is_first)
+    assert (few.depths, every.depths) == ((2, 3), (7,))
+    for shares in ({}, {"weights": 0.1, "gradients": 0.1}):
+        assert few.parts(shares) == every.parts(shares)
+
+
+def test_layers_that_do_not_come_round_alike_are_all_run(tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] * 2
+    config = tiny_config("gemma2", num_hidden_layers=7, layer_types=kinds)
+    traced = trace(saved(config, tmp_path), config, REFERENCE, packed_of(12), is_first=True)
+    assert traced.depths == (7,)
+
+
+def test_the_attention_of_an_absent_gpu_repeats_no_heads(tmp_path: Path) -> None:
+    config = tiny_config("llama", num_attention_heads=4, num_key_value_heads=1)
+    run, packed = saved(config, tmp_path), packed_of(32)
+    here, there = (
+        sum(
+            trace(run, config, REFERENCE._replace(attention=name), packed, is_first=True)
+            .parts()
+            .values()
+        )
+        for name in ("taut_reference", FUSED)
+    )
+    assert there < here
+
+
+def traced(tmp_path: Path) -> tuple[Traced, Run]:
+    config = tiny_config("llama")
+    run = saved(config, tmp_path)
+    return trace(run, config, REFERENCE, packed_of(16), is_first=False), run
+
+
+def test_ranks_divide_what_is_sharded_and_nothing_else(tmp_path: Path) -> None:
+    one, _ = traced(tmp_path)
+    alone, four = footprint(one, 1), footprint(one, 4)
+    whole = one.weights.rest + 2 * one.weights.layer
+    assert alone.parts["optimizer"] == 4 * four.parts["optimizer"] == 2 * one.trained.all
+    assert four.parts["weights"] == alone.parts["weights"] // 4 + min(whole, one.weights.all)
+    assert four.parts["activations"] == alone.parts["activations"]
+    assert four.loading == one.weights.all
+
+
+def test_checkpoints_are_staged_where_there_are_some(tmp_path: Path) -> None:
+    one, _ = traced(tmp_path)
+    assert footprint(one, 2, stages=True).staging == 3 * one.trained.all // 2
+    assert footprint(one, 2).staging == 0
+    assert footprint(one, 1, stages=True, is_host=True).parts["staging"] == 3 * one.trained.all
+    assert stages(CheckpointConfig(every=10), 20)
+    assert not stages(CheckpointConfig(every=20), 20)
+    assert not stages(CheckpointConfig(every=0), 20)
+    assert not stages(CheckpointConfig(every=10, background=False), 20)
+
+
+def test_seconds_follow_the_equation(tmp_path: Path) -> None:
+    one, _ = traced(tmp_path)
+    work = Work(tokens=100, pairs=0, window_pairs=0, targets=40)
+    rates = Rates(per_flop=1e-9, per_microbatch=0.5, per_target=0.01, per_parameter=1e-6)
+    seconds = rates.seconds(one, [work, work], recomputes=False)
+    layers = 1e-9 * 100 * one.flops.per_token
+    assert seconds.compute == pytest.approx(2 * (layers + 0.5 + 0.4))
+    assert seconds.update == pytest.approx(1e-6 * one.num_trained)
+    again = rates.seconds(one, [work, work], recomputes=True)
+    assert again.compute == pytest.approx(2 * (layers * 4 / 3 + 0.5 + 0.4))
+
+
+def test_a_data_sheet_gives_seconds_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    one, _ = traced(tmp_path)
+    work = Work(10**9, 0, 0, 1000)
+    fast = from_data_sheet("H100", one, [work], 1, recomputes=False)
+    slow = from_data_sheet("A100-80GB", one, [work], 1, recomputes=False)
+    assert slow.compute / fast.compute == pytest.approx(
+        GPUS["H100"].tflops / GPUS["A100-80GB"].tflops
+    )
+    assert fast.communication == 0
+    assert "not measured" in fast.source
+    both = from_data_sheet("H100", one, [work], 2, recomputes=False)
+    assert both.communication == pytest.approx(1.5 * one.weights.all / 450e9)
+    assert replace(both, communication=9.0).total == pytest.approx(9.0 + both.update)
+
+
+def test_a_small_micro_batch_takes_as_long_as_its_kernels_and_its_weights(tmp_path: Path) -> None:
+    """An H100 moves 3,350 GB/s. A billion parameters, all trained: 10 bytes of each weight and 4 of each gradient are
+    14 GB, 4.179 ms. A thousand operators of 5 us are 5 ms. Next to that the products of a token are nothing.
+    """
+    tiny, _ = traced(tmp_path)
+    history = replace(tiny.histories[0], operators=1000)
+    one = replace(tiny, histories=(history,), num_parameters=10**9, num_trained=10**9, passes=0)
+    work = Work(1, 1, 1, 1)
+    launched = from_data_sheet("H100", one, [work, work], 1, recomputes=False)
+    assert launched.compute == pytest.approx(2 * 5e-3)
+    assert launched.update == pytest.approx(28e9 / 3350e9)
+    few = replace(one, histories=(replace(history, operators=800),))
+    moved = from_data_sheet("H100", few, [work, work], 1, recomputes=False)
+    assert moved.compute == pytest.approx(2 * 14e9 / 3350e9)
+    frozen = replace(few, num_trained=0, histories=(replace(history, operators=1),))
+    assert from_data_sheet("H100", frozen, [work], 1, recomputes=False).compute == pytest.approx(
+        10e9 / 3350e9
+    )
+    scored = replace(one, passes=3)  # three more forwards, each a third of forward and backward
+    assert from_data_sheet("H100", scored, [work], 1, recomputes=False).compute == pytest.approx(
+        2 * 5e-3
+    )
+
+
+def test_operators_are_counted_views_are_not_and_layers_add_alike(tmp_path: Path) -> None:
+    weight = torch.zeros(10)
+    with Ledger({"weights": [weight]}) as ledger:
+        made = weight + 1
+        made[2:].view(2, 4).mul_(2.0)
+        torch.zeros(3)
+    assert ledger.history().operators == 3
+    config = tiny_config("llama")
+    config.num_hidden_layers = 12
+    run = saved(config, tmp_path / "deep")
+    deep = trace(run, config, REFERENCE, packed_of(20), is_first=True)
+    assert deep.depths == (2, 3)
+    config.num_hidden_layers = 4
+    whole = trace(
+        saved(config, tmp_path / "whole"), config, REFERENCE, packed_of(20), is_first=True
+    )
+    assert whole.depths == (4,)
+    per_layer = (deep.operators - whole.operators) / 8
+    assert deep.histories[1].operators - deep.histories[0].operators == per_layer
+    assert 50 < per_layer < 500
+
+
+def test_without_data_micro_batches_are_filled(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    run = saved(config, tmp_path, **{"batch.tokens_per_microbatch": 100, "data.max_length": 40})
+    work = without_data(run, config, 2)
+    assert work.largest.num_tokens == 100
+    assert [len(step) for step in work.steps] == [6]  # 16 samples of 40 on each of two ranks
+    assert "no data" in work.source
+    found = predict_steps(run, config, REFERENCE, work)
+    assert found.num_tokens == 100
+    assert CrossEntropy().linear_weights(work.largest)["cross_entropy"].sum() == -97
+
+
+def test_the_first_steps_are_the_runs_own(tmp_path: Path) -> None:
+    built, _ = make(tmp_path, "qwen2", batch__tokens_per_microbatch=100, data__max_length=100)
+    work = workload(built.run, built.inputs, 1)
+    assert work.later is not None
+    assert work.fullest.num_tokens == 100
+    assert sum(w.tokens for w in work.steps[0]) <= sum(
+        s.num_tokens for tree in built.job.method.prepare(1) for s in tree.samples
+    )

@@ -1,0 +1,377 @@
+"""Judged paths become trees: what each token is given credit for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taut.data.prompts import PromptRow
+from taut.errors import CheckFailed
+from taut.losses.advantages import ESTIMATORS
+from taut.losses.policy import PolicyGradient
+from taut.losses.supervised import CrossEntropy
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
+from taut.rl.advantages import (
+    All,
+    Best,
+    BestOfNConfig,
+    Gae,
+    KlPenalty,
+    Pairs,
+    PolicyCredit,
+    Rewarded,
+    ShapingConfig,
+    Ways,
+    paths_of,
+)
+from taut.rl.rollout import Group
+from taut.rl.sampler import Episode
+from taut.types import FinishReason, FloatArray
+
+PROMPT = np.array([7, 8, 9])
+REWARDS = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]
+
+
+def episode(name: str, index: int, size: int, finish: FinishReason = "stop") -> Episode:
+    return Episode(
+        row=PromptRow(name, name, PROMPT, "", (), None, {}),
+        index=index,
+        ids_T=np.concatenate([PROMPT, 10 + np.arange(size) + index]),
+        sampled_at_N=np.arange(3, 3 + size),
+        logp_N=-np.arange(1.0, size + 1),
+        version_N=np.full(size, 4),
+        finish_reason=finish,
+        text="",
+    )
+
+
+def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Rewarded]:
+    """Groups a, b, ...; the path of reward i has i + 2 tokens. ``cut``: a1="length"."""
+    groups = []
+    for name, of in zip("abc", rewards, strict=False):
+        episodes = [episode(name, i, i + 2, cut.get(f"{name}{i}", "stop")) for i in range(len(of))]
+        verdicts = [Verdict({"r": Score(value)}, value) for value in of]
+        groups.append(Group(tuple(episodes), tuple(verdicts)))
+    return paths_of(groups, 0)
+
+
+def policy(**keys: Any) -> PolicyCredit:
+    given: dict[str, Any] = {
+        "estimate": ESTIMATORS["mean"],
+        "shaping": ShapingConfig(),
+        "limit": 4,
+        "temperature": 1.0,
+        "has_old": False,
+    }
+    return PolicyCredit(PolicyGradient(), Ways(**{**given, **keys}))
+
+
+def said(every: Sequence[Rewarded], **values: float) -> dict[str, dict[str, Any]]:
+    """The same number for every token of every path."""
+    return {
+        path.name: {
+            name: np.full(path.episode.sampled_at_N.size, value) for name, value in values.items()
+        }
+        for path in every
+    }
+
+
+def test_every_token_has_its_paths_advantage_and_the_prompt_none() -> None:
+    every = paths()
+    given = policy().trees(every, said(every))
+    first, second = given.trees
+    assert [s.id for s in first.samples] == [f"a#{i} of roll-out 1" for i in range(3)]
+    advantages = [s.streams["advantage_N"].tolist() for s in first.samples]
+    np.testing.assert_allclose(advantages[0], [2 / 3] * 2)
+    np.testing.assert_allclose(advantages[2], [-1 / 3] * 4)
+    assert all(not s.streams["advantage_N"].any() for s in second.samples)
+    assert given.with_signal == [(4, first)]
+    for sample, path in zip(first.samples, every, strict=False):
+        assert sample.target_at_N.tolist() == path.episode.sampled_at_N.tolist()
+        np.testing.assert_equal(sample.streams["engine_logp_N"], path.episode.logp_N)
+
+
+def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
+    every = paths([[1.0, 1.0]])
+    made = policy(penalty=KlPenalty(0.5))
+    given = made.trees(every, said(every, old_logp_N=-1.0, ref_logp_N=-1.2))
+    lost = [0.5 * 0.2 * 2, 0.5 * 0.2 * 3]
+    mean = sum(lost) / 2
+    found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
+    np.testing.assert_allclose(found, [mean - lost[0], mean - lost[1]], rtol=1e-12)
+    assert given.metrics["kl"] == pytest.approx(0.2)
+    assert "ref_logp_N" not in given.trees[0].samples[0].streams
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_one_mean_and_one_deviation_of_all_tokens_of_a_roll_out(name: str) -> None:
+    """Before steps, micro-batches and ranks have their parts of it. Paths differ in length."""
+    every = paths([[1.0, 0.0, 0.0, 0.3], [0.5, 0.9, 0.2], [0.0, 0.0]])
+    given = policy(estimate=ESTIMATORS[name]).trees(every, said(every))
+    trees = [np.concatenate([s.streams["advantage_N"] for s in t.samples]) for t in given.trees]
+    of_all = np.concatenate(trees)
+    assert of_all.size == sum(path.episode.sampled_at_N.size for path in every)
+    assert of_all.mean() == pytest.approx(0.0, abs=1e-12)
+    assert of_all.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+    assert all(abs(of_tree.mean()) > 0.01 for of_tree in trees)
+
+
+def test_a_group_is_told_apart_by_its_rewards_also_where_all_tokens_are_shifted() -> None:
+    assert (
+        signals(policy(estimate=ESTIMATORS["reinforce_pp_baseline"]), [[1.0, 0.0], [1.0, 1.0]]) == 1
+    )
+
+
+def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> None:
+    every = paths([[1.0, 0.0]])
+    made = policy(penalty=KlPenalty(0.5, target=0.1))
+    given = made.trees(every, said(every, old_logp_N=-1.0, ref_logp_N=-2.0))
+    assert made.remember()["coef"] == 0.5
+    made.learn(given)
+    state = json.loads(json.dumps(made.remember()))
+    assert state["coef"] > 0.5
+    other = policy(penalty=KlPenalty(0.5, target=0.1))
+    other.recall(state)
+    assert other.remember() == state
+
+
+def test_a_critic_charges_each_token_and_a_cut_path_gets_its_reward_alone() -> None:
+    every = paths([[1.0, 1.0]], a1="length")
+    made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
+    given = made.trees(every, said(every, value_R=0.25))
+    ended, cut = given.trees[0].samples
+    np.testing.assert_allclose(ended.streams["advantage_N"], [0.75, 0.75])
+    np.testing.assert_allclose(cut.streams["advantage_N"], [0.75, 0.75, 0.75])
+    np.testing.assert_allclose(cut.read_values["return"], [1.0] * 3)
+    np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
+    assert cut.read_at_R is not None and cut.read_at_R.tolist() == [2, 3, 4]
+    (tree,) = made.bare(every)
+    reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
+    assert reads == [[2, 3], [2, 3, 4]], "nothing is read that is not used"
+
+
+def test_the_value_after_a_cut_may_take_the_place_of_the_paths_reward() -> None:
+    """The penalty of 0.1 for each token stays; the reward of 1 goes."""
+    every = paths([[1.0, 1.0]], a1="length")
+    estimate = Gae(1.0, 1.0, is_whitened=False, bootstraps_cut=True)
+    made = policy(estimate=estimate, penalty=KlPenalty(0.5))
+    (tree,) = made.bare(every)
+    reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
+    assert reads == [[2, 3], [2, 3, 4, 5]]
+    known = said(every, old_logp_N=-1.0, ref_logp_N=-1.2, value_R=0.25)
+    known[every[1].name]["value_R"] = np.array([0.25, 0.25, 0.25, 0.6])
+    ended, cut = made.trees(every, known).trees[0].samples
+    np.testing.assert_allclose(ended.read_values["return"], [1 - 0.2, 1 - 0.1])
+    np.testing.assert_allclose(cut.read_values["return"], [0.6 - 0.3, 0.6 - 0.2, 0.6 - 0.1])
+    np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
+
+
+def of_turns(path: Rewarded, *turn_rewards: tuple[int, float]) -> Rewarded:
+    return replace(path, episode=replace(path.episode, turn_rewards=turn_rewards))
+
+
+def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None:
+    """Four tokens, two turns: 1 after the first, 0.5 after the second, and 2 from what judges the path."""
+    first, second, third = paths([[0.0, 0.0, 3.5]])
+    path = of_turns(third, (1, 1.0), (3, 0.5))
+    made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
+    given = made.trees([path], said([path], value_R=0.0))
+    assert given.advantages[path.name].tolist() == [3.5, 3.5, 2.5, 2.5]
+    discounted = policy(estimate=Gae(0.5, 1.0, is_whitened=False))
+    given = discounted.trees([path], said([path], value_R=0.0))
+    assert given.advantages[path.name].tolist() == [0.5 + 2.5 / 8, 1 + 2.5 / 4, 2.5 / 2, 2.5]
+    assert (given.metrics["return_min"], given.metrics["return_max"]) == (0.8125, 2.5)
+    every = [first, second, path]
+    grouped = policy().trees(every, said(every))
+    plain = policy().trees([first, second, third], said(every))
+    for name, advantage_N in plain.advantages.items():
+        assert grouped.advantages[name].tolist() == advantage_N.tolist(), "no critic, no difference"
+
+
+def test_shaping_scales_the_rewards_of_turns_and_leaves_the_rest_to_the_last_token() -> None:
+    """Rewards 3 and 1 have a deviation of sqrt 2; clipped to 2 they would be 2 and 1."""
+    one, other = paths([[3.0, 1.0]])
+    path = of_turns(one, (0, 1.0))
+    given: dict[str, list[float]] = {}
+    for name, shaping in (
+        ("scale", ShapingConfig(scale="batch")),
+        ("clip", ShapingConfig(clip=2.0)),
+    ):
+        made = policy(estimate=Gae(1.0, 1.0, is_whitened=False), shaping=shaping)
+        trees = made.trees([path, other], said([path, other], value_R=0.0))
+        given[name] = trees.advantages[path.name].tolist()
+    assert given["scale"] == pytest.approx([3 / 2**0.5, 2 / 2**0.5])
+    assert given["clip"] == [2.0, 1.0]
+
+
+def test_where_a_value_replaces_the_reward_of_a_cut_path_its_turns_keep_theirs() -> None:
+    _, whole = paths([[0.0, 2.0]], a1="length")
+    path = of_turns(whole, (0, 1.0))
+    made = policy(estimate=Gae(1.0, 1.0, is_whitened=False, bootstraps_cut=True))
+    given = made.trees([path], {path.name: {"value_R": np.array([0.0, 0.0, 0.0, 0.25])}})
+    assert given.advantages[path.name].tolist() == [1.25, 0.25, 0.25]
+
+
+def fitted(estimate: Gae, every: Sequence[Rewarded], rounds: int) -> FloatArray:
+    """V of the states after 0, 1, ... tokens: 0.3 at first, then set to the mean return ``rounds`` times."""
+    longest = max(path.episode.sampled_at_N.size for path in every)
+    value = np.full(longest + 1, 0.3)
+    for _ in range(rounds):
+        known = {}
+        for path in every:
+            reads = path.episode.sampled_at_N.size + (path.is_cut and estimate.bootstraps_cut)
+            known[path.name] = {"value_R": value[:reads]}
+        samples = [
+            s for t in policy(estimate=estimate).trees(every, known).trees for s in t.samples
+        ]
+        returns = [sample.read_values["return"] for sample in samples]
+        for at in range(longest):
+            value[at] = np.mean([return_N[at] for return_N in returns if return_N.size > at])
+        value[longest] = value[longest - 1]  # the critic has no target there and generalises
+    return value
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
+def test_a_critic_of_cut_paths_alone_learns_their_constant_reward(lam: float) -> None:
+    every = paths([[0.5, 0.5], [0.5, 0.5]], a0="length", a1="length", b0="length", b1="length")
+    estimate = Gae(1.0, lam, is_whitened=False)
+    rounds = 1 if lam == 1.0 else 60
+    np.testing.assert_allclose(fitted(estimate, every, rounds)[:-1], 0.5, rtol=0, atol=1e-12)
+
+
+def test_a_flat_reward_gives_no_reason_to_be_cut() -> None:
+    """With a critic that has converged, answers that end and answers that are cut have advantages of 0."""
+    every = paths([[0.5, 0.5], [0.5, 0.5]], a1="length", b1="length")
+    estimate = Gae(1.0, 0.95, is_whitened=False)
+    known = {p.name: {"value_R": fitted(estimate, every, 200)} for p in every}
+    given = policy(estimate=estimate).trees(every, known)
+    for path in every:
+        np.testing.assert_allclose(given.advantages[path.name], 0.0, atol=1e-12)
+
+
+def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
+    """Returns are shaped rewards, 0.8, less the penalty, 0.1 for each token to come: of two tokens and of three."""
+    every = paths([[1.0, 0.0]])
+    asked = said(every, value_R=0.25, old_logp_N=-1.0, ref_logp_N=-1.2)
+    asked[every[1].name]["value_R"][:] = 6.8
+    made = policy(
+        estimate=Gae(1.0, 0.95, is_whitened=True),
+        penalty=KlPenalty(0.5),
+        shaping=ShapingConfig(clip=0.8),
+    )
+    found = made.trees(paths([[1.0, 0.8]]), asked).metrics
+    assert found["return_min"] == pytest.approx(0.5)
+    assert found["return_max"] == pytest.approx(0.7)
+    assert (found["value_low"], found["value_high"]) == (0.25, 6.8)
+    assert "value_low" not in policy().trees(every, said(every)).metrics
+
+
+def test_rewards_are_shaped_in_order() -> None:
+    every = paths([[1.0, 1.0]], a1="length")
+    how = ShapingConfig(missing_stop=0.5, length_cost=0.4, clip=0.6)
+    given = policy(shaping=how).trees(every, said(every))
+    shaped = [min(0.6, 1.0 - 0.2), min(0.6, 1.0 - 0.5 - 0.3)]
+    found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
+    np.testing.assert_allclose(found, [shaped[0] - sum(shaped) / 2, shaped[1] - sum(shaped) / 2])
+    assert given.metrics["reward_shaped"] == pytest.approx(sum(shaped) / 2)
+
+
+def test_a_paths_length_is_what_it_has_beyond_its_prompt() -> None:
+    """Of eight tokens the policy chose two; a limit of ten counts all eight."""
+    (one, other) = paths([[0.0, 0.0]])
+    played = replace(one.episode, ids_T=np.concatenate([PROMPT, np.arange(8)]))
+    how = policy(shaping=ShapingConfig(length_cost=1.0), limit=10)
+    given = how.trees([replace(one, episode=played), other], said([one, other]))
+    found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
+    np.testing.assert_allclose(found, [(-0.8 + 0.3) / 2, (0.8 - 0.3) / 2])
+
+
+def test_a_cut_path_may_be_compared_and_not_learned_from() -> None:
+    every = paths([[1.0, 0.0]], a1="length")
+    given = policy(shaping=ShapingConfig(overlong="drop")).trees(every, said(every))
+    (sample,) = given.trees[0].samples
+    np.testing.assert_allclose(sample.streams["advantage_N"], [0.5, 0.5])
+    assert given.metrics["dropped"] == 0.5
+    both = paths([[1.0, 0.0]], a0="length", a1="length")
+    assert given.advantages.keys() == {path.name for path in every if not path.is_cut}
+    with pytest.raises(CheckFailed, match="overlong=drop"):
+        policy(shaping=ShapingConfig(overlong="drop")).trees(both, said(both))
+
+
+def test_running_scale_is_of_all_rewards_so_far() -> None:
+    every = paths([[2.0, 0.0]])
+    made = policy(shaping=ShapingConfig(scale="running"))
+    for _ in range(2):
+        given = made.trees(every, said(every))
+        made.learn(given)
+    assert made.remember()["scale"][0] == 4
+
+
+def test_the_best_and_the_worst_are_a_pair() -> None:
+    given = Pairs(CrossEntropy()).trees(paths([[0.2, 0.9, 0.5], [0.5, 0.5]]), {})
+    (tree,) = given.trees
+    assert tree.is_atom
+    assert [s.values["preference"] for s in tree.samples] == [0.9, 0.2]
+    with pytest.raises(CheckFailed, match="pair"):
+        Pairs(CrossEntropy()).trees(paths([[0.5, 0.5]]), {})
+
+
+def test_the_best_that_are_good_enough_are_kept() -> None:
+    made = Best(CrossEntropy(), BestOfNConfig(keep=2, at_least=0.4))
+    given = made.trees(paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
+    (tree,) = given.trees
+    assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
+    with pytest.raises(CheckFailed, match="at_least"):
+        made.trees(paths([[0.1, 0.2]]), {})
+
+
+def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> None:
+    """Learned as it is, the best of all would teach the model to run on."""
+    every = paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]], a1="length", b1="length")
+    made = Best(CrossEntropy(), BestOfNConfig())
+    names = [s.id for tree in made.trees(every, {}).trees for s in tree.samples]
+    assert names == ["a#2 of roll-out 1", "b#2 of roll-out 1"]
+    keeping = Best(CrossEntropy(), BestOfNConfig(overlong="keep"))
+    names = [s.id for tree in keeping.trees(every, {}).trees for s in tree.samples]
+    assert names == ["a#1 of roll-out 1", "b#1 of roll-out 1"]
+    cut = paths([[0.9, 0.5]], a0="length", a1="length")
+    with pytest.raises(
+        CheckFailed, match=r"all 2 completions .* were cut, and best_of_n\.overlong"
+    ):
+        made.trees(cut, {})
+    group = Group(tuple(p.episode for p in cut), tuple(p.verdict for p in cut))
+    assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
+    good = Best(CrossEntropy(), BestOfNConfig(at_least=0.6))
+    with pytest.raises(CheckFailed, match=r"at_least=0\.6; the best has 0\.5"):
+        good.trees(paths([[0.9, 0.5]], a0="length"), {})
+
+
+def test_all_are_kept_as_they_are() -> None:
+    given = All(CrossEntropy()).trees(paths(), {})
+    assert [len(tree.samples) for tree in given.trees] == [3, 3]
+    assert all(not s.streams for tree in given.trees for s in tree.samples)
+
+
+def signals(made: PolicyCredit, rewards: Sequence[Sequence[float]]) -> int:
+    every = paths(rewards)
+    streams = {"value_R": 0.3, "old_logp_N": -1.0, "ref_logp_N": -1.2}
+    return made.trees(every, said(every, **streams)).num_groups_with_signal
+
+
+def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
+    """So the guard sees rewards that never differ; with a critic they may do so between prompts."""
+    critic = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=True))
+    penalty = policy(penalty=KlPenalty(0.5))
+    plus = policy(estimate=ESTIMATORS["reinforce_pp"])
+    shaped = policy(shaping=ShapingConfig(length_cost=0.5))
+    alike, apart, one = [[0.5, 0.5], [0.5, 0.5]], [[0.4, 0.4], [0.0, 1.0]], [[1.0], [0.0]]
+    assert [signals(it, alike) for it in (critic, penalty, plus, shaped)] == [0, 0, 0, 2]
+    assert [signals(it, apart) for it in (critic, penalty, plus)] == [2, 1, 2]
+    assert [signals(it, one) for it in (critic, penalty)] == [2, 0]
+    assert signals(critic, [[0.5]]) == 1, "compared with what the critic expects"

@@ -1,0 +1,72 @@
+"""A step that is begun again for want of memory finds the roll-out it had drawn."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.rl.test_rollout_rollouts import roller
+
+from taut.data.batching import Order
+from taut.errors import OutOfMemory
+from taut.losses.supervised import CrossEntropy
+from taut.rl import online
+from taut.rl.advantages import All
+from taut.rl.monitors import Guard, GuardConfig
+from taut.rl.online import Crew, Online
+from taut.rl.rollout import RolloutConfig
+from taut.train.distributed import Ranks
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, _, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    server = {"engine": "server", "url": "http://127.0.0.1:9/v1"}
+    config = RolloutConfig(n=2, ahead=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
+    interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    job: Any = SimpleNamespace(
+        interrupts=interrupts, ranks=ranks, num_steps=3, emit=lambda *_, **__: None
+    )
+    order = Order([], 3, 2, False, None)
+    monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
+    made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
+    made.join(Crew(job, (), lambda: drawn))
+    tries = iter([OutOfMemory("too little"), None, None])
+
+    def scored(*_: object) -> dict[str, Any]:
+        if (error := next(tries)) is not None:
+            raise error
+        return {}
+
+    monkeypatch.setattr(online, "scored", scored)
+    with pytest.raises(OutOfMemory):
+        made.prepare(1)
+    names = [sample.id for tree in made.prepare(1) for sample in tree.samples]
+    assert names == [f"p:{row}#{index} of roll-out 1" for row in (1, 2) for index in (0, 1)]
+    names = [sample.id for tree in made.prepare(2) for sample in tree.samples]
+    assert names == [f"p:{row}#{index} of roll-out 2" for row in (2, 3) for index in (0, 1)]
+
+
+def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of time the first roll-out is of the weights there are: one push for it, and one for each after it."""
+    drawn, engine, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    config = RolloutConfig(n=2, ahead=True, engine="server", url="http://127.0.0.1:9/v1")
+    interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
+    job: Any = SimpleNamespace(
+        interrupts=interrupts, ranks=None, num_steps=3, emit=lambda *_, **__: None
+    )
+    pushed: list[int] = []
+    monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
+    monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
+    order = Order([], 3, 2, False, None)
+    made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
+    made.join(Crew(job, (), lambda: drawn))
+    for step in (1, 2, 3):
+        made.prepare(step)
+    assert pushed == [0, 1, 2]

@@ -1,0 +1,162 @@
+"""Engine, rewards and environment: had when needed, refused with the reason, and closed where one of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.chats import save_model, write_rows
+from tests.online import TWICE, keys_of, make
+from tests.sampling import SamplingServer
+from tests.server import FakeServer
+from transformers import AutoModelForCausalLM
+
+from taut.commands import train
+from taut.config import from_mapping
+from taut.errors import ConfigError, DataError, EngineError
+from taut.inference.local import LocalEngine
+from taut.inference.vllm import ServerEngine
+from taut.rewards.panel import Panel
+from taut.rl import setup
+from taut.rl.online import Online
+from taut.rl.rollout import Roller
+from taut.run.training import METHODS
+from taut.train.distributed import Ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
+    built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
+    online = built.job.method
+    assert isinstance(online, Online)
+    return online.roller
+
+
+def at(server: FakeServer, **keys: Any) -> dict[str, Any]:
+    return {"rollout__engine": "server", "rollout__url": server.url, **keys}
+
+
+def test_a_server_must_say_the_log_probs_of_what_it_samples_from(
+    model: Path, tmp_path: Path
+) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with (
+        SamplingServer(model=loaded, mode="raw") as server,
+        pytest.raises(EngineError, match=r"gives raw log-probs; .* temperature 0\.7; .*processed"),
+    ):
+        opened(model, tmp_path, **at(server, rollout__temperature=0.7))
+    with SamplingServer(model=loaded, mode="raw") as server:  # at 1 they are the same
+        roller = opened(model, tmp_path, **at(server))
+        assert ("server log-probs", "raw") in [it[:2] for it in roller.settled]
+        roller.close()
+
+
+def noted(closed: list[str], name: str, close: Callable[[Any], None]) -> Callable[[Any], None]:
+    def act(self: Any) -> None:
+        closed.append(name)
+        close(self)
+
+    return act
+
+
+def test_what_was_opened_is_closed_where_the_next_cannot_be_had(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    for one in (Panel, ServerEngine):
+        monkeypatch.setattr(one, "close", noted(closed, one.__name__, one.close))
+    with (
+        FakeServer(max_model_len=256) as plain,
+        pytest.raises(EngineError, match="takes no weights"),
+    ):
+        opened(model, tmp_path, **at(plain))
+    assert closed == ["ServerEngine", "Panel"]
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    closed.clear()
+    missing = {"rollout__environment__name": f"{tmp_path}/none.py:Own"}
+    with SamplingServer(model=loaded) as server, pytest.raises(ConfigError, match=r"none\.py"):
+        opened(model, tmp_path, **at(server, **missing))
+    assert closed == ["Panel", "ServerEngine"]
+
+
+def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_that_reward(
+    model: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(TWICE)
+    keys = {"method": "ppo", "critic__kind": "shared", "ppo__bootstrap_cut": True}
+    keys["rollout__environment__name"] = f"{own}:Twice"
+    opened(model, tmp_path, **keys).close()
+    own.write_text(f"{TWICE}\n    def cut(self):\n        return -1.0\n")
+    with pytest.raises(ConfigError, match=r"own\.py:Twice has a method cut, which says what"):
+        opened(model, tmp_path, **keys)
+    opened(model, tmp_path, **{**keys, "ppo__bootstrap_cut": False}).close()
+
+
+def test_a_model_that_judges_here_cannot_while_another_trains(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "open_rater", lambda verifier: lambda answers: [])
+    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
+    with FakeServer() as server, pytest.raises(ConfigError, match="a model in this process"):
+        opened(model, tmp_path, rewards=judged, **at(server, rollout__ahead=True))
+
+
+def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
+    data = str(write_rows(tmp_path / "some.jsonl", rows))
+    roller = opened(model, tmp_path, data__train=data, rewards="numeric")
+    (told,) = roller.settled
+    assert told[:2] == ("numeric", "nothing of 1 of 2 rows") and "some.jsonl:2" in told[2]
+    none = str(write_rows(tmp_path / "none.jsonl", rows[1:]))
+    with pytest.raises(DataError, match=r"none\.jsonl:1: the row has no right answer"):
+        opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
+    roller = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
+    assert roller.settled[0][1] == "nothing of 1 of 1 rows"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> None:
+    """Before anything is opened: the ranks are not left to wait for one of them."""
+    judged = {"name": "reward_model", "label": "worth", "options": {"model": "m"}}
+    keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
+    recipe = from_mapping(METHODS["grpo"], keys).objective.online
+    assert recipe is not None
+    setting = SimpleNamespace(ranks=Ranks(rank, 2, torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"the reward worth, a model in this process, and 2 rank"):
+        setup.open_roller(recipe, cast(setup.Setting, setting))
+
+
+def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
+    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
+    built, _ = make(keys_of("grpo", model, tmp_path, eval__answers__rewards=judged))
+    built.job.ranks = Ranks(0, 2, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="reward_model, a model in this process, and 2 ranks"):
+        train._evaluations(built, tmp_path)
+
+
+def test_what_holds_programs_is_what_the_reward_asks_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(remote: Any) -> Any:
+        return SimpleNamespace(mechanism=SimpleNamespace(name="first", reason="it holds"))
+
+    monkeypatch.setattr(setup, "shared", shared)
+    panel = SimpleNamespace(decisions=[("sandbox", "landlock", "asked for")])
+    keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "code"}
+    for tools, wanted in (([], ["landlock"]), (["python"], ["landlock", "first"])):
+        environment = {"rollout.environment.name": "tools", "rollout.environment.tools": tools}
+        recipe = from_mapping(
+            METHODS["grpo"], keys | (environment if tools else {})
+        ).objective.online
+        assert recipe is not None
+        found = setup._settled(recipe, cast(Panel, panel), cast(LocalEngine, None), None)
+        assert [(name, value) for name, value, _ in found] == [("sandbox", it) for it in wanted]

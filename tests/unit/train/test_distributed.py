@@ -1,0 +1,111 @@
+"""One process: no process group, and the same answers a group of one would give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from taut.errors import ConfigError
+from taut.train import distributed
+from taut.train.distributed import Ranks
+
+ONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def test_one_process_joins_no_group() -> None:
+    ranks = distributed.start("cpu")
+    assert (ranks.rank, ranks.size, ranks.device.type) == (0, 1, "cpu")
+    assert ranks.is_writer
+    assert not dist.is_initialized()
+    distributed.stop(ranks)
+
+
+def test_collectives_of_one_are_the_values() -> None:
+    assert ONE.sum([1.5, 2.0]) == [1.5, 2.0]
+    assert ONE.max([3.0]) == [3.0]
+    assert ONE.gather({"a"}) == [{"a"}]
+    ONE.barrier()
+    model = nn.Linear(2, 2)
+    distributed.shard(model, [], ONE)
+    assert type(model) is nn.Linear
+    assert distributed.whole_state_dict(model, ONE).keys() == {"weight", "bias"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "device=cuda was asked for and no CUDA device is to be had; set device=cpu"),
+        ("cuda:3", "device=cuda:3 was asked for and no CUDA"),
+        ("gpu", "device=gpu is not known; expected auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        distributed.start(device)
+    assert distributed.start("auto").device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "message"),
+    [
+        ("cudax", "1", "device=cudax is not known"),
+        ("cuda:1", "2", "device=cuda:1 is one device and there are 2 ranks; .*set device=cuda"),
+        ("cuda:2", "1", "device cuda:2 is wanted and there are 2 CUDA devices"),
+    ],
+)
+def test_a_device_that_would_not_be_used_is_refused(
+    device: str, ranks: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ConfigError, match=message):
+        distributed.start(device)
+
+
+def test_ranks_wait_for_the_one_that_works_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.append(how))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    distributed.start("cpu")
+    assert joined == [{"timeout": distributed.PATIENCE}]
+
+
+def parameters(scale: float) -> list[nn.Parameter]:
+    found = [
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(2, 2)),
+        nn.Parameter(torch.ones(1)),
+    ]
+    found[0].grad, found[1].grad = torch.full((3,), 2.0) * scale, torch.full((2, 2), 1.0) * scale
+    return found
+
+
+def test_the_norm_is_of_all_gradients_and_bounds_them() -> None:
+    some = parameters(1.0)
+    assert distributed.clip_gradients(some, None) == pytest.approx(4.0)
+    assert some[0].grad is not None
+    assert some[0].grad.tolist() == [2.0] * 3
+    assert distributed.clip_gradients(some, 8.0) == pytest.approx(4.0)
+    assert some[0].grad.tolist() == [2.0] * 3
+    assert distributed.clip_gradients(some, 1.0) == pytest.approx(4.0), "the norm before clipping"
+    assert some[0].grad.tolist() == pytest.approx([0.5] * 3, rel=1e-5)
+
+
+def test_gradients_that_are_not_finite_are_left_as_they_are() -> None:
+    some = parameters(torch.inf)
+    assert distributed.clip_gradients(some, 1.0) == torch.inf
+    assert some[1].grad is not None
+    assert torch.isinf(some[1].grad).all()
+
+
+def test_without_ranks_met_rank_zero_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert distributed.is_first_to_fail(2)
+    monkeypatch.setenv("RANK", "1")
+    assert not distributed.is_first_to_fail(2)

@@ -1,0 +1,98 @@
+"""Statistics and sums of a whole step: joined in the order of ranks and micro-batches, each given its own part back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.preferences import ONE, plain_pairs
+from torch import Tensor
+
+from taut.losses import Loss
+from taut.train.distributed import Ranks
+from taut.train.step_statistics import Sums, attached, statistics
+from taut.types import LossSum, Packed, Scores
+
+FIRST, SECOND, THIRD = plain_pairs([(2, 1)]), plain_pairs([(1, 1), (3, 2)]), plain_pairs([(1, 2)])
+
+
+@dataclass(frozen=True)
+class Numbered(Loss):
+    """Its statistics number the pairs and samples of the step."""
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        raise NotImplementedError
+
+    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        num_pairs, num_samples = observed["pair"].numel(), observed["sample"].numel()
+        return {
+            "all": observed["pair"],
+            "at_P": torch.arange(num_pairs),
+            "at_S": torch.arange(num_samples),
+        }
+
+
+class Rank:
+    """One of several ranks: what the others have for each collective, in the order of the calls."""
+
+    def __init__(self, rank: int, *calls: list[Any]) -> None:
+        self.rank, self.size, self._calls = rank, len(calls[0]) + 1, list(calls)
+
+    def gather(self, value: Any) -> list[Any]:
+        others = self._calls.pop(0)
+        return [*others[: self.rank], value, *others[self.rank :]]
+
+    def sum(self, values: list[float]) -> list[float]:
+        return [sum(each) for each in zip(*self.gather(values), strict=True)]
+
+
+def ranks(rank: int, *calls: list[Any]) -> Ranks:
+    return cast(Ranks, Rank(rank, *calls))
+
+
+def seen(packed: Packed, number: float) -> dict[str, Tensor]:
+    pair, sample = torch.full((packed.num_pairs,), number), torch.zeros(packed.num_samples)
+    return {"pair": pair, "sample": sample}
+
+
+def test_what_is_observed_is_joined_in_the_order_of_ranks_and_microbatches() -> None:
+    mine = [seen(FIRST, 1.0), seen(SECOND, 2.0)]
+    found = statistics(Numbered(), mine, ONE)
+    assert found["all"].tolist() == [1.0, 2.0, 2.0]
+    theirs = [seen(THIRD, 3.0)]
+    assert statistics(Numbered(), mine, ranks(0, [theirs]))["all"].tolist() == [1, 2, 2, 3]
+    assert statistics(Numbered(), mine, ranks(1, [theirs]))["all"].tolist() == [3, 1, 2, 2]
+    assert statistics(Numbered(), [], ranks(1, [theirs]))["all"].tolist() == [3]
+
+
+@pytest.mark.parametrize(("rank", "begin"), [(0, 0), (1, 1), (2, 3)])
+def test_each_microbatch_is_given_its_own_pairs_and_samples(rank: int, begin: int) -> None:
+    """Ranks before this one have 1 and then 2 pairs; a micro-batch that does not count lies between."""
+    others = [[1], [2], [1]]
+    pairs = others[:rank] + others[rank + 1 :]
+    samples = [[2 * count for count in one] for one in pairs]
+    stats = {"all": torch.tensor(5.0), "at_P": torch.arange(10), "at_S": torch.arange(20)}
+    planned = [(FIRST, True), (THIRD, False), (SECOND, True)]
+    given = attached(planned, stats, ranks(rank, samples, pairs))
+    assert [is_real for _, is_real in given] == [True, False, True]
+    found = [(p.stats["at_P"].tolist(), p.stats["at_S"].tolist()) for p, _ in given]
+    assert found == [
+        ([begin], [2 * begin, 2 * begin + 1]),
+        ([0], [0, 0]),
+        ([begin + 1, begin + 2], list(range(2 * begin + 2, 2 * begin + 6))),
+    ]
+    assert [p.stats["all"].item() for p, _ in given] == [5.0] * 3
+
+
+def test_sums_and_means_over_ranks_have_every_name_that_any_rank_has() -> None:
+    sums = Sums()
+    sums.add("loss", torch.tensor(3.0), 2)
+    sums.add("loss", 1.0, torch.tensor(2.0))
+    assert sums.means(ONE) == {"loss": 1.0}
+    theirs = [{"loss", "other"}], [[6.0, 1.0, 4.0, 0.0]]
+    found = sums.totals(ranks(0, *theirs))
+    assert found == {"loss": (10.0, 5.0), "other": (4.0, 0.0)}
+    assert sums.means(ranks(0, *theirs)) == {"loss": 2.0}, "nothing was counted of the other"

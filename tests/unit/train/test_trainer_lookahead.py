@@ -1,0 +1,88 @@
+"""Which pictures are read ahead, and on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.pictures import Named, illustrated
+
+from taut.data.batching import Budget
+from taut.data.packing import PackPolicy
+from taut.train.trainer import Job, Lookahead, filled
+from taut.types import Picture, Tree
+from taut.vision.image_store import Album
+
+GRID = (1, 2, 2)
+
+
+class Expecting:
+    """An album that notes what it is told to expect."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def expect(self, pictures: Iterable[Picture]) -> None:
+        self.names += [picture.source for picture in pictures]
+
+
+def job_of(rank: int, size: int) -> Any:
+    ranks = SimpleNamespace(rank=rank, size=size, max=list)
+    method = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
+    budget = Budget(100, num_ranks=size)
+    return SimpleNamespace(
+        method=method, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
+    )
+
+
+def prepare(step: int) -> list[Tree]:
+    """Two samples with a picture each, one that both have, and one without."""
+    mine = [illustrated(f"{step}{n}", [(f"{step}{n}", GRID), ("all", GRID), n]) for n in range(2)]
+    return [Tree((sample,)) for sample in [*mine, illustrated(f"{step}t", [1, 2])]]
+
+
+def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
+    album = Expecting()
+    Lookahead(cast(Job, job_of(rank, size)), cast(Album, album))(step)
+    return album.names
+
+
+def test_a_step_and_the_next_are_expected_in_this_order() -> None:
+    found = expected(1)
+    assert sorted(found[:4]) == ["10", "11", "all", "all"]
+    assert sorted(found[4:]) == ["20", "21", "all", "all"]
+
+
+def test_after_the_last_step_there_is_nothing() -> None:
+    assert sorted(set(expected(3))) == ["30", "31", "all"]
+
+
+def test_a_rank_expects_its_own() -> None:
+    own = [{name for name in expected(3, rank, 2) if name != "all"} for rank in range(2)]
+    assert own[0] | own[1] == {"30", "31"}
+    assert not own[0] & own[1]
+
+
+def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out rows, for one, which no step comes before."""
+    names: list[str] = []
+    monkeypatch.setattr(Named, "expect", lambda self: names.append(self.source))
+    filled(job_of(0, 1), prepare(1), "held-out loss")
+    assert sorted(set(names)) == ["10", "11", "all"]
+
+
+def test_a_step_that_is_expected_is_not_planned_again() -> None:
+    planned: list[int] = []
+    job: Any = SimpleNamespace(
+        method=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
+        num_steps=3,
+        ranks=SimpleNamespace(rank=0, size=1),
+        budget=Budget(100),
+        policy=PackPolicy(),
+    )
+    lookahead = Lookahead(cast(Job, job), cast(Album, Expecting()))
+    for step in (2, 3):
+        lookahead(step)
+    assert planned == [2, 3]
