@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from taut.checks.session import Session
-from taut.data.dataset import VALUE
+from taut.data.cache import VALUE
 from taut.data.label_noise import PairIds, PairReport, examine_pairs
 from taut.data.packing import ids_with_pictures
 from taut.types import FloatArray, Sample
