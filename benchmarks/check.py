@@ -25,7 +25,7 @@ from taut.config import from_mapping
 from taut.data.cache import default_directory
 from taut.demo import fetch
 from taut.demo.story import build_data
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 from taut.train import distributed
 from taut.train.trainer import train_step
 
@@ -46,7 +46,7 @@ def main() -> None:
     if asked.data is None:
         data = build_data(fetch.read_reading(default_directory()), default_directory(), None)
         keys |= {"data.train": str(data.train), "data.eval": str(data.eval)}
-    session = Session(from_mapping(Run, keys), distributed.start("cpu"))
+    session = Session(from_mapping(RunConfig, keys), distributed.start("cpu"))
     began = time.perf_counter()
     job = session.job
     loading = time.perf_counter() - began

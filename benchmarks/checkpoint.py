@@ -49,8 +49,9 @@ from saves import WAYS, Clock, Save, Took, print_case, summarise
 from sft import matches
 from taut.config import from_mapping
 from taut.demo.fetch import get_model
-from taut.run.config import Run, load_inputs
-from taut.run.setup import build, build_method
+from taut.methods.method import RunConfig
+from taut.run.inputs import load_inputs
+from taut.run.setup import build
 from taut.train import checkpoint, distributed, sharded
 from taut.train.checkpoint import CheckpointConfig, Checkpoints
 from taut.train.run_dir import CHECKPOINTS, claim
@@ -125,10 +126,10 @@ def make(model: Path, work: Path, keys: dict[str, Any], threads: int) -> Trainer
     train = work / "train.jsonl"
     train.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     fixed = {"model": str(model), "data.train": str(train), "steps": NUM_STEPS, "dtype": "float32"}
-    run = from_mapping(Run, {**fixed, "device": "cpu", "batch.samples_per_step": 2, **keys})
+    run = from_mapping(RunConfig, {**fixed, "device": "cpu", "batch.samples_per_step": 2, **keys})
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     built.job.emit = lambda kind, **fields: None
     return Trainer(built.job, work)
 

@@ -36,11 +36,12 @@ from data import Model, chat_rows, write_model, write_rows
 from taut.config import from_mapping
 from taut.data.cache import default_directory
 from taut.demo.fetch import get_model
+from taut.methods.method import RunConfig
 from taut.models.load import quiet_library
 from taut.plan import Kernels, calibrate, footprint, predict_steps, workload
 from taut.plan.measuring import peak_bytes, tensors_of
-from taut.run.config import Run, load_inputs
-from taut.run.setup import build, build_method
+from taut.run.inputs import load_inputs
+from taut.run.setup import build
 from taut.train import distributed
 from taut.train.trainer import train_step
 
@@ -136,7 +137,7 @@ def one(name: str, folder: Path) -> dict[str, Any]:
     )
 
     before = _resident()
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     job = built.job
     job.alarms, job.emit = (), lambda *_, **__: None
     train_step(job, 1)
@@ -160,7 +161,7 @@ def one(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _run(architecture: str, shape: dict[str, Any], keys: dict[str, Any], folder: Path) -> Run:
+def _run(architecture: str, shape: dict[str, Any], keys: dict[str, Any], folder: Path) -> RunConfig:
     model, train = folder / "model", folder / "messages.jsonl"
     write_rows(chat_rows(64, 8000), folder)
     if architecture == REAL:
@@ -182,7 +183,7 @@ def _run(architecture: str, shape: dict[str, Any], keys: dict[str, Any], folder:
         "batch.tokens_per_microbatch": 512,
         "data.cache": str(folder / "cache"),
     }
-    return from_mapping(Run, fixed | keys)
+    return from_mapping(RunConfig, fixed | keys)
 
 
 def _resident() -> float:

@@ -14,8 +14,9 @@ from taut.data.batching import Cursor, Rows
 from taut.data.dataset import Dataset
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
-from taut.run.config import Run, load_inputs
-from taut.run.setup import Built, build, build_method
+from taut.methods.method import RunConfig
+from taut.run.inputs import load_inputs
+from taut.run.setup import Built, build
 from taut.train import distributed
 from taut.types import Sample, Tree
 
@@ -53,10 +54,10 @@ def make(
     model = save_model(place / architecture, architecture)
     train = write_rows(place / "train.jsonl", chats(10))
     fixed = {"model": str(model), "data.train": str(train), "out": str(place / "out"), "steps": 20}
-    run = from_mapping(Run, {**QUIET, **fixed, **dotted})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, **dotted})
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     events: list[dict[str, Any]] = []
     built.job.emit = lambda kind, **fields: events.append({"kind": kind, **fields})
     return built, events

@@ -14,9 +14,9 @@ from tests.chats import QUIET, WORDS, write_rows
 
 import taut
 from taut.config import from_mapping
-from taut.run.config import load_inputs
-from taut.run.setup import Built, build, build_method
-from taut.run.training import METHODS as RUNS
+from taut.methods import METHODS as RUNS
+from taut.run.inputs import load_inputs
+from taut.run.setup import Built, build
 from taut.train import distributed
 
 Rows = list[dict[str, Any]]
@@ -112,7 +112,7 @@ def make(keys: Mapping[str, Any]) -> Built:
     run = from_mapping(RUNS[keys["method"]], keys)
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     built.job.emit = lambda kind, **fields: None
     return built
 

@@ -13,9 +13,9 @@ from tests.chats import QUIET, save_model, write_rows
 
 import taut
 from taut.config import from_mapping
-from taut.run.config import load_inputs
-from taut.run.setup import Built, build, build_method
-from taut.run.training import METHODS
+from taut.methods import METHODS
+from taut.run.inputs import load_inputs
+from taut.run.setup import Built, build
 from taut.train import distributed
 
 LENGTH = {"name": "length_target", "options": {"target": 5}}
@@ -94,7 +94,7 @@ def make(keys: Mapping[str, Any]) -> tuple[Built, list[dict[str, Any]]]:
     run = from_mapping(METHODS[keys["method"]], keys)
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
-    built = build(run, inputs, build_method(run, inputs.train), ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks)
     told: list[dict[str, Any]] = []
     built.job.emit = lambda kind, **fields: told.append({"kind": kind, **fields})
     return built, told

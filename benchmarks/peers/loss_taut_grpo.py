@@ -23,7 +23,8 @@ from taut.data.packing import pack
 from taut.inference.local import LocalEngine
 from taut.inference.open import ModelUse, open_engine
 from taut.losses.policy import PolicyGradient
-from taut.methods.policy import GrpoConfig, RollOut
+from taut.methods.grpo import GrpoConfig
+from taut.methods.policy import RollOut
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer
 from taut.types import Packed, Sample

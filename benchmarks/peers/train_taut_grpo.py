@@ -18,8 +18,8 @@ from phases import Phases, peak_mb
 from taut.commands import train
 from taut.config import from_mapping
 from taut.inference.local import LocalEngine
+from taut.methods.grpo import Grpo
 from taut.rl import online
-from taut.run.online_runs import GrpoRun
 from taut.train import trainer
 
 Job = dict[str, Any]
@@ -56,7 +56,7 @@ def main() -> None:
         "grading": {"workers": 1},
         "grpo": job["taut"],
     }
-    train.train(from_mapping(GrpoRun, keys | OFF))
+    train.train(from_mapping(Grpo, keys | OFF))
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["kind"] == "step"]
     rolled = [event for event in events if event["kind"] == "rollout"]

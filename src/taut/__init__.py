@@ -8,17 +8,19 @@
     taut.resume("runs/a", steps=20)
     taut.generate(model="runs/a/model", prompts="b.jsonl", out="c.jsonl", **{"sampling.n": 4})
 
-Each function but ``resume`` and ``runs`` takes its command's keys (``taut COMMAND --help``), nested
-(``data={"train": ...}``) or dotted (``**{"data.train": ...}``), and a TOML file or a configuration to set them on. The
-names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is imported
-when it is first asked for.
+There is a function for each training method: ``taut.sft``, ``taut.dpo``, ``taut.grpo`` and the others that ``taut
+--help`` lists. Each function but ``resume`` and ``runs`` takes its command's keys (``taut COMMAND --help``), nested
+(``data={"train": ...}``) or dotted (``**{"data.train": ...}``), and a TOML file or a configuration to set them on.
+The names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is
+imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from taut.errors import (
     AttentionError,
@@ -32,6 +34,7 @@ from taut.errors import (
     RenderError,
     TautError,
 )
+from taut.methods import METHODS, command_of
 
 if TYPE_CHECKING:
     from taut.checks.examine import Examination
@@ -44,9 +47,16 @@ if TYPE_CHECKING:
     from taut.commands.teach import Taught, Teach
     from taut.commands.train import Result
     from taut.commands.verify import Finding, Verify
-    from taut.run.config import Run
+    from taut.methods.method import RunConfig as Run
 
 _T = TypeVar("_T")
+
+
+class TrainFunction(Protocol):
+    """The type of ``taut.sft`` and its like, one for each training method."""
+
+    def __call__(self, run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result: ...
+
 
 __version__ = "0.1.0"
 
@@ -64,96 +74,19 @@ __all__ = [
     "Run",
     "TautError",
     "__version__",
-    "best_of_n",
     "check",
-    "cpo",
-    "distill",
-    "dpo",
     "evaluate",
     "export",
     "generate",
-    "gkd",
-    "grpo",
-    "kto",
     "merge",
-    "online_dpo",
-    "orpo",
-    "ppo",
     "resume",
-    "reward",
     "runs",
     "score",
-    "sft",
     "show",
-    "simpo",
     "teach",
     "verify",
 ]
-
-
-def sft(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Supervised fine-tuning: check, train, save."""
-    return _train("sft", run, keys)
-
-
-def reward(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """A reward model, of comparisons, scores or step labels."""
-    return _train("reward", run, keys)
-
-
-def dpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Direct preference optimisation and its family: preferences, against a reference."""
-    return _train("dpo", run, keys)
-
-
-def kto(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Kahneman-Tversky optimisation: answers marked good or bad, against a reference."""
-    return _train("kto", run, keys)
-
-
-def orpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Odds ratio preference optimisation: preferences without a reference, and good answers."""
-    return _train("orpo", run, keys)
-
-
-def simpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Simple preference optimisation: preferences by mean log-probs, without a reference."""
-    return _train("simpo", run, keys)
-
-
-def cpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Contrastive preference optimisation: preferences without a reference, and good answers."""
-    return _train("cpo", run, keys)
-
-
-def distill(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Distillation on fixed data: what a teacher says of it."""
-    return _train("distill", run, keys)
-
-
-def grpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Group relative policy optimisation and its family: answers to a prompt, compared with each other."""
-    return _train("grpo", run, keys)
-
-
-def ppo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Proximal policy optimisation: each token of an answer, compared with what a critic expected."""
-    return _train("ppo", run, keys)
-
-
-def online_dpo(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Online DPO: the best and the worst of several answers to a prompt, as a preference."""
-    return _train("online_dpo", run, keys)
-
-
-def best_of_n(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """Rejection sampling: the best of several answers to a prompt, learned as they are."""
-    return _train("best_of_n", run, keys)
-
-
-def gkd(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
-    """On-policy distillation: what a teacher says of the model's own answers."""
-    return _train("gkd", run, keys)
+__all__ += METHODS
 
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
@@ -241,26 +174,35 @@ def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -
     return home_path(chosen.out)
 
 
-def _train(method: Any, run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Result:
-    from taut.commands import train
-    from taut.errors import ConfigError
-    from taut.run.config import Run, command_of
-    from taut.run.training import METHODS
+@cache
+def _train_function(name: str) -> TrainFunction:
+    """``taut.NAME`` for a training method."""
 
-    if isinstance(run, Run) and run.method != method:
-        raise ConfigError(
-            f"found a run of {command_of(run.method)} given to taut.{method}; expected one of {command_of(method)}; "
-            f"call taut.{run.method}"
-        )
-    return train.train(_configure(METHODS[method], run, keys))
+    def train(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+        from taut.commands import train
+        from taut.errors import ConfigError
+        from taut.methods.method import RunConfig
+
+        if isinstance(run, RunConfig) and run.method != name:
+            raise ConfigError(
+                f"found a run of {run.command()} given to taut.{name}; expected one of {command_of(name)}; "
+                f"call taut.{run.method}"
+            )
+        return train.train(_configure(METHODS[name], run, keys))
+
+    about = METHODS.entries[name].about
+    train.__name__ = train.__qualname__ = name
+    train.__doc__ = (
+        f"{about[0].upper()}{about[1:]}: check, train, save. Keys: ``{command_of(name)} --help``."
+    )
+    return train
 
 
 def _configure_run(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) -> Run:
     """A run of any method, by its key ``method``."""
-    from taut.run.config import Run
-    from taut.run.training import class_of
+    from taut.methods.method import RunConfig, class_of
 
-    if isinstance(run, Run):
+    if isinstance(run, RunConfig):
         return _configure(type(run), run, keys)
     named = [f"method={keys['method']}"] if "method" in keys else []
     return _configure(class_of(None if run is None else Path(run), named), run, keys)
@@ -275,13 +217,25 @@ def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dic
     return from_mapping(cls, keys, None if config is None else Path(config))
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Run":
-        from taut.run.config import Run
+if TYPE_CHECKING:
 
-        return Run
-    if name == "Result":
-        from taut.commands.train import Result
+    def __getattr__(name: str) -> TrainFunction:
+        """A type checker takes any other name for a training method: which there are is known at run time."""
+else:
 
-        return Result
-    raise AttributeError(f"module 'taut' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "Run":
+            from taut.methods.method import RunConfig
+
+            return RunConfig
+        if name == "Result":
+            from taut.commands.train import Result
+
+            return Result
+        if name in METHODS:
+            return _train_function(name)
+        raise AttributeError(f"module 'taut' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

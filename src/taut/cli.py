@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError, redacted
 from taut.io.console import guarded, is_first_on_host, one_line
+from taut.methods import METHODS
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
 CTRL_C = 130
@@ -62,43 +63,7 @@ class Command(NamedTuple):
 TRAIN = "taut.commands.train:train"
 
 
-def _training(about: str, config: str) -> Command:
-    return Command("[RUN.toml] [key=value ...]", about, TRAIN, config)
-
-
-COMMANDS = {
-    "sft": _training("fine-tune a model on your data", "taut.run.config:Run"),
-    "reward": _training(
-        "train a reward model on comparisons, scores or steps", "taut.run.training:RewardRun"
-    ),
-    "dpo": _training("train on preferences, against a reference", "taut.run.training:DpoRun"),
-    "kto": _training("train on answers marked good or bad", "taut.run.training:KtoRun"),
-    "orpo": _training(
-        "train on preferences and good answers, without a reference", "taut.run.training:OrpoRun"
-    ),
-    "simpo": _training(
-        "train on preferences by mean log-probs, without a reference", "taut.run.training:SimpoRun"
-    ),
-    "cpo": _training(
-        "train on preferences and good answers, contrastively", "taut.run.training:CpoRun"
-    ),
-    "distill": _training(
-        "train on what a teacher says of your data", "taut.run.training:DistillRun"
-    ),
-    "grpo": _training(
-        "train on the model's own answers, judged and compared in groups",
-        "taut.run.training:GrpoRun",
-    ),
-    "ppo": _training("train on the model's own answers, with a critic", "taut.run.training:PpoRun"),
-    "online-dpo": _training(
-        "train on preferences between the model's own answers", "taut.run.training:OnlineDpoRun"
-    ),
-    "best-of-n": _training(
-        "fine-tune on the best of the model's own answers", "taut.run.training:BestOfNRun"
-    ),
-    "gkd": _training(
-        "train on what a teacher says of the model's own answers", "taut.run.training:GkdRun"
-    ),
+OTHERS = {
     "teach": Command(
         "MODEL data.train=FILE out=FILE",
         "write down once what a teacher says, for distill",
@@ -110,7 +75,7 @@ COMMANDS = {
         "[RUN.toml] [key=value ...]",
         "print the resolved configuration, and which tokens are targets",
         "taut.commands.train:show",
-        "taut.run.config:Run",
+        "taut.methods.method:RunConfig",
         has_method=True,
     ),
     "check": Command(
@@ -211,7 +176,18 @@ COMMANDS = {
     ),
 }
 
+"""The commands that do not train."""
+
 EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
+
+
+def commands() -> dict[str, Command]:
+    """Every command by name: one for each training method, then the others."""
+    training = {
+        name.replace("_", "-"): Command("[RUN.toml] [key=value ...]", about, TRAIN, place)
+        for name, (place, about) in METHODS.entries.items()
+    }
+    return training | OTHERS
 
 
 class Words(NamedTuple):
@@ -291,11 +267,12 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         _print(f"taut {__version__}")
         return 0
-    command = COMMANDS.get(words[0])
+    known = commands()
+    command = known.get(words[0])
     if command is None:
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1) or ["sft"]
+        near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
         raise ConfigError(
-            f"found the command {words[0]!r}; expected one of {', '.join(COMMANDS)}; did you mean 'taut {near[0]}'?"
+            f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
     if "-h" in words[1:] or "--help" in words[1:]:
         _print(_help(words[0], command))
@@ -305,8 +282,9 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def usage() -> str:
     """Every command, with what it does."""
-    width = max(len(f"{name} {command.words}") for name, command in COMMANDS.items()) + 4
-    lines = [f"{f'{name} {it.words}'.ljust(width)}{it.about}" for name, it in COMMANDS.items()]
+    known = commands()
+    width = max(len(f"{name} {command.words}") for name, command in known.items()) + 4
+    lines = [f"{f'{name} {it.words}'.ljust(width)}{it.about}" for name, it in known.items()]
     lines += [f"{'COMMAND --help'.ljust(width)}every key of a command", "--version"]
     body = "\n       ".join(f"taut {line}" for line in lines)
     return f"usage: {body}\n\n{EXAMPLE}"
@@ -336,7 +314,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         result = call(overrides)
     else:
         cls = config_class(command)
-        classes = _named("taut.run.training:METHODS").values() if command.has_method else [cls]
+        classes = METHODS.values() if command.has_method else [cls]
         known = switches(cls).union(*map(switches, classes))
         keys = keys_of(cls).union(*map(keys_of, classes))
         foreign = {*ELSEWHERE, *INSTEAD} - keys
@@ -344,7 +322,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         if "data.train" in keys:
             sorted_words = sorted_words._replace(overrides=list(map(_data, sorted_words.overrides)))
         if command.has_method and not command.is_raw:
-            cls = _named("taut.run.training:class_of")(*sorted_words)
+            cls = _named("taut.methods.method:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":
         _tell(getattr(result, "notice", None), getattr(result, "warning", None))

@@ -426,6 +426,14 @@ def _inherit_documentation(cls: type[Any]) -> None:
                 fields_of(cls)[name].description = info.description
 
 
+class Decision(NamedTuple):
+    """What taut chose where the configuration leaves a choice, and why: printed at the start, kept in the run log."""
+
+    name: str
+    value: str
+    reason: str
+
+
 class Row(NamedTuple):
     """One key of a configuration, for people."""
 

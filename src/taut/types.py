@@ -1,4 +1,4 @@
-"""The nouns every part of taut speaks: samples, trees of samples, packed micro-batches, scores, sums.
+"""The types that all parts of taut share: samples, trees of samples, packed micro-batches, scores, sums.
 
 Shape legend, the only one in the package. A suffix names the axes of an array or tensor:
 
@@ -11,7 +11,7 @@ Shape legend, the only one in the package. A suffix names the axes of an array o
 Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else
 (depth, segments, cu_seqlens, masks) is derived from it in ``taut.attention.layout``.
 
-Imports nothing of ours. Anyone may import it.
+Imports nothing else of taut.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FloatArray = NDArray[np.float64]
 
 
 class Picture(Protocol):
-    """A picture as a model takes it, read when it is needed."""
+    """A picture for a vision tower, read when it is needed."""
 
     @property
     def digest(self) -> str:
-        """Of all that its features depend on beside the weights: equal digests, equal prefixes."""
+        """Hash of everything but the weights that its features depend on: equal digests are equal prefixes."""
 
     @property
     def source(self) -> str:
@@ -46,47 +46,47 @@ class Picture(Protocol):
 
     @property
     def num_pictures(self) -> int:
-        """How many the row has that it is in."""
+        """How many pictures its row has."""
 
     def expect(self) -> None:
-        """Begin to read it: its tensors will be asked for."""
+        """Start to read it in the background: its tensors will be needed."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the vision tower is given. Raises DataError, which names a sample, where the picture cannot be read or
-        is not what it was.
+        """The vision tower's inputs. Raises DataError, which names a sample, where the picture cannot be read or has
+        changed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """A picture and where its placeholders lie in a sample, a prompt or a micro-batch."""
+    """A picture and the place of its placeholders in a sample, a prompt or a micro-batch."""
 
     picture: Picture
     start: int
     """Index of its first placeholder."""
     stop: int
-    """Index after its last; between them may be other tokens (rows of tiles), which belong to the picture too."""
+    """Index after its last; other tokens between them (rows of tiles) belong to the picture too."""
     grid: tuple[int, int, int] | None = None
     """(time, height, width) of the placeholders where the model numbers them in three dimensions (M-RoPE); None: they
     are numbered as text is."""
     is_two_way: bool = False
-    """Whether its tokens see each other both ways."""
+    """Whether its tokens see each other in both directions."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sample:
-    """One path from the first token to a leaf: what a row of data becomes. Lives on the CPU as numpy arrays."""
+    """One path from the first token to a leaf, made from a row of data. Numpy arrays on the CPU."""
 
     id: str
-    """Where it came from, for people: ``train.jsonl:17``, or ``train.jsonl:17#2`` for the second sample of a row."""
+    """Its origin, for people: ``train.jsonl:17``, or ``train.jsonl:17#2`` for the second sample of a row."""
     ids_T: IntArray
     """The token ids."""
     target_at_N: IntArray
     """Ascending positions p >= 1 into ``ids_T``: token ``ids_T[p]`` is to be predicted, by the token at p - 1."""
     weight_N: FloatArray
-    """The weight of each target in the loss, never 0: what is not learned is absent."""
+    """The weight of each target in the loss, never 0: tokens that are not learned are absent."""
     media: tuple[Media, ...] = ()
-    """The pictures, ascending; position ids follow from them (vision/positions.py)."""
+    """The pictures, ascending; position ids depend on them (vision/placeholders.py)."""
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
     """Named per-target values, each of shape [N] or [N, k]: ref_logp_N, advantage_N, ..."""
     values: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Sample:
     """Named values of each read, each of shape [R]: step labels, returns, ..."""
     group: int = -1
     """Samples of one group are compared with each other: of two, the one with the larger value ``preference`` is the
-    better. Unique in a step, and given by the method; -1: it is compared with nothing."""
+    better. Unique in a step, and set by the method; -1: not compared."""
 
     def __post_init__(self) -> None:
         assert self.ids_T.ndim == 1 and self.ids_T.size > 0, (
@@ -120,7 +120,7 @@ class Sample:
         return int(self.target_at_N.size)
 
     def without_targets(self) -> Sample:
-        """The same where nothing is predicted: a scalar head is read."""
+        """The same sample without targets, for a scalar head."""
         nothing_N = np.empty(0, dtype=np.int64)
         return replace(self, target_at_N=nothing_N, weight_N=np.empty(0), streams={})
 
@@ -151,7 +151,7 @@ class Packed:
     reach_T: Tensor
     """int64 [T]: token k is visible to q iff k <= q < reach[k]. Laminar."""
     position_ids: Tensor
-    """int64 [T] or [3, T]: the depth, or what pictures make of it."""
+    """int64 [T] or [3, T]: the depth, or M-RoPE's numbering with pictures."""
     predictor_N: Tensor
     """int64 [N] index into T: the token whose hidden state predicts the target."""
     target_N: Tensor
@@ -161,12 +161,12 @@ class Packed:
     row_N: Tensor
     """int64 [N]: the sample (index into ``sample_ids``) the target belongs to."""
     read_R: Tensor
-    """int64 [R] index into T where scalar heads are read: each sample's last token, or where the sample says."""
+    """int64 [R] index into T where scalar heads are read: each sample's ``read_at_R``, or its last token."""
     row_R: Tensor
     """int64 [R]: the sample each read belongs to."""
     sample_ids: tuple[str, ...]
     num_tokens_unshared: int
-    """Tokens the same samples have when no prefix is shared."""
+    """Tokens of the same samples without shared prefixes."""
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     """Named per-target tensors, float64 [N] or [N, k]."""
     values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Packed:
     read_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Named values of the reads, float64 [R]."""
     better_P: Tensor = field(default_factory=_no_pairs)
-    """int64 [P]: the sample of each pair that is preferred. Pairs are all of a group's whose ``preference`` differs."""
+    """int64 [P]: the preferred sample of each pair. Pairs are all of a group's whose ``preference`` differs."""
     worse_P: Tensor = field(default_factory=_no_pairs)
     """int64 [P]: the other one."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
@@ -182,9 +182,9 @@ class Packed:
     last_T: Tensor | None = None
     """int64 [T]: for blocks that see themselves both ways, the index of the block's last token (else q itself)."""
     media: tuple[Media, ...] = ()
-    """The pictures as they lie in T, ascending; one in a shared prefix once."""
+    """The pictures with their places in T, ascending; a picture in a shared prefix is there once."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Where sample s lies if no prefix is shared: [start, stop) in T. Empty when prefixes are shared."""
+    """The place [start, stop) of each sample in T. Empty where prefixes are shared."""
 
     @property
     def num_tokens(self) -> int:
@@ -208,7 +208,7 @@ class Packed:
 
     @property
     def best_S(self) -> Tensor:
-        """bool [S]: samples that are preferred to another, and none to them: what a term on good answers learns."""
+        """bool [S]: samples that are preferred to another, and no other to them: those of a supervised term."""
         best_S = torch.zeros(self.num_samples, dtype=torch.bool, device=self.better_P.device)
         best_S[self.better_P] = True
         best_S[self.worse_P] = False
@@ -237,59 +237,59 @@ TOP_IDS, TOP_LOGP = "top_ids", "top_logp"
 
 
 class Divergence(NamedTuple):
-    """How far a student is from its teacher, at each target (models/divergence.py has the equations)."""
+    """The divergence of a student from its teacher, at each target (models/teacher.py has the equations)."""
 
     kind: Literal["forward", "reverse", "js"] = "forward"
-    """KL(teacher || student), KL(student || teacher), or what lies between."""
+    """KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence."""
     beta: float = 0.5
-    """The teacher's share of js's mixture."""
+    """The teacher's weight in js's mixture."""
     temperature: float = 1.0
     """Divides the logits of both."""
     tail: Literal["bucket", "renormalise"] = "bucket"
-    """What becomes of the mass that a list of the teacher's likeliest tokens leaves out."""
+    """Treatment of the mass that a list of the teacher's likeliest tokens leaves out."""
 
 
 class Wants(NamedTuple):
-    """What a loss is to be told of a micro-batch."""
+    """The scores that a loss needs of a micro-batch."""
 
     logp: bool = True
     """The log-probability of each target."""
     entropy: bool = False
-    """The entropy of the distribution that predicts each target: a number, without gradient unless it is used."""
+    """The entropy of the distribution that predicts each target."""
     scalar: bool = False
     """The scalar head's value at each read."""
     divergence: Divergence | None = None
     """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N]."""
     temperature: float = 1.0
-    """Divides the logits: what was sampled at a temperature is scored at it."""
+    """Divides the logits: tokens sampled at a temperature are scored at it."""
 
 
 class Scores(NamedTuple):
-    """What a model says of a micro-batch, in float32 (float64 stays float64)."""
+    """A model's output for a micro-batch, in float32 (float64 stays float64)."""
 
     logp_N: Tensor
-    """log-probability of each target; empty where none was asked for."""
+    """log-probability of each target; empty where not wanted."""
     entropy_N: Tensor | None = None
-    """Entropy of the distribution that predicts each target, where asked for."""
+    """Entropy of the distribution that predicts each target, where wanted."""
     linear_sum: Tensor | None = None
-    """sum of ``linear_N * logp_N`` for the coefficients the scorer was given: then the way to the gradient."""
+    """sum of ``linear_N * logp_N`` where the scorer was given these coefficients; it then carries the gradient."""
     scalar_R: Tensor | None = None
-    """The scalar head's value at each read, where asked for."""
+    """The scalar head's value at each read, where wanted."""
     divergence_N: Tensor | None = None
-    """The divergence from the teacher at each target, where asked for: a number, as ``logp_N`` then is."""
+    """The divergence from the teacher at each target, where wanted; then it and ``logp_N`` have no gradient."""
 
     @property
     def device(self) -> torch.device:
         return self.logp_N.device
 
     def detach(self) -> Scores:
-        """The same as numbers."""
+        """The same without gradients."""
         return Scores(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LossSum:
-    """What a loss returns: sums, never means. The loop owns the denominators."""
+    """The result of a loss: sums, never means. The loop owns the denominators."""
 
     terms: Mapping[str, Tensor]
     """name -> scalar sum over the micro-batch, one for each entry of the loss's ``units``."""
@@ -302,13 +302,13 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """What an engine continues: token ids, never text."""
+    """Input of an engine: token ids, never text."""
 
     id: str
     """Unique in a call; with the seed and the sample's index it chooses the random stream."""
     ids_T: IntArray
     max_new_tokens: int | None = None
-    """Fewer than the sampling allows, for this prompt."""
+    """A limit for this prompt below the sampling's."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
 
@@ -318,22 +318,22 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Completion:
-    """One continuation of a prompt, as it was sampled. N counts its own tokens."""
+    """One sampled continuation of a prompt. N counts its own tokens."""
 
     prompt_id: str
     index: int
-    """Which of the prompt's samples, from 0."""
+    """Number of the sample among the prompt's, from 0."""
     ids_N: IntArray
-    """The ids as sampled, the one that ended it included; the training side never tokenises text again."""
+    """The sampled ids, with the one that ended it; training never tokenises the text again."""
     logp_N: FloatArray | None
-    """log-probability of each id under the policy it was drawn from: temperature, penalties and truncation included (so
-    0 for greedy). None where an engine cannot say."""
+    """log-probability of each id under the distribution it was drawn from: after temperature, penalties and truncation
+    (so 0 for greedy). None where the engine does not report it."""
     logp_one_N: FloatArray | None
-    """The same under the model itself: temperature 1, nothing left out. None where an engine cannot say."""
+    """The same under the model itself: temperature 1, no truncation. None where the engine does not report it."""
     finish_reason: FinishReason
     """stop: a token of the stop set or a stop string; length: cut; error: see ``error``."""
     text: str = ""
-    """For people and verifiers: without the token or the string that ended it."""
+    """The text without the token or the string that ended it, for people and verifiers."""
     error: str | None = None
     version: int = 0
-    """The step whose update the weights had that it was drawn from; 0: the start."""
+    """The step after whose update the weights were pushed that it was drawn from; 0: the start."""

@@ -17,10 +17,10 @@ import pytest
 from tests.chats import QUIET, chats, save_model, write_rows
 
 from taut.checks import Part
-from taut.checks.finding import Outcome
+from taut.checks.registry import Outcome
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run.training import METHODS
+from taut.methods import METHODS
 from taut.train import distributed
 
 

@@ -16,10 +16,11 @@ from tests.checks.planting import Place
 from tests.tokenizers import CHATML
 
 from taut.checks import CHECKS
-from taut.checks.data import leak, lengths, overlap, records, targets, texts
-from taut.checks.data.records import Exchange
+from taut.checks import data as reading
+from taut.checks import data_quality as quality
+from taut.checks.data import Exchange
 from taut.checks.examine import examine
-from taut.checks.finding import Finding
+from taut.checks.registry import Finding
 from taut.checks.session import Session
 from taut.data.schema import Columns, recognise
 
@@ -53,7 +54,7 @@ class TestFlat:
         paths = [place.data(chats(n, seed=n), f"{n}.jsonl") for n in (3, 5)]
         mixture = [{"path": str(paths[0])}, {"path": str(paths[1]), "weight": 2.0}]
         train = place.session(data__train=mixture).train
-        look = records.flat(train)
+        look = reading.flat(train)
         assert look.ids_T.tolist() == [i for sample in train for i in sample.ids_T]
         expected = [np.isin(np.arange(s.num_tokens), s.target_at_N) for s in train]
         assert look.is_target_T.tolist() == np.concatenate(expected).tolist()
@@ -62,7 +63,7 @@ class TestFlat:
 
     def test_a_bounded_look_is_spread_and_says_so(self, place: Place) -> None:
         train = place.session(data=place.data(chats(40))).train
-        look = records.flat(train, samples=5)
+        look = reading.flat(train, samples=5)
         assert look.index_S.tolist() == [0, 9, 19, 29, 39]
         assert look.looked_at == "; 5 of 40 samples looked at"
         for number, index in enumerate(look.index_S):
@@ -123,7 +124,7 @@ class TestRepeats:
         rows = talks(["why?"] * 20, words(20, 8, 12))
         assert findings(place.session(data=place.data(rows)))["data.repeats"].outcome == "passed"
         session = place.session(data=place.data([{"text": "a", "images": [str(n)]} for n in "123"]))
-        assert session.once(texts.texts)["train"].normal_S.size == 3
+        assert reading.texts(session)["train"].normal_S.size == 3
 
     def test_documents_and_alpaca_are_looked_at_too(self, place: Place) -> None:
         for rows in (
@@ -136,10 +137,10 @@ class TestRepeats:
             )
 
     def test_a_look_at_a_part_says_so(self, place: Place) -> None:
-        place.patch.setattr(texts, "ROWS", 5)
+        place.patch.setattr(reading, "TEXT_ROWS", 5)
         found = findings(place.session(data=place.data(chats(9) * 2)))["data.repeats"]
         assert found.says == "no row repeats another; the first 5 rows looked at"
-        place.patch.setattr(texts, "ROWS", 12)
+        place.patch.setattr(reading, "TEXT_ROWS", 12)
         found = findings(place.session(data=place.data(chats(9) * 2)))["data.repeats"]
         assert found.says.endswith("3 of 12 rows repeat another; the first 12 rows looked at")
 
@@ -159,7 +160,7 @@ class TestBroken:
         ],
     )
     def test_what_is_broken(self, text: str, what: str | None) -> None:
-        found = texts.broken_in(["sound", text])
+        found = reading.broken_in(["sound", text])
         assert (found and found[0]) == what
 
 
@@ -262,19 +263,25 @@ class TestTargets:
         questions, answers = plain()
         data = place.data(talks(questions, [f"<think>{text}</think>" for text in answers]))
         session = place.session(data=data, data__template=str(template))
-        found = targets.ask(session)
+        found = reading.most_rows_have_something_to_learn(session)
         assert found.outcome == "failed"
         assert (found.number, found.unit) == (12, "of 12 samples")
         twin = place.data(talks(questions, [f"<think></think>{text}" for text in answers]))
         assert (
-            targets.ask(place.session(data=twin, data__template=str(template))).outcome == "passed"
+            reading.most_rows_have_something_to_learn(
+                place.session(data=twin, data__template=str(template))
+            ).outcome
+            == "passed"
         )
 
 
 class TestLengths:
     def test_the_histogram_has_every_sample(self) -> None:
         lengths_S = np.array([1, 16, 17, 32, 33, 64, 64, 64])
-        assert lengths.histogram(lengths_S) == "samples by tokens: to 16 25%, to 32 25%, to 64 50%"
+        assert (
+            quality.length_histogram(lengths_S)
+            == "samples by tokens: to 16 25%, to 32 25%, to 64 50%"
+        )
 
     def test_what_was_lost_is_counted(self, place: Place) -> None:
         questions, answers = plain()
@@ -310,7 +317,7 @@ class TestOverlap:
         held_out = place.data([*known, *chats(5, seed=9)], "eval.jsonl")
         session = place.session(data__train=[*map(str, train)], data__eval=str(held_out))
         assert session.eval is not None
-        found = overlap.equal_samples(session.train, records.flat(session.eval))
+        found = quality.equal_samples(session.train, reading.flat(session.eval))
         assert found.tolist() == [True] * 4 + [False] * 5
 
     def test_a_common_prompt_is_no_overlap_and_a_common_text_is(self, place: Place) -> None:
@@ -335,9 +342,9 @@ class TestOverlap:
         held_out = place.data(name="eval.jsonl")
         keys = {"eval__best": "exact_match", "eval__answers__rewards": "exact_match"}
         session = place.session(data__eval=str(held_out), **keys)
-        assert overlap.measured_on_eval(session.run) == "exact_match"
+        assert quality.metric_on_eval(session.run) == "exact_match"
         other = place.session(data__eval=str(held_out), eval__answers__data="x.jsonl", **keys)
-        assert overlap.measured_on_eval(other.run) is None
+        assert quality.metric_on_eval(other.run) is None
 
 
 class TestLeak:
@@ -361,8 +368,8 @@ class TestLeak:
             Exchange("", prompt.format(texts[i], texts[i + 20]), answer.format("", texts[i + 20]))
             for i in range(20)
         ]
-        given = [one for one in found if leak.gives_away(one)]
-        assert (len(given) == len(found) and not leak.is_copying(given)) == is_fault
+        given = [one for one in found if quality.ends_with_answer(one)]
+        assert (len(given) == len(found) and not quality.is_copying(given)) == is_fault
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from tests.checks.planting import Place
 from tests.forked import run
 
 from taut.checks import CHECKS, Check
-from taut.checks.examine import Examination, as_fields, examine
-from taut.checks.finding import Finding, failed, passed, skipped
+from taut.checks.examine import Examination, examine
+from taut.checks.registry import Finding, failed, passed, skipped
 from taut.checks.report import as_json
 from taut.checks.session import Session
 from taut.cli import main
@@ -272,7 +272,7 @@ def test_a_number_that_is_not_finite_is_written(place: Place) -> None:
     endless = failed("it is endless", number=float("inf"), remedy="end it")
     place.patch.setattr("taut.checks.examine.CHECKS", {"a.one": Check(asking(lambda: endless))})
     found = examine(place.session())
-    assert as_fields(found.answered[0])["number"] == "inf"
+    assert found.answered[0].as_fields()["number"] == "inf"
     assert json.loads(json.dumps(as_json(found, {}), allow_nan=False))["outcome"] == "failed"
 
 
@@ -356,7 +356,7 @@ ON_ONE_RANK = """\
 import os, sys
 from taut import cli
 from taut.checks import CHECKS, Check
-from taut.checks.finding import failed, passed
+from taut.checks.registry import failed, passed
 def ask(session):
     "Is all well on this rank?"
     if os.environ["RANK"] == os.environ.get("FAULTY"):

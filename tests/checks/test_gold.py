@@ -11,8 +11,8 @@ import pytest
 from tests.checks.faults.judged import compared
 from tests.checks.planting import Place
 
-from taut.checks.finding import Finding
-from taut.checks.rewards.gold import ask, preflight
+from taut.checks.registry import Finding
+from taut.checks.rollouts import judge_rewards, rewards_know_right_answers
 from taut.data.prompts import PromptRow
 from taut.rewards import Panel, PanelConfig, RewardSpec, open_panel
 
@@ -90,7 +90,7 @@ def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> 
         def grade(self, answers: Any, labels: Any = None, *, are_bare: bool = False) -> Any:
             return panel.grade(answers, self.names, are_bare=are_bare)
 
-    return preflight(Some(), asked, 0.0, key, len)
+    return judge_rewards(Some(), asked, 0.0, key, len)
 
 
 @pytest.mark.parametrize("key", ["", "eval.answers"])
@@ -177,4 +177,4 @@ def test_held_out_comparisons_are_asked_as_what_they_are(
     answers = {"eval__answers__rewards": "exact_match", "eval__answers__reference": "answer"}
     held = str(place.data(rows, "eval.jsonl"))
     session = place.session(data=place.data(rows), method="dpo", data__eval=held, **answers)
-    assert ask(session).outcome == "passed"
+    assert rewards_know_right_answers(session).outcome == "passed"

@@ -15,7 +15,7 @@ from tests.tokenizers import tiny_tokenizer
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 from taut.train import distributed
 
 PASSAGE = (
@@ -27,7 +27,7 @@ PASSAGE = (
 def ask(model: Path, train: Path, **keys: Any) -> Examination:
     dotted = {key.replace("__", "."): value for key, value in keys.items()}
     fixed = {"model": str(model), "data.train": str(train), "steps": 20}
-    run = from_mapping(Run, {**QUIET, **fixed, **dotted})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, **dotted})
     return examine(Session(run, distributed.start("cpu")), "full")
 
 

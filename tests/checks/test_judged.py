@@ -11,9 +11,9 @@ from tests.checks.faults.judged import compared, labelled
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
 
-from taut.checks.data import pairs
+from taut.checks.data_quality import length_bias
 from taut.checks.examine import Examination, examine
-from taut.checks.finding import Finding
+from taut.checks.registry import Finding
 from taut.data.label_noise import Lengths
 
 
@@ -139,7 +139,7 @@ def test_weights_that_the_paper_does_not_advise_are_a_warning(
     ],
 )  # fmt: skip
 def test_a_bias_of_length_is_told_with_its_interval(longer: int, shorter: int, says: str) -> None:
-    line = pairs.told(Lengths(longer, shorter, 0.0, 0.0))
+    line = length_bias(Lengths(longer, shorter, 0.0, 0.0))
     assert line.startswith(says)
     assert ("may be what is learned" in line) == (longer != 52)
 

@@ -17,8 +17,7 @@ from tests.services import serving
 from tests.tokenizers import tiny_tokenizer
 
 from taut.checks.examine import examine
-from taut.checks.rollout import room
-from taut.checks.rollout.opened import close
+from taut.checks.rollouts import close, prompts_leave_room_for_answers
 from taut.inference.vllm import ServerEngine
 from taut.rl import rollout
 
@@ -153,14 +152,17 @@ def test_a_small_roll_out_is_drawn_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("own", "outcome"), [(None, "failed"), (100, "passed"), (103, "failed")])
-def test_a_server_that_takes_less_than_it_may_be_sent(own: int | None, outcome: str) -> None:
+def test_a_server_that_takes_less_than_it_may_be_sent(
+    own: int | None, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It cuts no answer, it refuses the prompt; what the model's own context cuts it is not sent."""
     engine = ServerEngine(*[None] * 5, own, 102)  # type: ignore[arg-type]
     roller = SimpleNamespace(engine=engine, world=None, config=SimpleNamespace(grows=8))
     train = SimpleNamespace(lengths=np.array([50, 96]), sample_id=lambda at: f"q{at}")
     train = type("Train", (SimpleNamespace,), {"__len__": lambda self: 2})(**vars(train))
-    session = SimpleNamespace(is_generated=True, train=train, once=lambda make: roller)
-    found = room.ask(session)  # type: ignore[arg-type]
+    monkeypatch.setattr("taut.checks.rollouts.roller", lambda _: roller)
+    session = SimpleNamespace(is_generated=True, train=train)
+    found = prompts_leave_room_for_answers(session)  # type: ignore[arg-type]
     assert found.outcome == outcome
     if outcome == "failed":
         longest = 104 if own is None else 103

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.checks.planting import Place
 
-from taut.checks.run import output
+from taut.checks import run as checks
 from taut.checks.session import Session
 
 
@@ -30,12 +30,12 @@ def test_the_parts_add_up(
     keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = session(Place(tmp_path, monkeypatch), **keys)
-    roomy = output.ask(run)
+    roomy = checks.the_output_fits_on_its_disk(run)
     assert roomy.outcome == "passed"
     assert total(roomy.notes) == pytest.approx(roomy.number, abs=0.002)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    full = output.ask(run)
+    full = checks.the_output_fits_on_its_disk(run)
     assert full.outcome == "failed"
     said = re.match(r"([\d.]+) GB are needed at .*, and ([\d.]+) GB are free", full.says)
     assert said is not None
@@ -51,4 +51,4 @@ def test_what_is_said_of_the_model_is_what_is_written(
     run = session(place)
     (directory,) = (path.parent for path in tmp_path.rglob("model.safetensors"))
     written = (directory / "model.safetensors").stat().st_size
-    assert output._models(run) == pytest.approx(written, rel=0.05)
+    assert checks.saved_model_bytes(run) == pytest.approx(written, rel=0.05)

@@ -16,7 +16,7 @@ from tests.checks.planting import FAULTS, Fault, Place
 
 from taut.checks import CHECKS, Part
 from taut.checks.examine import Examination, examine
-from taut.checks.finding import Finding
+from taut.checks.registry import Finding
 from taut.checks.session import Session
 
 for _path in sorted((Path(__file__).parent / "faults").glob("*.py")):

@@ -14,7 +14,7 @@ from tests.tokenizers import QWEN3, tiny_tokenizer
 
 from taut.checks import CHECKS
 from taut.checks.examine import Examination, examine
-from taut.checks.finding import Finding
+from taut.checks.registry import Finding
 from taut.checks.session import Session
 
 ASKED = [name for name in CHECKS if name.split(".")[0] in ("template", "stop", "data", "model")]

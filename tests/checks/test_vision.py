@@ -15,14 +15,14 @@ from tests.vision_models import tiny_vlm
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 from taut.train import distributed
 
 
 def ask(place: Path, kind: str, rows: list[dict[str, Any]], **keys: Any) -> Examination:
     train = write_rows(place / "train.jsonl", rows)
     fixed = {"model": str(tiny_vlm(kind, place / "m")), "data.train": str(train), "steps": 9}
-    run = from_mapping(Run, {**QUIET, **fixed, "dtype": "float32", **keys})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, "dtype": "float32", **keys})
     return examine(Session(run, distributed.start("cpu")), "quick")
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from taut.checks import CHECKS
 from taut.config import Row, describe
+from taut.methods import METHODS, command_of
+from taut.methods.method import RunConfig
 from taut.rewards import REWARDS
 from taut.rl.critic import LEARNING_RATES as CRITIC
-from taut.run.config import Run, command_of
-from taut.run.training import METHODS
 
 ROOT = Path(__file__).parents[2]
 CONFIG_PAGE = ROOT / "docs" / "config.md"
@@ -64,7 +64,7 @@ Where a command has another default than the first of those that take a key, it 
 def config_page() -> str:
     """docs/config.md."""
     tables: dict[str, list[Row]] = {}
-    for row in describe(Run):
+    for row in describe(RunConfig):
         tables.setdefault(row.key.rpartition(".")[0], []).append(row)
     common = "".join(_table(name or "The run", rows) for name, rows in tables.items())
     return INTRODUCTION + common + OTHERS + "".join(_sections())
@@ -72,7 +72,7 @@ def config_page() -> str:
 
 def _sections() -> Iterator[str]:
     """The tables that are not of every run, each with the commands that take it."""
-    common = {row.key for row in describe(Run)}
+    common = {row.key for row in describe(RunConfig)}
     found: dict[str, dict[str, list[tuple[str, Row]]]] = {}
     for method, cls in METHODS.items():
         for row in describe(cls):
@@ -115,7 +115,7 @@ def rewards_page() -> str:
 def rates_page() -> str:
     """docs/hyperparameters.md, its table of learning rates made of the classes of runs."""
     before, _, rest = RATES_PAGE.read_text(encoding="utf-8").partition(RATES)
-    found = {f"`{command_of(name)}`": cls.LEARNING_RATES for name, cls in METHODS.items()}
+    found = {f"`{command_of(name)}`": cls.learning_rates for name, cls in METHODS.items()}
     found["the critic of `taut ppo`"] = CRITIC
     rows = [f"| {name} | {it.full:g} | {it.lora:g} | {it.sources} |" for name, it in found.items()]
     return before + RATES + "\n".join(rows) + rest[rest.index("\n\n") :]

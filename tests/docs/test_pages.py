@@ -19,11 +19,12 @@ from tests.docs.pages import (
     rates_page,
 )
 
-from taut.cli import COMMANDS, config_class, sort_words, switches
+from taut.cli import commands as all_commands
+from taut.cli import config_class, sort_words, switches
 from taut.config import describe, load
 from taut.errors import install_extra
-from taut.run.config import Run, command_of
-from taut.run.training import METHODS, class_of
+from taut.methods import METHODS, command_of
+from taut.methods.method import RunConfig, class_of
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -100,9 +101,9 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     words = words[next(i for i, word in enumerate(words) if word == "taut") + 1 :]
     if words[0].startswith("-") or words[0].isupper():
         return
-    assert words[0] in COMMANDS, f"{page}: taut has no command {words[0]}"
+    assert words[0] in all_commands(), f"{page}: taut has no command {words[0]}"
     given = [word for word in words[1:] if not word.startswith("[")]
-    called = COMMANDS[words[0]]
+    called = all_commands()[words[0]]
     if "--help" in given or called.config is None:
         return
     cls = config_class(called)
@@ -139,7 +140,7 @@ def test_every_example_parses(path: Path) -> None:
         missing.append("data.train=x")
     if "rollout" in given and "rewards" not in given:  # of a task that is named with its data
         missing += ["rewards=exact_match", "data.eval=x"]
-    assert isinstance(load(class_of(path), path, missing), Run)
+    assert isinstance(load(class_of(path), path, missing), RunConfig)
 
 
 def test_the_configuration_page_is_current() -> None:

@@ -12,8 +12,7 @@ from tests.checks.faults.rollout import sums
 from tests.checks.planting import Place
 from tests.docs.pages import REWARDS_PAGE, rewards_page
 
-from taut.checks.rewards.gold import ask
-from taut.checks.rollout.opened import close
+from taut.checks.rollouts import close, rewards_know_right_answers
 from taut.config import describe, from_mapping
 from taut.rewards import REWARDS, RewardSpec
 from taut.rewards.registry import read_parts
@@ -68,7 +67,7 @@ def test_the_function_passes_the_check_of_right_answers_because_it_says_that_it_
         rewards = [{"name": f"{own}:brevity", "options": {"by": 2.0}}]
         session = place.session(data=data, method="grpo", rewards=rewards, rollout__n=2)
         try:
-            return ask(session).outcome
+            return rewards_know_right_answers(session).outcome
         finally:
             close(session)
 

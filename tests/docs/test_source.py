@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT
 
 import taut
 from taut.config import describe
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 
 SOURCE = ROOT / "src" / "taut"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -88,12 +88,12 @@ def reads(tree: ast.AST) -> Iterator[str]:
 
 def test_every_configuration_key_is_read_somewhere() -> None:
     read = {name for tree in TREES.values() for name in reads(tree)}
-    keys = [row.key for row in describe(Run)]
+    keys = [row.key for row in describe(RunConfig)]
     assert [key for key in keys if key.rpartition(".")[2] not in read] == []
 
 
 def test_every_configuration_key_is_documented() -> None:
-    rows = describe(Run)
+    rows = describe(RunConfig)
     assert [row.key for row in rows if len(row.doc) < 10] == []
 
 

@@ -12,14 +12,14 @@ from torch.distributed import TCPStore
 
 PROGRAM = """\
 import os, sys
-import taut.run.config
+import taut.methods.method
 from taut.cli import main
 
 def broken(*_, **__):
     raise KeyError("a mistake of the program")
 
 if os.environ["RANK"] == "0" and os.environ.get("BREAKS"):
-    taut.run.config.Dataset = taut.run.config.load_dataset = broken
+    taut.methods.method.load_dataset = broken
 sys.exit(main())
 """
 

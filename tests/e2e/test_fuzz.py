@@ -30,7 +30,8 @@ from tests.chats import QUIET, chats, words_of, write_rows
 from tests.malformed import FLAT, JUDGED, ROWS, SIMPLE, TEXT, TOML, spoil_bytes, spoil_value
 from tests.tokenizers import tiny_tokenizer
 
-from taut.cli import COMMANDS, config_class, main
+from taut import cli
+from taut.cli import config_class, main
 from taut.config import describe, load
 from taut.data.dataset import DataConfig, load_dataset
 from taut.data.prompts import load_prompts
@@ -203,7 +204,7 @@ def prompts(draw: Random, place: Path) -> Case:
 
 @cache
 def commands() -> dict[str, Any]:
-    return {name: config_class(it) for name, it in COMMANDS.items() if it.config is not None}
+    return {name: config_class(it) for name, it in cli.commands().items() if it.config is not None}
 
 
 def assignments(cls: Any) -> dict[str, str]:

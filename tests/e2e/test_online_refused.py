@@ -13,7 +13,7 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, ModelError, TautError
-from taut.run.training import METHODS
+from taut.methods import METHODS
 
 KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rewards": None}, r"rewards is not set, and taut grpo learns from"),

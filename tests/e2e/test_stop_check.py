@@ -16,10 +16,11 @@ from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
 from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import StopConfig, Stops, choose
+from taut.methods.dpo import Dpo
+from taut.methods.method import RunConfig
+from taut.methods.orpo import Orpo
 from taut.methods.preference import DpoConfig
 from taut.models.load import load_tokenizer
-from taut.run.config import Run
-from taut.run.training import DpoRun, OrpoRun
 from taut.train.log import Event
 
 ASK: dict[str, Any] = {"dtype": "float32", "stop__prompts": 8, "stop__tokens": 12}
@@ -95,10 +96,10 @@ def test_the_cause_is_one_that_the_method_can_have() -> None:
     assert "comparing them hardly teaches it" in compared.cause
     assert "train longer" not in compared.cause
     assert "train longer" not in replace(compared, end_probability=0.9).cause
-    assert Run(model="m", data=DATA).objective.is_taught_ends
-    assert not DpoRun(model="m", data=DATA).objective.is_taught_ends
-    assert DpoRun(model="m", data=DATA, dpo=DpoConfig(sft_weight=0.5)).objective.is_taught_ends
-    assert OrpoRun(model="m", data=DATA).objective.is_taught_ends
+    assert RunConfig(model="m", data=DATA).teaches_ends
+    assert not Dpo(model="m", data=DATA).teaches_ends
+    assert Dpo(model="m", data=DATA, dpo=DpoConfig(sft_weight=0.5)).teaches_ends
+    assert Orpo(model="m", data=DATA).teaches_ends
 
 
 def test_required_and_not_there_fails_the_run_and_keeps_its_state(

@@ -13,11 +13,11 @@ from taut.config import from_mapping
 from taut.data.batching import Order
 from taut.data.prompts import PromptSet
 from taut.errors import ConfigError
+from taut.methods.grpo import Grpo
 from taut.rl.advantages import Gae, ShapingConfig
 from taut.rl.monitors import BEGINNING, RECENT, Guard, GuardConfig
 from taut.rl.online import Kept, Online
 from taut.rl.rollout import VALUE, RolloutConfig
-from taut.run.online_runs import GrpoRun
 
 RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "exact_match"}
 
@@ -25,14 +25,14 @@ RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "reward
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty"])
 def test_a_truncated_distribution_cannot_be_asked_for(key: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.{key}"):
-        from_mapping(GrpoRun, {**RUN, f"rollout.{key}": 0.9})
+        from_mapping(Grpo, {**RUN, f"rollout.{key}": 0.9})
 
 
 def test_roll_outs_are_drawn_from_all_tokens_at_the_temperature_that_is_trained_on() -> None:
-    run = from_mapping(GrpoRun, {**RUN, "rollout.temperature": 0.7})
+    run = from_mapping(Grpo, {**RUN, "rollout.temperature": 0.7})
     sampling = run.rollout.sampling(seed=1)
     assert sampling.is_untruncated and sampling.repetition_penalty == 1
-    assert run.objective.loss.wants.temperature == sampling.temperature == 0.7
+    assert run.loss().wants.temperature == sampling.temperature == 0.7
 
 
 def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -> None:
@@ -78,4 +78,4 @@ def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young:
 
 def test_a_roll_out_that_would_be_too_old_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.max_staleness=1 .* its last is 3 behind"):
-        from_mapping(GrpoRun, {**RUN, "rollout.max_staleness": 1, "rollout.minibatches": 4})
+        from_mapping(Grpo, {**RUN, "rollout.max_staleness": 1, "rollout.minibatches": 4})

@@ -13,7 +13,7 @@ from taut.config import from_mapping
 from taut.data.cache import default_directory
 from taut.demo import fetch
 from taut.demo.story import build_data
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 from taut.train import distributed
 
 pytestmark = pytest.mark.real
@@ -30,5 +30,5 @@ def test_the_real_model_and_sound_data_raise_no_alarm(way: str, real_model: Path
     data = build_data(fetch.read_reading(default_directory()), default_directory(), None)
     paths = {"model": str(real_model), "data.train": str(data.train), "data.eval": str(data.eval)}
     keys = {**paths, "device": "cpu", "data.too_long": "truncate", **WAYS[way]}
-    found = examine(Session(from_mapping(Run, keys), distributed.start("cpu")), "full")
+    found = examine(Session(from_mapping(RunConfig, keys), distributed.start("cpu")), "full")
     assert not found.failures, "\n".join(f"{one.name}: {one.finding}" for one in found.failures)

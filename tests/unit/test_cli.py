@@ -14,18 +14,18 @@ import pytest
 
 import taut
 from taut import cli
-from taut.cli import COMMANDS, Words, main, sort_words
+from taut.cli import Words, main, sort_words
 from taut.commands import train
 from taut.config import describe
 from taut.demo import story
 from taut.errors import CheckFailed, ConfigError
-from taut.run import config as run
+from taut.methods.method import RunConfig
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[run.Run]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configurations ``api.train`` is called with."""
-    seen: list[run.Run] = []
+    seen: list[RunConfig] = []
     monkeypatch.setattr(train, "train", seen.append)
     return seen
 
@@ -41,13 +41,13 @@ MINIMAL = ["model=m", "data.train=a.jsonl", "out=o"]
         ["--resume=true", "--batch.samples-per-step", "8", "seed=3"],
     ],
 )
-def test_flags_and_overrides_are_the_same_thing(words: list[str], runs: list[run.Run]) -> None:
+def test_flags_and_overrides_are_the_same_thing(words: list[str], runs: list[RunConfig]) -> None:
     assert main(["sft", *words, *MINIMAL]) == 0
     (config,) = runs
     assert (config.seed, config.resume, config.batch.samples_per_step) == (3, True, 8)
 
 
-def test_a_toml_file_may_stand_anywhere(tmp_path: Path, runs: list[run.Run]) -> None:
+def test_a_toml_file_may_stand_anywhere(tmp_path: Path, runs: list[RunConfig]) -> None:
     path = tmp_path / "run.toml"
     path.write_text('model = "m"\nout = "o"\nseed = 1\n[data]\ntrain = "a.jsonl"\n')
     assert main(["sft", "--resume", str(path), "seed=2"]) == 0
@@ -68,7 +68,7 @@ def test_a_switch_takes_no_following_word() -> None:
         (["sft", "missing.toml"], "cannot read missing.toml"),
         (
             ["stf"],
-            f"found the command 'stf'; expected one of {', '.join(cli.COMMANDS)}; did you mean 'taut sft'?",
+            f"found the command 'stf'; expected one of {', '.join(cli.commands())}; did you mean 'taut sft'?",
         ),
         (["demo", "a.toml"], "taut demo takes key=value only"),
     ],
@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_each_error_has_its_exit_code_and_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: run.Run) -> None:
+    def fail(_: RunConfig) -> None:
         raise CheckFailed("two\nlines")
 
     monkeypatch.setattr(train, "train", fail)
@@ -134,7 +134,7 @@ def test_an_interrupt_is_exit_code_130_and_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def interrupt(_: run.Run) -> None:
+    def interrupt(_: RunConfig) -> None:
         raise KeyboardInterrupt(*left)
 
     monkeypatch.setattr(train, "train", interrupt)
@@ -165,7 +165,7 @@ def test_a_notice_that_comes_again_as_an_interrupted_run_ends_does_not_change_it
 def test_other_exceptions_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: run.Run) -> None:
+    def fail(_: RunConfig) -> None:
         raise ZeroDivisionError("\x1b]52;c;aGk=\x07 from s3://key:pw@host")
 
     monkeypatch.setattr(train, "train", fail)
@@ -175,11 +175,11 @@ def test_other_exceptions_keep_their_traceback(
     assert printed.endswith("ZeroDivisionError: \\x1b]52;c;aGk=\\x07 from s3://***@host\n")
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", cli.commands())
 def test_every_command_has_its_configuration_and_its_help(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = cli.COMMANDS[name]
+    command = cli.commands()[name]
     assert callable(cli._named(command.call))
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
@@ -215,7 +215,7 @@ def test_a_switch_of_another_framework_takes_no_word() -> None:
 
 
 @pytest.mark.parametrize("words", [["data=a.jsonl"], ["--data", "a.jsonl"], ["data.train=a.jsonl"]])
-def test_data_is_short_for_data_train(words: list[str], runs: list[run.Run]) -> None:
+def test_data_is_short_for_data_train(words: list[str], runs: list[RunConfig]) -> None:
     assert main(["sft", "model=m", "out=o", *words]) == 0
     assert runs[0].data.train == "a.jsonl"
 
@@ -278,7 +278,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert "taut sft: 2e-05, with adapters 0.0002." in out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", cli.commands())
 def test_help_is_for_users(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     said = capsys.readouterr().out
@@ -304,12 +304,12 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"taut {taut.__version__}\n"
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
-    assert all(f"taut {command}" in usage for command in cli.COMMANDS)
+    assert all(f"taut {command}" in usage for command in cli.commands())
     assert main([]) == 2
     assert capsys.readouterr().out == usage
 
 
-def test_the_library_takes_files_keys_and_runs(tmp_path: Path, runs: list[run.Run]) -> None:
+def test_the_library_takes_files_keys_and_runs(tmp_path: Path, runs: list[RunConfig]) -> None:
     taut.sft(model="m", data={"train": "a.jsonl"}, out=tmp_path, **{"batch.samples_per_step": 8})
     assert (runs[0].data.train, runs[0].batch.samples_per_step) == ("a.jsonl", 8)
     taut.sft(runs[0], seed=5, batch={"share_prefixes": False})

@@ -1,15 +1,14 @@
 """Attention while completions grow: one new token of each against the keys and values kept so far.
 
-The completions of one prompt are a ``Group``; they were begun together and have one length. What a group sees is a path
-of ``Stretch``es (prompt tokens, computed once and kept once, shared by every group below them in the prompts' tree) and
-then its own tokens. Groups that were begun at one time have these in one ``Own``, and attend to them at once. Groups
-stand in the order of the tree, so the queries below a stretch are contiguous: one step is a list of rectangles
-(queries, keys) as in attention/reference.py, merged by their log-sum-exp. A sink is one more part, with nothing to
-attend to. Nothing is padded or masked: a rectangle has the rows and keys it has, beside completions that have ended,
-of which an ``Own`` keeps a quarter at most.
+The completions of one prompt are a ``Group``; they started together and have one length. A group sees a path of
+``Stretch``es (prompt tokens, computed and stored once, shared by every group below them in the prompts' tree) and then
+its own tokens. Groups that started at one time store these in one ``Own``, and attend to them in one call. Groups are
+in the order of the tree, so the queries below a stretch are contiguous: one step is a list of rectangles (queries,
+keys) as in attention/reference.py, merged by their log-sum-exp. A sink is one more part, without tokens. Nothing is
+padded or masked, except that an ``Own`` may hold completions that have ended, a quarter of its places at most.
 
 Shapes of a layer: q [1, H, B, K], k and v [1, Hkv, B, K] of the B new tokens -> out [1, H, B, K]; kept keys and
-values [rows, Hkv, length, K]. Only attention/select.py and rollout/local.py import this.
+values [rows, Hkv, length, K].
 """
 
 from __future__ import annotations
@@ -39,41 +38,41 @@ class Stretch:
 
 @dataclass(eq=False, slots=True)
 class Own:
-    """What completions have to themselves, begun together and in lockstep: keys and values, a place for each."""
+    """Keys and values of completions that started together and grow in lockstep, with a place for each."""
 
     capacity: int
-    """Tokens a place has room for."""
+    """Tokens that a place has room for."""
     places: list[int] = field(default_factory=list)
-    """Of the completions that live, ascending."""
+    """Places of the running completions, ascending."""
     num_places: int = 0
     length: int = 0
-    """Tokens so far: of the prompt, where one completion alone has it, and of the completions."""
+    """Tokens so far: of the completions, and of the prompt where a single completion has it."""
     kept: dict[nn.Module, KeysValues] = field(default_factory=dict)
     """Keys and values [places, Hkv, capacity, K] of every attention layer."""
     _spread: tuple[Tensor, Tensor] | None = None
-    """Which row stands at each place (where none lives, any), and the places of the rows; where they differ."""
+    """The row at each place (any row where the completion has ended), and the places of the rows; where they differ."""
 
     def takes(self, capacity: int) -> bool:
-        """Whether completions with so much room can still join."""
+        """Whether completions of this capacity can still join."""
         return self.length == 0 and not self.kept and self.capacity == capacity
 
     def join(self, num_rows: int) -> None:
-        """Make places for so many completions more."""
+        """Add places for more completions."""
         self.places += range(self.num_places, self.num_places + num_rows)
         self.num_places += num_rows
 
     def take_over(self, stretch: Stretch) -> None:
-        """Begin with a stretch that nobody else sees, so that there is one rectangle and not two."""
+        """Start with a stretch that no other group sees, so that there is one rectangle and not two."""
         assert self.num_places == 1 and self.length == 0
         self.length = stretch.length
         for layer, (key, value) in stretch.kept.items():
-            for mine, theirs in zip(self._room(layer, key, value), (key, value), strict=True):
-                mine[:, :, : self.length] = theirs
+            for buffer, prompt in zip(self._room(layer, key, value), (key, value), strict=True):
+                buffer[:, :, : self.length] = prompt
 
     def attend(
         self, layer: nn.Module, rows: Tensor, key: Tensor, value: Tensor, call: Call
     ) -> KeysValues:
-        """Keep the new tokens' keys and values [rows, Hkv, K]; the part of ``rows`` [rows, Hkv, H/Hkv, K]."""
+        """Store the new tokens' keys and values [rows, Hkv, K], and attend with ``rows`` [rows, Hkv, H/Hkv, K]."""
         if self._spread is not None:
             rows, key, value = (x.index_select(0, self._spread[0]) for x in (rows, key, value))
         keys, values = (kept[: self.num_places] for kept in self._room(layer, key, value))
@@ -86,7 +85,7 @@ class Own:
         return out.index_select(0, self._spread[1]), lse.index_select(0, self._spread[1])
 
     def keep(self, is_live: Sequence[bool]) -> None:
-        """Forget completions that have ended. Their places are cleared away together, when they are a quarter."""
+        """Drop completions that have ended. Their places are freed together, once they are a quarter."""
         live = [place for place, stays in zip(self.places, is_live, strict=True) if stays]
         if 0 < len(live) <= 0.75 * self.num_places:
             for buffers in self.kept.values():
@@ -104,7 +103,7 @@ class Own:
         return rows, places
 
     def _room(self, layer: nn.Module, key: Tensor, value: Tensor) -> KeysValues:
-        """The buffers of a layer, made when it is first met; key and value [*, Hkv, *, K] or [*, Hkv, K]."""
+        """The buffers of a layer, allocated at its first call; key and value [*, Hkv, *, K] or [*, Hkv, K]."""
         if layer not in self.kept:
             shape = (self.num_places, key.shape[1], self.capacity)
             self.kept[layer] = (
@@ -124,7 +123,7 @@ class Group:
     own: Own
     num_rows: int
     offset: int = 0
-    """By how much the number of a new token is not its depth: pictures before it are numbered in three dimensions."""
+    """Position of a new token less its depth: pictures before it are numbered in three dimensions."""
 
     @property
     def depth(self) -> int:
@@ -133,34 +132,34 @@ class Group:
 
     @property
     def position(self) -> int:
-        """Number of the next token, on every axis."""
+        """Position id of the next token, on every axis."""
         return self.depth + self.offset
 
 
 Part = tuple[int, int, Stretch, int]
-"""(first row, last, stretch, first key): a rectangle that several groups may share."""
+"""(first row, end row, stretch, first key): a rectangle that several groups may share."""
 
 
 class Decoding:
-    """One step of every group: what the model's forward is given in place of a layout."""
+    """One step of every group: the model's forward takes it in place of a layout."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
         self.owns: list[tuple[Own, int, int]] = []
-        """With its first row and the last."""
+        """Each with its first row and end row."""
         for group, (start, stop) in self._rows():
             if self.owns and self.owns[-1][0] is group.own:
                 start = self.owns.pop()[1]
             self.owns.append((group.own, start, stop))
         self._levels: dict[int | None, list[list[Part]]] = {}
-        """By window: the rectangles over stretches, those of one list over different rows."""
+        """The rectangles over stretches by window; those of one list have different rows."""
 
     @property
     def num_tokens(self) -> int:
         return sum(group.num_rows for group in self.groups)
 
     def advance(self, is_live: Sequence[bool]) -> None:
-        """Count the tokens that the step has added, and forget the completions that have ended with it."""
+        """Count the tokens that the step has added, and drop the completions that it has ended."""
         for own, start, stop in self.owns:
             own.length += 1
             if not all(is_live[start:stop]):
@@ -171,10 +170,8 @@ class Decoding:
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call
     ) -> Tensor:
-        """One layer's attention; keeps the new tokens' keys and values."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # no mode has business here, and each call would ask it
+        """One layer's attention; stores the new tokens' keys and values."""
+        with torch._C.DisableTorchFunction():  # modes have no effect here, and cost time per call
             return self._attend(layer, query, key, value, call)
 
     def _attend(
@@ -184,31 +181,34 @@ class Decoding:
         shape = (num_rows, key.shape[1], heads // key.shape[1], -1)
         rows = query[0].transpose(0, 1).reshape(shape)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        found = [
+        own_parts = [
             own.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
             for own, start, stop in self.owns
         ]
-        out, lse = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found, strict=True))
+        if len(own_parts) == 1:
+            out, lse = own_parts[0]
+        else:
+            out, lse = (torch.cat(x) for x in zip(*own_parts, strict=True))
         levels = self._stretches(call.window)
         if levels or call.sinks is not None:
             out = out.to(torch.promote_types(query.dtype, torch.float32))
             lse = lse.to(out.dtype)
         if levels:
-            turned = rows.transpose(0, 1).contiguous()
+            queries = rows.transpose(0, 1).contiguous()
             for parts in levels:
-                for start, stop, some_out, some_lse in _level(layer, turned, parts, call):
+                for start, stop, some_out, some_lse in _level(layer, queries, parts, call):
                     merge(out[start:stop], lse[start:stop], some_out, some_lse)
         if call.sinks is not None:
             out *= torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype)).unsqueeze(-1)
         return out.to(query.dtype).reshape(1, num_rows, heads, -1).transpose(1, 2)
 
     def _rows(self) -> Iterator[tuple[Group, tuple[int, int]]]:
-        """Each group with its first row and the last."""
+        """Each group with its first row and end row."""
         bounds = accumulate((group.num_rows for group in self.groups), initial=0)
         return zip(self.groups, list(pairwise(bounds)), strict=True)
 
     def _stretches(self, window: int | None) -> list[list[Part]]:
-        """The rectangles over stretches, by their place on a path: neighbours that see the same keys are one."""
+        """The rectangles over stretches, by their place on a path; neighbours that see the same keys are merged."""
         if window not in self._levels:
             levels: list[list[Part]] = [[] for _ in range(max(len(g.path) for g in self.groups))]
             for group, (start, stop) in self._rows():
@@ -225,18 +225,18 @@ class Decoding:
 
 
 def _first_visible(distance: int, window: int | None) -> int:
-    """The first visible of the keys that begin so far before the token."""
+    """Index of the first visible key, for keys that start ``distance`` before the token."""
     return 0 if window is None else max(0, distance - window + 1)
 
 
 def _level(
-    layer: nn.Module, turned: Tensor, parts: Sequence[Part], call: Call
+    layer: nn.Module, queries: Tensor, parts: Sequence[Part], call: Call
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """(first row, last, out, log-sum-exp) of parts over different rows, as one where there is no gap between them.
+    """(first row, end row, out, log-sum-exp) of parts over different rows, joined where there is no gap between them.
 
-    ``turned``: the queries, [Hkv, B, H/Hkv, K].
+    ``queries``: [Hkv, B, H/Hkv, K].
     """
-    done = [_shared_part(layer, turned, part, call) for part in parts]
+    done = [_shared_part(layer, queries, part, call) for part in parts]
     starts, stops = [part[0] for part in parts], [part[1] for part in parts]
     if len(parts) > 1 and starts[1:] == stops[:-1]:
         out, lse = (torch.cat(x, dim=1) for x in zip(*done, strict=True))
@@ -246,11 +246,11 @@ def _level(
         yield start, stop, out.transpose(0, 1), lse.transpose(0, 1)
 
 
-def _shared_part(layer: nn.Module, turned: Tensor, part: Part, call: Call) -> KeysValues:
-    """Many rows against the same keys; [Hkv, rows, H/Hkv, K] and [Hkv, rows, H/Hkv]."""
+def _shared_part(layer: nn.Module, queries: Tensor, part: Part, call: Call) -> KeysValues:
+    """Many rows against the same keys: output [Hkv, rows, H/Hkv, K] and log-sum-exp [Hkv, rows, H/Hkv]."""
     start, stop, stretch, first = part
     key, value = (kept[:, :, first:] for kept in stretch.kept[layer])
-    rows = turned[:, start:stop]
+    rows = queries[:, start:stop]
     out, lse = _part(rows.flatten(1, 2).unsqueeze(0), key, value, call)
     shape = rows.shape[:3]
     return out[0].reshape(*shape, -1), lse[0].reshape(shape)

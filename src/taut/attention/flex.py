@@ -3,7 +3,7 @@
 The layout's ``mask_mod`` says what is visible, a ``score_mod`` applies the softcap, and sinks are applied afterwards:
 a sink takes the share 1 - sigmoid(lse - sink) of the softmax, so the output is scaled by sigmoid(lse - sink).
 
-Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K]. Only attention/select.py imports this.
+Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K].
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _block_mask(layout: Layout, window: int | None, device: torch.device) -> Blo
         masks["flex", window] = create_block_mask(
             layout.mask_mod(window), None, None, num_tokens, num_tokens, device=str(device)
         )
-    found: BlockMask = masks["flex", window]
-    return found
+    block_mask: BlockMask = masks["flex", window]
+    return block_mask
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Everything that follows from ``reach``, derived in one place.
+"""The visibility structure of a micro-batch, derived from ``reach``, and the options of one layer's attention call.
 
     token k is visible to token q   iff   k <= q < reach[k]
 
@@ -6,10 +6,14 @@ From that one integer per token: depth (how many earlier tokens a token can see)
 reach and consecutive depth), a segment's path (its ancestors' tokens, then its own), ``cu_seqlens`` and the K/V
 gather index, a mask for FlexAttention and a dense mask for the reference. A sliding window W (which counts the
 token itself) adds ``depth[q] - depth[k] < W``: depth, never the flat index. A block that sees itself both ways is
-given by ``last``: a token sees the later ones with the same ``last`` too, and of the earlier ones what the window
-leaves, as in Gemma 3.
+given by ``last``: a token also sees later tokens with the same ``last``, and of the earlier ones those in the window,
+as in Gemma 3.
 
-Only the attention backends and the tests read a ``Layout``; data/pack.py calls ``depth_of``.
+``Call`` holds the options of one attention layer, read from the keywords that the library passes to an attention
+function. A keyword that changes the maths is in ``Call``; one that is known to change nothing is in ``HARMLESS``; any
+other is refused, never dropped. Attention dropout is refused: noise would depend on the layout.
+
+Only the attention backends and the tests read a ``Layout``; data/packing.py calls ``depth_of``.
 """
 
 from __future__ import annotations
@@ -57,15 +61,15 @@ class Layout:
     last_T: IntArray | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cache: dict[Any, Any] = field(default_factory=dict)
-    """What a backend derives once per micro-batch and reads in every layer (block masks, index tensors)."""
+    """Values that a backend derives once per micro-batch and reads in every layer (block masks, index tensors)."""
     kept: dict[nn.Module, tuple[Tensor, Tensor]] | None = None
-    """Where each attention layer leaves its keys and values [1, Hkv, T, K], for an engine; None: nowhere."""
+    """Receives each attention layer's keys and values [1, Hkv, T, K], for an engine; None: not kept."""
 
     def __post_init__(self) -> None:
         num_tokens = self.reach_T.size
         assert (self.reach_T > np.arange(num_tokens)).all(), "a token sees itself: reach[k] > k"
         assert (self.reach_T <= num_tokens).all(), "reach ends inside the micro-batch"
-        assert self.segments is not None  # derives them, and asserts that reach is laminar
+        assert self.segments is not None  # computes them, which asserts that reach is laminar
         if self.last_T is not None:
             same_reach = self.reach_T[self.last_T] == self.reach_T
             assert same_reach.all(), "no tree cuts a block that sees itself both ways"
@@ -144,8 +148,8 @@ class Layout:
 
     def num_pairs(self, window: int | None = None) -> int:
         """How many (query, key) pairs are visible: the attention work of one layer. Ignores ``last``."""
-        seen_T = self.depth_T + 1
-        return int(np.minimum(seen_T, window).sum() if window else seen_T.sum())
+        visible_T = self.depth_T + 1
+        return int(np.minimum(visible_T, window).sum() if window else visible_T.sum())
 
     def visible(self, query: IntArray, key: IntArray, window: int | None = None) -> Tensor:
         """bool [len(query), len(key)]: which keys (flat indices) each query (flat indices) sees."""
@@ -178,11 +182,7 @@ class Layout:
         return visible
 
 
-# --------------------------------------------------------------------------------------------------
-# What one attention layer asks for, read from the keywords the library hands to an attention function.
-#
-# A keyword that changes the maths is carried in ``Call``; a keyword known to change nothing is listed in ``HARMLESS``;
-# anything else is refused, never dropped. Attention dropout is refused: noise would depend on the layout.
+# -- one layer's call ------------------------------------------------------------------------------
 
 HARMLESS = frozenset(
     {
@@ -199,7 +199,7 @@ HARMLESS = frozenset(
         "position_embeddings",
     }
 )
-"""Keywords seen in the library's calls that do not change what attention computes here."""
+"""Keywords of the library's calls that do not change what attention computes here."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -211,25 +211,25 @@ class Call:
     """Sliding window W: a token sees itself and the W - 1 before it."""
     softcap: float | None = None
     sinks: Tensor | None = None
-    """[H]: a score per head that takes part in the softmax and attends to nothing."""
+    """[H]: a score per head that takes part in the softmax and attends to no token."""
 
 
 def read_call(module: nn.Module, head_dim: int, keywords: Mapping[str, Any]) -> Call:
-    """The ``Call`` a layer makes. Raises AttentionError for a keyword that would be dropped."""
-    given = {name: value for name, value in keywords.items() if value is not None}
+    """The ``Call`` of a layer. Raises AttentionError for an unknown keyword."""
+    options = {name: value for name, value in keywords.items() if value is not None}
     where = f"attention layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-    if given.pop("dropout", 0.0):
+    if options.pop("dropout", 0.0):
         raise AttentionError(
             f"{where} asks for attention dropout; taut has none, since noise inside attention depends on "
             "how samples are packed; set attention_dropout to 0 in the model's config.json"
         )
-    if not given.get("is_causal", getattr(module, "is_causal", True)):
+    if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise AttentionError(f"{where} is not causal; taut trains causal language models")
-    scale = given.pop("scaling", None)
+    scale = options.pop("scaling", None)
     window, softcap, sinks = (
-        given.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")
+        options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")
     )
-    unknown = sorted(set(given) - HARMLESS)
+    unknown = sorted(set(options) - HARMLESS)
     if unknown:
         raise AttentionError(
             f"{where} passes the keyword(s) {', '.join(unknown)}, which taut does not know; "

@@ -1,6 +1,6 @@
 """Attention on any device, from ``scaled_dot_product_attention`` kernels and slices. No gather, no [T, T].
 
-Two exact ways to the same numbers, chosen per call by what the layer asks for:
+Two exact ways to the same numbers, chosen per call by the layer's options:
 
 ``TreeAttention`` (no window that bites, no softcap, no sinks, no two-way block, one head size; CPU): a segment [a, b)
 whose subtree ends at e is attended by its own tokens causally and by all its descendants [b, e) fully, so a tree is a
@@ -9,9 +9,9 @@ merged by their log-sum-exp. The kernel's backward, given the merged output and 
 share of the gradient (as in ring attention, arXiv:2310.01889).
 
 ``path_attention`` (everything else): per segment, its queries in chunks against the keys on its path, with a boolean
-mask from depth; through SDPA, or an explicit softmax where a softcap or sinks are asked for.
+mask from depth; through SDPA, or an explicit softmax for a softcap or sinks.
 
-Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K]. Only attention/select.py imports this.
+Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUERY_CHUNK = 512
 """Rows of the boolean mask or of the explicit scores that exist at a time."""
 
 Part = tuple[int, int, int, int, bool, bool]
-"""(first query, last, first key, last, is_causal, is_first): one rectangle; is_first: its queries have no part yet."""
+"""(first query, end, first key, end, is_causal, is_first): one rectangle; is_first: its queries have no part yet."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
@@ -52,18 +52,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
 
 def parts(layout: Layout) -> list[Part]:
     """The rectangles of a layout, ancestors before descendants."""
-    found: list[Part] | None = layout.cache.get("parts")
-    if found is None:
-        found = []
+    rectangles: list[Part] | None = layout.cache.get("parts")
+    if rectangles is None:
+        rectangles = []
         for segment in layout.segments:
             is_first = segment.parent < 0
-            found.append((segment.start, segment.stop, segment.start, segment.stop, True, is_first))
+            own = (segment.start, segment.stop)
+            rectangles.append((*own, *own, True, is_first))
             if segment.reach > segment.stop:
-                found.append(
-                    (segment.stop, segment.reach, segment.start, segment.stop, False, is_first)
-                )
-        layout.cache["parts"] = found
-    return found
+                rectangles.append((segment.stop, segment.reach, *own, False, is_first))
+        layout.cache["parts"] = rectangles
+    return rectangles
 
 
 class TreeAttention(torch.autograd.Function):
@@ -153,7 +152,7 @@ def path_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, ca
 def _key_range(
     segment: Segment, start: int, stop: int, layout: Layout, window: int | None
 ) -> slice:
-    """Which depths the queries [start, stop) of a segment can see at all."""
+    """The depths that the queries [start, stop) of a segment can see."""
     first = segment.depth + start - segment.start
     end = stop if layout.last_T is None else int(layout.last_T[start:stop].max()) + 1
     return slice(max(0, first - window + 1) if window else 0, segment.depth + end - segment.start)

@@ -1,10 +1,10 @@
-"""Which attention runs, why, and its registration with the library's attention interface.
+"""The choice of the attention backend, and the registration of backends with the library's attention interface.
 
-``select`` answers before the model is loaded; the name it returns is what the model is loaded with. Each backend is
+``select`` chooses before the model is loaded; the model is loaded with the name it returns. Each backend is
 registered under ``taut_<name>`` for the attention function and for the mask function, and the layout of a
 micro-batch reaches every layer as the keyword ``taut_layout`` of the model's forward. The mask function returns None:
 visibility comes from the layout. Inside ``observe`` it first evaluates the library's mask on a grid of indices and
-records what it is, and every layer that calls is recorded too; models/prove.py reads that.
+records its kind, and every layer that calls is recorded too, for models/self_test.py.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ class Chosen:
 
     @property
     def implementation(self) -> str:
-        """What the library knows it as."""
+        """Its name in the library."""
         return PREFIX + self.name
 
 
 def select(
     requested: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
 ) -> Chosen:
-    """Which backend runs for a model on a device with a compute dtype, and why. ``config`` is the whole model's.
+    """The backend that runs for a model on a device with a compute dtype, and why. ``config`` is the whole model's.
 
-    Raises AttentionError where ``requested`` is unknown or is asked for by name and is not to be had.
+    Raises AttentionError where ``requested`` is unknown or cannot run here.
     """
     if requested not in ("auto", *BACKENDS):
         raise AttentionError(
             f"attention={requested} is not known; expected auto, {', '.join(BACKENDS)}"
         )
     obstacles = {name: _obstacle(name, device, dtype, config) for name in BACKENDS}
-    if obstacles["varlen"] is None and _has_two_way_blocks(config):
+    has_two_way_blocks = config.model_type == "gemma3"  # the tokens of a picture
+    if obstacles["varlen"] is None and has_two_way_blocks:
         obstacles["varlen"] = "the model's pictures see themselves both ways"
     if requested != "auto":
         if obstacles[requested]:
@@ -79,11 +80,6 @@ def select(
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
 
 
-def _has_two_way_blocks(config: PreTrainedConfig) -> bool:
-    """Whether the tokens of a picture see each other both ways."""
-    return config.model_type == "gemma3"
-
-
 def head_sizes(config: PreTrainedConfig) -> list[int]:
     """The size of a head in each layer of a language model; Gemma 4 has larger ones in layers with full attention."""
     layers = (
@@ -98,7 +94,7 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
 ) -> str | None:
-    """Why a backend cannot train this model here; None: it can."""
+    """The reason why a backend cannot train this model here; None: it can."""
     config = config.get_text_config()
     if name == "reference":
         return None
@@ -126,16 +122,16 @@ def _obstacle(
 
 @dataclass
 class Observation:
-    """What was seen while a model ran inside ``observe``."""
+    """Records of a model that runs inside ``observe``."""
 
     layers: list[nn.Module] = field(default_factory=list)
     """The attention module of each call, in order."""
     windows_called: set[int | None] = field(default_factory=set)
-    """The sliding windows the layers asked for."""
+    """The sliding windows that the layers asked for."""
     windows_masked: set[int | None] = field(default_factory=set)
-    """The windows of the masks the library would have built; None: plain causal."""
+    """The windows of the masks that the library would have built; None: plain causal."""
     is_deaf: bool = False
-    """Attention is replaced: each token is given its own value and knows of no other."""
+    """Attention is replaced: each token gets its own value, and nothing of other tokens."""
 
 
 _observation: Observation | None = None
@@ -143,7 +139,7 @@ _observation: Observation | None = None
 
 @contextmanager
 def observe(*, is_deaf: bool = False) -> Iterator[Observation]:
-    """Record every attention call and every mask the library asks for, until the block ends."""
+    """Record every attention call and every mask that the library requests, inside the block."""
     global _observation
     assert _observation is None, "observe does not nest"
     _observation = Observation(is_deaf=is_deaf)
@@ -163,7 +159,7 @@ def _attention(
     taut_layout: Layout | Decoding | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The function the library calls in every attention layer. q [1, H, T, K] -> ([1, T, H, K], None)."""
+    """The function that the library calls in every attention layer. q [1, H, T, K] -> ([1, T, H, K], None)."""
     if taut_layout is None:
         raise AttentionError(
             f"{type(module).__name__} was called without a layout; this model was loaded for taut's forward; "
@@ -180,7 +176,10 @@ def _attention(
         if _observation.is_deaf:
             own = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
             return own.transpose(1, 2).contiguous(), None
-    query, key, value = (_as_computed(x) for x in (query, key, value))
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as in the library: RoPE leaves q and k in float32
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if isinstance(taut_layout, Decoding):
         out = taut_layout.attend(module, query, key, value, call)
     else:
@@ -190,29 +189,23 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _as_computed(x: Tensor) -> Tensor:
-    """In autocast's dtype, as the library's attention is: RoPE leaves q and k in float32 beside a narrow v."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 def _mask(**request: Any) -> None:
-    """The mask function the library calls before the layers: None, since the layout says what is visible."""
+    """The mask function that the library calls before the layers: None, since the layout defines visibility."""
     if request.get("attention_mask") is not None:
         raise AttentionError(
-            "an attention_mask was passed to the model; taut's layout says what is visible; pass none"
+            "an attention_mask was passed to the model; taut's layout defines what is visible; pass none"
         )
     if _observation is None:
         return
     config = request["config"]
     window = window_of(request["mask_function"], config)
     if window == 0 and "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
-        return  # Qwen2-MoE builds it for sliding layers, of which this model has none
+        return  # Qwen2-MoE builds it for sliding layers even where it has none
     _observation.windows_masked.add(window)
 
 
 def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
-    """Which window a library mask has: None for plain causal, W for a sliding window.
+    """The window of a library mask: None for plain causal, W for a sliding window.
 
     The function is evaluated on a grid of indices around powers of two and the window, so that a structure far out
     (chunks of 8,192) shows. Raises AttentionError for a mask that is neither.

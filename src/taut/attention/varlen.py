@@ -5,7 +5,7 @@ A segment is one entry of the variable-length batch: its queries are contiguous,
 k. Where no prefix is shared nothing is gathered. The kernel's left window does not count the token itself:
 the library's W becomes W - 1. Keys and values are gathered again in backward; only the index is kept.
 
-Softcaps, sinks and two-way blocks are refused (attention/select.py chooses flex for them).
+Softcaps, sinks and two-way blocks are refused (``select.py`` chooses flex for them).
 Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K].
 """
 
@@ -20,7 +20,7 @@ from taut.errors import AttentionError
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
-    """One layer's attention; see the module docstring for shapes. Raises AttentionError for what it cannot honour."""
+    """One layer's attention; see the module docstring for shapes. Raises AttentionError for unsupported calls."""
     if call.softcap is not None or call.sinks is not None or layout.last_T is not None:
         raise AttentionError(
             "attention=varlen found a softcap, sinks or a two-way block in this model; the varlen kernel has none of "

@@ -1,8 +1,8 @@
-"""Asks the checks of a session, in the order of the registry, and keeps what they answer.
+"""Asks the checks of a session in the order of ``CHECKS``, and collects their findings.
 
-A check is left out where ``checks.skip`` names it. It is skipped, with the reason, where one it comes ``after`` has
-failed, or was skipped for that (its answer would be the same fault once more), or where a part of the run it needs
-cannot be made. With several ranks all of them ask alike, and one that fails fails for all.
+A check is left out if ``checks.skip`` names it. It is skipped, with the reason, if one it comes ``after`` failed or was
+skipped for that (its answer would be the same fault again), or if a part of the run that it needs cannot be made. With
+several ranks all of them ask alike, and a check that fails on one fails for all.
 
 May import checks and what they import. lifecycle, api and commands import it.
 """
@@ -16,20 +16,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from taut.checks import CHECKS, Check, Part
-from taut.checks.finding import Finding, Outcome, failed, skipped
-from taut.checks.owned import Unavailable
-from taut.checks.session import Session
+from taut.checks.registry import Finding, Outcome, failed, skipped, split_error
+from taut.checks.session import Session, Unavailable
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
 from taut.run.setup import Built
 from taut.train import random_state
 from taut.train.log.events import plain
 
-SHOWN = 3
+EVIDENCE_SHOWN = 3
 """Lines of evidence in the error that stops a run."""
+
+SEVERITY = {"failed": 0, "warning": 1}
+"""Of the findings of several ranks the first of the worst stands for all."""
 
 
 class Answered(NamedTuple):
-    """A check, and what it found."""
+    """A check and its finding."""
 
     name: str
     question: str
@@ -39,6 +41,13 @@ class Answered(NamedTuple):
     """The check whose failure kept this one from being asked."""
     is_left_out: bool = False
     """Whether ``checks.skip`` names it."""
+
+    def as_fields(self) -> dict[str, Any]:
+        """For JSON: in its own types; a number that is not finite is a text, as in the run's log."""
+        head = {"name": self.name, "question": self.question}
+        tail = {"seconds": round(self.seconds, 3), "cause": self.cause}
+        fields = {**head, **self.finding.as_fields(), **tail}
+        return {key: plain(value) for key, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,10 @@ def examine(
     only: Collection[str] | None = None,
     follow: Callable[[Answered], None] = lambda _: None,
 ) -> Examination:
-    """Ask every check of ``part`` (full: all of them), or those named by ``only``. ``follow`` is told each answer.
+    """Ask every check of ``part`` (full: all of them), or those named by ``only``. ``follow`` is called with each
+    answer.
 
-    Raises ConfigError where ``checks.skip`` names no check.
+    Raises ConfigError if ``checks.skip`` names no check.
     """
     left_out = session.run.checks.skip
     require_known(left_out)
@@ -84,13 +94,15 @@ def examine(
             continue
         began = time.perf_counter()
         cause = next((causes[before] for before in check.after if before in causes), None)
+        missing: str | None = None
         if name in left_out:
-            asked: tuple[Finding, str | None] = skipped("left out by name (checks.skip)"), None
+            finding = skipped("left out by name (checks.skip)")
         elif cause is not None:
-            asked = skipped(f"{cause} failed"), cause
+            finding, missing = skipped(f"{cause} failed"), cause
         else:
-            asked = _ask(name, check, session)
-        finding, missing = _together(session, asked[0]), asked[1]
+            finding, missing = _ask(name, check, session)
+        by_rank: list[Finding] = session.ranks.gather(finding)
+        finding = min(by_rank, key=lambda one: SEVERITY.get(one.outcome, len(SEVERITY)))
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
         seconds = time.perf_counter() - began
@@ -112,50 +124,30 @@ def require_known(names: Sequence[str]) -> None:
 
 
 def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None]:
-    """What is found; and where a part of the run is missing for it, the check that says why."""
+    """The finding; and if a part of the run is missing for it, the check that says why."""
     try:
         return check.ask(session), None
     except TautError as error:
         if isinstance(error, OutOfMemory) and session.ranks.size > 1:
             raise  # on this rank alone: the others wait inside the model, and torchrun ends them
-        return _refused(error), None
+        says, remedy = split_error(error)
     except Unavailable as missing:
-        if missing.owner == name or missing.owner in session.run.checks.skip:
-            return _refused(missing.error), None
-        return skipped(f"without {missing.part}: {missing.owner} fails"), missing.owner
-
-
-def _refused(error: TautError) -> Finding:
-    """An error's own words: what was found, what was expected; what to do."""
-    says, _, remedy = str(error).rpartition("; ")
-    return failed(says or remedy, remedy=remedy)
-
-
-def _together(session: Session, finding: Finding) -> Finding:
-    """The ranks' findings as one: the first failure, else the first warning, else the first rank's."""
-    every: list[Finding] = session.ranks.gather(finding)
-    worst = [one for outcome in ("failed", "warning") for one in every if one.outcome == outcome]
-    return (*worst, *every)[0]
+        if missing.owner != name and missing.owner not in session.run.checks.skip:
+            return skipped(f"without {missing.part}: {missing.owner} fails"), missing.owner
+        says, remedy = split_error(missing.error)
+    return failed(says, remedy=remedy), None
 
 
 def before_training(built: Built) -> Examination | None:
-    """The quick part; None where it was turned off. Raises CheckFailed, so that nothing has been written."""
+    """The quick part; None if it was turned off. Raises CheckFailed, before anything has been written."""
     if built.run.check == "off":
         return None
     examination = examine(Session.of(built))
-    if examination.failures:
-        raise CheckFailed(" | ".join(map(_told, examination.failures)))
+    failures = []
+    for one in examination.failures:
+        shown = "; ".join(one.finding.evidence[:EVIDENCE_SHOWN])
+        evidence = f" ({shown})" if shown else ""
+        failures.append(f"{one.name}: {one.finding.says}{evidence}; {one.finding.remedy}")
+    if failures:
+        raise CheckFailed(" | ".join(failures))
     return examination
-
-
-def _told(failure: Answered) -> str:
-    finding = failure.finding
-    evidence = f" ({'; '.join(finding.evidence[:SHOWN])})" if finding.evidence else ""
-    return f"{failure.name}: {finding.says}{evidence}; {finding.remedy}"
-
-
-def as_fields(one: Answered) -> dict[str, Any]:
-    """For JSON: in its own types, a number that is not finite as a text, as in the run's log."""
-    head = {"name": one.name, "question": one.question}
-    fields = {**head, **one.finding.as_fields(), "seconds": round(one.seconds, 3)}
-    return {key: plain(value) for key, value in (fields | {"cause": one.cause}).items()}

@@ -1,7 +1,7 @@
-"""An examination for people, in 100 columns: what failed and what is warned of, then one line that counts the rest; and
-for programs, as JSON with a named schema.
+"""An examination for people, in 100 columns: failures and warnings, then one line that counts the rest; and for
+programs, as JSON with a named schema.
 
-Says nothing that is not in the examination. Commands import it.
+Adds nothing to what is in the examination. Commands import it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from taut.checks.examine import Answered, Examination, as_fields
-from taut.checks.finding import Finding, Outcome
+from taut.checks.examine import Answered, Examination
+from taut.checks.registry import Finding, Outcome
 from taut.io.console import counted
 
 SCHEMA = "taut.check/2"
@@ -24,63 +24,64 @@ STYLES = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "sk
 FINDINGS = ("failed", "warning")
 """Outcomes that ask something of the user."""
 WIDTHS = (7, 21, 17)
-"""Of outcome, name and number; the rest is for what is said."""
+"""Of outcome, name and number; the rest is for the text."""
 
 
-def show_row(console: Console, one: Answered) -> None:
+def show_row(console: Console, answered: Answered) -> None:
     """One question and its answer, with evidence and remedy of a finding and the notes of a check that passed. What was
     not asked because of a failure, or was left out by name, is left to the end.
     """
-    if one.cause is not None or one.is_left_out:
+    if answered.cause is not None or answered.is_left_out:
         return
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for width in WIDTHS:
         table.add_column(width=width, overflow="fold")
     table.add_column(overflow="fold")
-    finding = one.finding
+    finding = answered.finding
     style = STYLES[finding.outcome]
-    is_finding = finding.outcome in FINDINGS
-    said = Text(finding.says, style if finding.outcome != "passed" else "")
-    number = Text("" if finding.outcome == "skipped" else written(finding))
-    name = Text(one.name, style if is_finding else "bold")
-    table.add_row(Text(finding.outcome, style), name, number, said)
+    table.add_row(
+        Text(finding.outcome, style),
+        Text(answered.name, style if finding.outcome in FINDINGS else "bold"),
+        Text("" if finding.outcome == "skipped" else number_with_unit(finding)),
+        Text(finding.says, style if finding.outcome != "passed" else ""),
+    )
+    lines = [Text(line, "dim") for line in (*finding.evidence, *finding.notes)]
     if finding.outcome == "failed":
-        table.add_row("", "", "", Text(one.question, "italic"))
-    for line in (*finding.evidence, *finding.notes):
-        table.add_row("", "", "", Text(line, "dim"))
+        lines.insert(0, Text(answered.question, "italic"))
     if finding.remedy:
-        table.add_row("", "", "", Text(f"-> {finding.remedy}", "bold"))
+        lines.append(Text(f"-> {finding.remedy}", "bold"))
+    for line in lines:
+        table.add_row("", "", "", line)
     console.print(table)
 
 
 def show_end(console: Console, examination: Examination, *, lists_all: bool) -> None:
     """How many checks there are of each outcome, and how to see those that were not shown."""
-    num_asked = Counter(one.cause for one in examination.answered if one.cause is not None)
-    for cause, number in num_asked.items():
-        said = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
-        console.print(Text(said, STYLES["skipped"]))
+    num_not_asked = Counter(one.cause for one in examination.answered if one.cause is not None)
+    for cause, number in num_not_asked.items():
+        text = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
+        console.print(Text(text, STYLES["skipped"]))
     left_out = [one.name for one in examination.answered if one.is_left_out]
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
         console.print(Text(text, STYLES["warning"]))
     style = STYLES["failed" if examination.failures else "passed"]
     hint = "" if lists_all else "; --all shows every check"
-    said = f"{counts(examination)} in {examination.seconds:.1f} s{hint}"
-    console.print(Text(f"\n{said}", style))
+    text = f"\n{counts(examination)} in {examination.seconds:.1f} s{hint}"
+    console.print(Text(text, style))
 
 
 def counts(examination: Examination) -> str:
-    """``1 failed, 2 warnings, 44 passed, 30 skipped``: findings only where there are any."""
+    """``1 failed, 2 warnings, 44 passed, 30 skipped``: failures, warnings and skipped ones only if there are any."""
     number = {outcome: examination.count(outcome) for outcome in get_args(Outcome)}
-    found = [f"{number['failed']} failed"] if number["failed"] else []
-    found += [counted(number["warning"], "warnings")] if number["warning"] else []
-    found.append(f"{number['passed']} passed")
-    found += [f"{number['skipped']} skipped"] if number["skipped"] else []
-    return ", ".join(found)
+    parts = [f"{number['failed']} failed"] if number["failed"] else []
+    parts += [counted(number["warning"], "warnings")] if number["warning"] else []
+    parts.append(f"{number['passed']} passed")
+    parts += [f"{number['skipped']} skipped"] if number["skipped"] else []
+    return ", ".join(parts)
 
 
-def written(finding: Finding) -> str:
-    """The number with its unit."""
+def number_with_unit(finding: Finding) -> str:
     if finding.number is None:
         return ""
     number = finding.number
@@ -100,5 +101,5 @@ def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:
         "part": examination.part,
         "outcome": "failed" if examination.failures else "passed",
         "seconds": round(examination.seconds, 3),
-        "checks": [as_fields(one) for one in examination.answered],
+        "checks": [one.as_fields() for one in examination.answered],
     }

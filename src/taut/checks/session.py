@@ -1,98 +1,136 @@
-"""A run, looked at: its parts, each made when a check first asks for it, and a few measurements that checks share.
+"""A run as checks see it: its parts, each made when a check first asks for it, and the samples that checks measure.
 
-A part that cannot be made raises ``Unavailable``, which names the check whose question that is: there it is a failure,
-with the error's own words; every other check that needs the part is skipped. In a run that is about to train all parts
-are there already (``Session.of``).
+A part that cannot be made raises ``Unavailable``, which names the check that owns the part: there it is a failure, with
+the error's own words; every other check that needs the part is skipped. In a run that is about to train all parts exist
+already (``Session.of``).
 
-Nothing is trained and nothing written (tokenised data goes to the cache). Weights, gradients and random generators are
-as before when a check is over.
+Nothing is trained and nothing is written (tokenised data goes to the cache). After each check weights, gradients and
+random generators are as before.
 
 May import run, build and what is below them. Checks import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, wraps
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import Observation, observe
-from taut.checks.owned import Unavailable, owned_by
-from taut.checks.samples import (
-    LOGPS,
-    SCORES,
-    Words,
-    around,
-    as_question,
-    backwards,
-    by_sample,
-    ending,
-    pictured,
-    shortest,
-    whole,
-)
+from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
 from taut.data.images import is_same_input
-from taut.data.messages import Row
+from taut.data.messages import Conversation, Row
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
 from taut.data.schema import best_row
 from taut.data.stop_tokens import StopSet
+from taut.errors import TautError
+from taut.methods.inputs import Inputs, Language, Loaded
+from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
-from taut.rl.advantages import PolicyCredit
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
-from taut.run.auxiliary_models import Loaded
-from taut.run.config import (
-    Decision,
-    Inputs,
-    Language,
-    Run,
-    inputs_of,
-    load_language,
-    load_split,
-    load_stops,
-    rows_of,
-)
-from taut.run.setup import Adapted, Built, adapt, assemble, build_method, load
+from taut.run.inputs import inputs_of, load_language, load_stops
+from taut.run.setup import Adapted, Built, adapt, assemble, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Job
-from taut.types import Packed, Sample, Tree, Wants
+from taut.types import IntArray, Media, Packed, Sample, Tree, Wants
 
 NUM_ROWS = 64
 """Rows that checks of the template look at."""
 PROBE_TOKENS = 64
 """Tokens of each of the two samples that are perturbed."""
 SHORT_TOKENS = 16
-"""Tokens of the sample that is looked at where a few are enough."""
+"""Tokens of the sample for checks that need only a few."""
 BATCH_TOKENS = 192
-"""Tokens of the samples that a forward and a backward are made of."""
+"""Tokens of the samples in a forward and a backward."""
 LIMITS = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}
-"""Largest difference of a log-prob (nats) that is rounding, by compute dtype, between two ways through the head."""
+"""Largest rounding difference of a log-prob (nats), by compute dtype, between two ways through the head."""
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
+AFTER_PICTURE = 8
+"""Tokens that are kept after a picture, if there are so many."""
+GENERATED = "what is learned is generated"
+"""Why a run that generates is not asked about the answers in its data."""
 
 T = TypeVar("T")
+
+
+class Quantity(NamedTuple):
+    """What the model computes for a token, in words."""
+
+    one: str
+    many: str
+    unit: str
+
+
+LOGPS = Quantity("a log-prob", "log-probs", "nats")
+SCORES = Quantity("a score", "scores", "points")
+
+
+class Unavailable(Exception):
+    """A part of the session that cannot be made."""
+
+    def __init__(self, part: str, owner: str, error: TautError) -> None:
+        super().__init__(str(error))
+        self.part, self.owner, self.error = part, owner, error
+
+
+def owned_by(owner: str) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
+    """Mark a part of the session: an error while it is made is the failure of the check ``owner``."""
+
+    def mark(make: Callable[[Any], T]) -> Callable[[Any], T]:
+        @wraps(make)
+        def made(session: Any) -> T:
+            part = make.__name__
+            if part in session.unavailable:
+                raise session.unavailable[part]
+            try:
+                return make(session)
+            except TautError as error:
+                session.unavailable[part] = Unavailable(part, owner, error)
+                raise session.unavailable[part] from error
+
+        return made
+
+    return mark
+
+
+def once(measure: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Mark a measurement that several checks share: it is taken once a session."""
+
+    @wraps(measure)
+    def measured(session: Any) -> T:
+        if measure not in session.measurements:
+            session.measurements[measure] = measure(session)
+        value: T = session.measurements[measure]
+        return value
+
+    return measured
 
 
 class Session:
     """A run and all that checks ask of it."""
 
-    def __init__(self, run: Run, ranks: Ranks) -> None:
+    def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         self.run, self.ranks = run, ranks
-        self.broken: dict[str, Unavailable] = {}
-        self._measured: dict[Callable[[Session], Any], Any] = {}
+        self.unavailable: dict[str, Unavailable] = {}
+        self.measurements: dict[Callable[[Session], Any], Any] = {}
 
     @classmethod
     def of(cls, built: Built) -> Session:
@@ -125,8 +163,20 @@ class Session:
     @cached_property
     @owned_by("stop.set")
     def stops(self) -> StopSet:
-        """What ends an answer."""
+        """The tokens that end an answer."""
         return load_stops(self.run, self.language)
+
+    @cached_property
+    def served_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as it will be saved: with the template in use, eos the turn end, pad another token if there is
+        one.
+
+        Not to be changed.
+        """
+        template = self.language.renderer.template.template
+        return serving_tokenizer(
+            self.tokenizer, self.stops.ids, template, has_scalar=self.is_scalar
+        )
 
     @property
     def renderer(self) -> Renderer:
@@ -136,36 +186,30 @@ class Session:
     @cached_property
     @owned_by("data.rows")
     def rows(self) -> list[Row]:
-        """The first rows of the training data, not rendered; where answers are judged, the best of each; where they are
-        to be generated, without any.
+        """The first rows of the training data, not rendered. Of answers that are compared, the best one; if the run
+        generates its answers, prompts alone.
         """
-        kind = self.run.objective.kind
-        rows = [
-            best_row(it) for it in islice(read_rows(self.run.data, "train", kind=kind), NUM_ROWS)
-        ]
-        return [as_question(row) for row in rows] if self.is_generated else rows
+        attempts = islice(read_rows(self.run.data, "train", kind=self.run.row_kind), NUM_ROWS)
+        rows = [best_row(row) for row in attempts]
+        return [_without_answer(row) for row in rows] if self.is_generated else rows
 
     @cached_property
     @owned_by("data.rows")
     def train(self) -> Dataset:
-        return self._dataset("train")
+        return self.run.load_data("train", self.renderer, self.language)
 
     @cached_property
     @owned_by("data.rows")
     def eval(self) -> Dataset | None:
-        return self._dataset("eval") if self.run.data.eval else None
-
-    def _dataset(self, split: Any) -> Dataset:
-        return load_split(self.run, split, self.renderer, self.language)
+        if not self.run.data.eval:
+            return None
+        return self.run.load_data("eval", self.renderer, self.language)
 
     @property
     def data(self) -> list[tuple[str, Dataset]]:
-        """Name and samples of each split there is."""
-        return [
-            (name, data)
-            for name, data in (("train", self.train), ("eval", self.eval))
-            if data is not None
-        ]
+        """Name and samples of each split."""
+        splits = [("train", self.train), ("eval", self.eval)]
+        return [(name, data) for name, data in splits if data is not None]
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -190,12 +234,12 @@ class Session:
     def built(self) -> Built:
         """All of it, ready to train."""
         adapted = self.adapted
-        plan = build_method(self.run, self.train)
+        plan = self.run.plan(self.train)
         return assemble(self.run, self.inputs, plan, self.ranks, self.loaded, adapted, trains=False)
 
     @property
     def adapted_decisions(self) -> list[Decision]:
-        """What was decided about adapters, rows that train, freezing, packing and sharing."""
+        """Decisions about adapters, rows that train, freezing, packing and sharing."""
         before = {decision.name for decision in (*self.inputs.decisions, *self.loaded.decisions)}
         return [decision for decision in self.built.decisions if decision.name not in before]
 
@@ -216,24 +260,27 @@ class Session:
 
     @property
     def is_generated(self) -> bool:
-        """Whether the model generates what it learns: then data are prompts."""
-        return self.run.objective.online is not None
+        """Whether the run trains on answers that the model generates: then the data are prompts."""
+        return self.run.generates
 
     @property
     def is_policy_gradient(self) -> bool:
         """Whether the loss is no measure of what is learned, and only its gradient means something."""
-        method = self.job.method
-        return isinstance(method, Online) and isinstance(method.credit, PolicyCredit)
+        return not self.run.loss().is_cost
 
     @property
     def is_scalar(self) -> bool:
-        """Whether a scalar head trains, and there is no other: the run makes a reward model."""
-        return self.run.objective.head is not None
+        """Whether a scalar head trains, and no other: the run makes a reward model."""
+        return self.run.has_scalar_head
 
     @property
-    def says(self) -> Words:
-        """What the model says of a token: what ``numbers`` gives."""
+    def quantity(self) -> Quantity:
+        """What ``numbers`` gives for a token."""
         return SCORES if self.is_scalar else LOGPS
+
+    @property
+    def unit_per_token(self) -> str:
+        return f"{self.quantity.unit} a token"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,41 +299,69 @@ class Session:
 
     @property
     def exact(self) -> float:
-        """The same for two micro-batches of one shape, at tokens whose own path is equal."""
+        """Largest difference that is rounding, between two micro-batches of one shape."""
         return EXACT[self.dtype]
 
-    # -- what checks share
-
-    def once(self, measure: Callable[[Session], T]) -> T:
-        """What ``measure`` gives for this session, measured when it is first asked for: a group's own shared part."""
-        if measure not in self._measured:
-            self._measured[measure] = measure(self)
-        found: T = self._measured[measure]
-        return found
+    # -- samples
 
     @cached_property
-    def pictured(self) -> list[int]:
-        """Which training samples have pictures: of the first of them the shortest first."""
-        return pictured(self.train, NUM_ROWS)
+    def with_pictures(self) -> list[int]:
+        """The first NUM_ROWS training samples that have pictures, the shortest first."""
+        indices: list[int] = []
+        first = 0
+        for part in self.train.parts:
+            arrays = part.entry.arrays
+            if "media.offsets" in arrays:
+                has_picture = np.diff(arrays["media.offsets"]) > 0
+                room = NUM_ROWS - len(indices)
+                indices += (np.flatnonzero(has_picture)[:room] + first).tolist()
+            first += len(arrays["line"])
+        return sorted(indices, key=self.train.lengths.__getitem__)
 
     @property
-    def looked_at(self) -> list[int]:
-        """Which training samples are looked at: two with pictures, where there are such, before the first of all."""
+    def first_samples(self) -> list[int]:
+        """Training samples that checks look at: two with pictures, if there are any, then the first of all."""
         first = range(min(len(self.train), NUM_ROWS))
-        return list(dict.fromkeys([*self.pictured[:2], *first]))
+        return list(dict.fromkeys([*self.with_pictures[:2], *first]))
 
     @cached_property
     def pair(self) -> tuple[Sample, Sample]:
         """Two real samples that differ, PROBE_TOKENS of each or a little more, every token but the first a target."""
-        found = (whole(self.train[index], PROBE_TOKENS) for index in self.looked_at)
-        first = next(found)
-        other = next((one for one in found if not is_same_input(one, first)), None)
-        return first, other or backwards(first)  # one sample, or many times the same
+        samples = (beginning(self.train[index], PROBE_TOKENS) for index in self.first_samples)
+        first = next(samples)
+        other = next((sample for sample in samples if not is_same_input(sample, first)), None)
+        if other is None:  # one sample, or the same one many times: its words in reverse
+            ids_T, is_text_T = first.ids_T.copy(), is_text(first)
+            ids_T[is_text_T] = ids_T[is_text_T][::-1]
+            other = replace(first, id=f"{first.id} backwards", ids_T=ids_T)
+        return first, other
 
     @property
-    def short(self) -> Sample:
-        """The first tokens of the pair's first sample, for what any few tokens show."""
-        return whole(self.pair[0], SHORT_TOKENS)
+    def short_sample(self) -> Sample:
+        """The first tokens of the pair's first sample."""
+        return beginning(self.pair[0], SHORT_TOKENS)
+
+    @property
+    def _rows(self) -> Rows:
+        return self.run.rows_of(self.train)
+
+    @cached_property
+    def _batch_rows(self) -> list[tuple[Sample, ...]]:
+        """The shortest of the first samples, or rows of compared answers, BATCH_TOKENS in all or a little more."""
+        most = BATCH_TOKENS // 2
+        if not self.run.compares_answers:
+            endings = ((ending(self.train[index], most),) for index in self.first_samples)
+            return shortest(endings, BATCH_TOKENS)
+        rows = self._rows
+        first = range(min(len(rows), NUM_ROWS))
+        pictured = np.searchsorted(self.train.rows, self.with_pictures[:2], side="right") - 1
+        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured.tolist(), *first])]
+        return shortest([around_answers(row, most) for row in chosen], BATCH_TOKENS)
+
+    @cached_property
+    def batch(self) -> list[Sample]:
+        """Real samples with their own targets: what the checks' forward and backward are made of."""
+        return [sample for row in self._batch_rows for sample in row]
 
     @cached_property
     def trees(self) -> list[Tree]:
@@ -294,46 +369,31 @@ class Session:
         method = self.job.method
         if isinstance(method, Online):
             return rehearsed(self.job, method.credit, method.crew.roles, self.batch)
-        if not self.run.objective.are_compared:
-            unique = {sample.id: sample for sample in self.batch}
-            return self._rows.trees_of([(sample,) for sample in unique.values()])
-        return self._rows.trees_of(self._compared())
+        if self.run.compares_answers:
+            return self._rows.trees_of(self._batch_rows)
+        unique = {sample.id: sample for sample in self.batch}
+        return self._rows.trees_of([(sample,) for sample in unique.values()])
 
     @property
-    def _rows(self) -> Rows:
-        return rows_of(self.run, self.train)
+    def tree_samples(self) -> list[Sample]:
+        return [sample for tree in self.trees for sample in tree.samples]
 
-    def _compared(self) -> list[tuple[Sample, ...]]:
-        """The shortest of the first rows whose answers are compared, long ones cut around where the answers begin."""
-        rows = self._rows
-        first = range(min(len(rows), NUM_ROWS))
-        pictured = np.searchsorted(self.train.rows, self.pictured[:2], side="right") - 1
-        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured.tolist(), *first])]
-        return shortest([around(row, BATCH_TOKENS // 2) for row in chosen], BATCH_TOKENS)
-
-    @cached_property
-    def batch(self) -> list[Sample]:
-        """Real samples with their own targets, the shortest of the first, BATCH_TOKENS in all or a little more."""
-        chosen = self._compared() if self.run.objective.are_compared else self._apart()
-        return [sample for some in chosen for sample in some]
-
-    def _apart(self) -> list[tuple[Sample, ...]]:
-        found = (self.train[index] for index in self.looked_at)
-        return shortest([(ending(one, BATCH_TOKENS // 2),) for one in found], BATCH_TOKENS)
+    # -- what the model computes
 
     def numbers(
         self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Sample id -> the log-probs of its targets, of a reward model its scores where it is read, in one packed
+        """Sample id -> the log-probs of its targets (a reward model: its scores where it is read), from one packed
         forward, without gradient and without noise.
         """
         packed = pack(list(samples), policy)
-        with self.quiet():
-            values = self.said(packed, temperature).cpu()
-        return by_sample(packed, values, packed.row_R if self.is_scalar else packed.row_N)
+        with self.inference():
+            values = self.forward(packed, temperature).cpu()
+        row_of = packed.row_R if self.is_scalar else packed.row_N
+        return {name: values[row_of == row] for row, name in enumerate(packed.sample_ids)}
 
-    def said(self, packed: Packed, temperature: float = 1.0) -> Tensor:
-        """The same of a micro-batch, [N] or [R], in the mode and precision that are on."""
+    def forward(self, packed: Packed, temperature: float = 1.0) -> Tensor:
+        """The same for a micro-batch, [N] or [R], in the current mode and precision."""
         if not self.is_scalar:
             logp_N: Tensor = self.scorer(packed, wants=Wants(temperature=temperature)).logp_N
             return logp_N
@@ -341,7 +401,7 @@ class Session:
         return scalar_R
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def inference(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the run's precision."""
         was_training = self.scorer.training
         self.scorer.eval()
@@ -351,15 +411,15 @@ class Session:
         finally:
             self.scorer.train(was_training)
 
+    @cached_property
+    def packed(self) -> dict[str, Tensor]:
+        """The numbers of the pair, packed."""
+        return self.numbers(self.pair)
+
     @property
     def alone(self) -> dict[str, Tensor]:
         """The numbers of the pair, each alone."""
         return self._alone[0]
-
-    @cached_property
-    def packed(self) -> dict[str, Tensor]:
-        """The same, packed."""
-        return self.numbers(self.pair)
 
     @property
     def observed(self) -> Observation:
@@ -369,6 +429,138 @@ class Session:
     @cached_property
     def _alone(self) -> tuple[dict[str, Tensor], Observation]:
         first, second = self.pair
-        with observe() as seen:
-            found = self.numbers([first])
-        return {**found, **self.numbers([second])}, seen
+        with observe() as observation:
+            numbers = self.numbers([first])
+        return {**numbers, **self.numbers([second])}, observation
+
+
+def _without_answer(row: Row) -> Row:
+    if not isinstance(row, Conversation):
+        return row
+    messages = row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
+    return replace(row, messages=messages, learned=(), excluded=())
+
+
+# -- parts of samples, small enough for a check
+
+
+def num_tokens(samples: Iterable[Sample]) -> int:
+    return sum(sample.num_tokens for sample in samples)
+
+
+def is_text(sample: Sample) -> NDArray[np.bool_]:
+    """[T] Which tokens are not part of a picture."""
+    is_text_T = np.ones(sample.num_tokens, dtype=bool)
+    for media in sample.media:
+        is_text_T[media.start : media.stop] = False
+    return is_text_T
+
+
+def beginning(sample: Sample, most: int) -> Sample:
+    """The first tokens of a sample, or those around its first picture, every one but the first a target.
+
+    A scalar head is read where they are predicted, so that a check measures both kinds of model in the same way. A
+    picture is kept whole or left out; its placeholders are no targets.
+    """
+    start, stop = 0, max(2, most)
+    if sample.media:
+        start = max(0, sample.media[0].start - stop // 2)
+        stop = max(start + stop, sample.media[0].stop + AFTER_PICTURE)
+    ids_T, media = cut_out(sample, start, stop)
+    if ids_T.size == 1:
+        ids_T = np.repeat(ids_T, 2)
+    cut = Sample(sample.id, ids_T, np.empty(0, dtype=np.int64), np.empty(0), media=media)
+    at_N = np.flatnonzero(is_text(cut)[1:]) + 1
+    return replace(cut, target_at_N=at_N, weight_N=np.ones(at_N.size), read_at_R=at_N - 1)
+
+
+def cut_out(sample: Sample, start: int, stop: int) -> tuple[IntArray, tuple[Media, ...]]:
+    """The ids from ``start`` to ``stop``, or a little more where that would cut a picture, and the pictures in them."""
+    start, stop = _around_pictures(sample, max(0, start), stop)
+    return sample.ids_T[start:stop], _media_between(sample, start, stop)
+
+
+def ending(sample: Sample, most: int) -> Sample:
+    """A sample's last tokens up to its last target, if it is longer than ``most``. Values and reads are kept; a sample
+    whose reads all lie before the cut is left whole.
+    """
+    if sample.num_tokens <= most:
+        return sample
+    stop = max(int(sample.target_at_N[-1]) + 1, most)
+    start, _ = _around_pictures(sample, _from_picture(sample, stop - most, stop), stop)
+    cut = _between(sample, start, stop, sample.target_at_N > start)
+    if sample.read_at_R is None:
+        return cut
+    is_read = (sample.read_at_R >= start) & (sample.read_at_R < stop)
+    if not is_read.any():
+        return sample
+    values = {name: value[is_read] for name, value in sample.read_values.items()}
+    return replace(cut, read_at_R=sample.read_at_R[is_read] - start, read_values=values)
+
+
+def around_answers(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
+    """Answers to one prompt, each cut to the end of the prompt and its own beginning, if they have more than ``most``
+    tokens together. Left whole if too little of them would differ.
+    """
+    if num_tokens(answers) <= most:
+        return tuple(answers)
+    kept = max(2, most // (2 * len(answers)))
+    cut = []
+    for answer in answers:
+        first = int(answer.target_at_N[0])
+        start = _from_picture(answer, max(0, first - kept), first)
+        start, stop = _around_pictures(answer, start, first + kept)
+        cut.append(_between(answer, start, stop, answer.target_at_N < stop))
+    num_different = [len({one.ids_T.tobytes() for one in some}) for some in (cut, answers)]
+    return tuple(cut if num_different[0] == num_different[1] else answers)
+
+
+def shortest(rows: Iterable[tuple[Sample, ...]], most: int) -> list[tuple[Sample, ...]]:
+    """The shortest rows, ``most`` tokens in all or a little more; two with pictures come before the others."""
+    ordered = sorted(rows, key=num_tokens)
+    pictured = [row for row in ordered if any(sample.media for sample in row)][:2]
+    chosen: list[tuple[Sample, ...]] = []
+    left = most
+    for row in dict.fromkeys([*pictured, *ordered]):
+        left -= num_tokens(row)
+        if chosen and left < 0:
+            break
+        chosen.append(row)
+    return chosen
+
+
+def _between(sample: Sample, start: int, stop: int, is_kept: NDArray[np.bool_]) -> Sample:
+    """A sample's tokens from ``start`` to ``stop`` with the targets that are kept."""
+    return replace(
+        sample,
+        ids_T=sample.ids_T[start:stop],
+        target_at_N=sample.target_at_N[is_kept] - start,
+        weight_N=sample.weight_N[is_kept],
+        media=_media_between(sample, start, stop),
+        streams={name: value[is_kept] for name, value in sample.streams.items()},
+    )
+
+
+def _around_pictures(sample: Sample, start: int, stop: int) -> tuple[int, int]:
+    """The bounds of a cut, moved out of the pictures they fall into; with a token after the last picture."""
+    for media in sample.media:
+        if media.start < start < media.stop:
+            start = media.start
+        if media.start < stop <= media.stop:
+            stop = min(media.stop + 1, sample.num_tokens)
+    return start, stop
+
+
+def _from_picture(sample: Sample, start: int, stop: int) -> int:
+    """``start``, or the beginning of the last picture before ``stop`` if that is earlier: the answer is about it."""
+    before = [media.start for media in sample.media if media.stop <= stop]
+    return min(start, max(0, before[-1] - 1)) if before else start
+
+
+def _media_between(sample: Sample, start: int, stop: int) -> tuple[Media, ...]:
+    """The pictures of a cut; each is in it as a whole or not at all."""
+    return tuple(
+        replace(media, start=media.start - start, stop=media.stop - start)
+        for media in sample.media
+        if start <= media.start and media.stop <= stop
+    )

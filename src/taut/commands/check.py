@@ -19,13 +19,12 @@ from pathlib import Path
 from taut.checks import Part
 from taut.checks.examine import Answered, Examination, examine
 from taut.checks.report import FINDINGS, as_json, show_end, show_row
-from taut.checks.rollout.opened import close
+from taut.checks.rollouts import close
 from taut.checks.session import Session
 from taut.config import configclass, load
 from taut.errors import ConfigError
 from taut.io.terminal import Terminal
-from taut.run.config import Run
-from taut.run.training import class_of
+from taut.methods.method import RunConfig, class_of
 from taut.train import distributed
 
 WIDTH = 100
@@ -44,7 +43,7 @@ class Looking:
 
 
 @configclass
-class CheckRun(Looking, Run):
+class CheckRun(Looking, RunConfig):
     """A run, and how it is looked at: the keys of the command."""
 
 
@@ -58,7 +57,7 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     return run(load(class_of(path, rest), path, rest), load(Looking, None, ours))
 
 
-def run(config: Run, how: Looking) -> int:
+def run(config: RunConfig, how: Looking) -> int:
     """Print what was found; 1 if a check failed."""
     console = Terminal(width=None if sys.stdout.isatty() else WIDTH)
     session = session_of(config)
@@ -80,7 +79,7 @@ def run(config: Run, how: Looking) -> int:
     return 1 if found.failures else 0
 
 
-def check(config: Run, *, full: bool) -> Examination:
+def check(config: RunConfig, *, full: bool) -> Examination:
     """The library's ``taut.check``."""
     return _examined(session_of(config), "full" if full else "quick")
 
@@ -95,7 +94,7 @@ def _examined(
         close(session)
 
 
-def session_of(config: Run) -> Session:
+def session_of(config: RunConfig) -> Session:
     """A session on the run that the configuration describes."""
     if distributed.world_size() > 1:
         raise ConfigError(

@@ -28,7 +28,7 @@ from rich.console import Console
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
+from taut.config import Decision, configclass, fields_of, from_mapping, home_path, to_dict
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.schema import Format
 from taut.data.sources import Source
@@ -40,7 +40,6 @@ from taut.inference.reward_model import open_rater
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
 from taut.rewards import Panel, RewardSpec, open_panel
-from taut.rewards.verifier import Decision
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"

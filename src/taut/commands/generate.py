@@ -32,13 +32,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typing_extensions import TypedDict
 
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, home_path, to_dict
+from taut.config import Decision, configclass, home_path, to_dict
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Renderer
 from taut.data.schema import Format
 from taut.data.sources import Source
 from taut.errors import EngineError, OutputError
-from taut.evals.answers import prompts_of
 from taut.inference.engine import Engine, Sampling, require_text, require_usable
 from taut.inference.open import ModelUse, Opened, open_engine, open_renderer
 from taut.io import files
@@ -113,7 +112,7 @@ class Generated:
     seconds: float
     errors: tuple[str, ...]
     """Those of this run's completions that failed."""
-    decisions: tuple[tuple[str, str, str], ...]
+    decisions: tuple[Decision, ...]
 
 
 def run(config: Generate) -> int:
@@ -138,7 +137,7 @@ def generate(
     done = {_key(line) for line in kept}
     samples = range(config.sampling.n)
     missing = [row for row in rows if any((row.id, index) not in done for index in samples)]
-    prompts = prompts_of(missing)
+    prompts = [row.as_prompt() for row in missing]
     if config.engine == "server":
         require_text(prompts)
     with open_engine(config, rendering) as opened:

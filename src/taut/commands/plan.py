@@ -20,11 +20,12 @@ from rich.text import Text
 from transformers import PreTrainedConfig
 
 from taut.attention.select import select
-from taut.config import configclass, load
+from taut.config import Decision, configclass, load
 from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.io.console import told_when_slow
 from taut.io.terminal import Terminal
+from taut.methods.method import RunConfig, class_of
 from taut.models import architecture
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
@@ -51,8 +52,7 @@ from taut.plan import (
     without_data,
     workload,
 )
-from taut.run.config import Decision, Run, load_inputs
-from taut.run.training import class_of
+from taut.run.inputs import load_inputs
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Packed
@@ -275,7 +275,7 @@ class Planning:
 
 
 @configclass
-class Plan(Planning, Run):
+class Plan(Planning, RunConfig):
     """A run that is planned and not begun: all keys of ``taut sft`` (of another command where ``method`` names it),
     and"""
 
@@ -289,10 +289,8 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     return run(load(planned_class(class_of(path, rest)), path, overrides))
 
 
-def planned_class(method: type[Run]) -> type[Any]:
+def planned_class(method: type[RunConfig]) -> type[Any]:
     """The configuration of a plan for the runs of a method."""
-    if method is Run:
-        return Plan
     body = {
         "__doc__": Plan.__doc__,
         "__module__": __name__,

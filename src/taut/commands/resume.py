@@ -18,27 +18,17 @@ from taut.commands import train
 from taut.commands.train import Result
 from taut.config import override, replace, restore, user_path
 from taut.errors import ConfigError, DataError, ModelError, OutputError
-from taut.run import training
+from taut.methods import METHODS
+from taut.methods.method import RunConfig
 from taut.train.run_dir import MARK, read_resolved
 
 # The docstring is what ``taut resume --help`` prints. Imports api; the command line and taut itself import this.
 
 
-class Method(NamedTuple):
-    """How a run is begun, and so gone on with."""
-
-    config: type[Any]
-    call: Callable[[Any], Result]
-
-
-METHODS = {name: Method(cls, train.train) for name, cls in training.METHODS.items()}
-
-
 class Begun(NamedTuple):
     """What ``resolved.json`` says of how a run was begun."""
 
-    method: Method
-    config: Any
+    config: RunConfig
     directory: Path
 
 
@@ -69,15 +59,15 @@ def _go_on(named: str, set_on_top: Callable[[Any], Any]) -> Result:
     }
     config = set_on_top(replace(begun.config, fixed))
     with _working_in(begun.directory, is_here=is_here):
-        return begun.method.call(config)
+        return train.train(config)
 
 
 def _read(out: Path) -> Begun:
     resolved, place = read_resolved(out), out / MARK
-    method = next((m for name, m in METHODS.items() if name == resolved.get("method")), None)
-    if method is None:
+    method = resolved.get("method")
+    if method not in list(METHODS):
         raise ConfigError(
-            f"found method={resolved.get('method')!r} at {place}; expected one of {', '.join(METHODS)}; "
+            f"found method={method!r} at {place}; expected one of {', '.join(METHODS)}; "
             f"{_versions(resolved)}"
         )
     config, directory = resolved.get("config"), resolved.get("directory")
@@ -92,7 +82,7 @@ def _read(out: Path) -> Begun:
             f"out={out} resume=true"
         )
     try:
-        return Begun(method, restore(method.config, config, f"at {place}"), Path(directory))
+        return Begun(restore(METHODS[method], config, f"at {place}"), Path(directory))
     except ConfigError as error:
         raise ConfigError(f"{error}; {_versions(resolved)}") from error
 

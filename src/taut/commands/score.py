@@ -28,7 +28,7 @@ from pydantic import Field
 from rich.console import Console
 
 from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.render import Incident, faults_of_pictures
 from taut.data.schema import (
     ANSWER_LISTS,
@@ -130,7 +130,7 @@ class Scored:
     out: Path | None
     seconds: float
     """Without loading the model."""
-    decisions: tuple[tuple[str, str, str], ...]
+    decisions: tuple[Decision, ...]
     mean: float
     deviation: float
     """Of all scores."""

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import describe, to_dict, written
+from taut.config import Decision, describe, to_dict, written
 from taut.data.batching import StepPlan, lay_out, step_plan
 from taut.data.dataset import Dataset
 from taut.data.json_io import shown
@@ -33,11 +33,12 @@ from taut.data.prompts import PromptSet
 from taut.data.render import Incident
 from taut.io.console import counted
 from taut.io.terminal import Terminal
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models.self_test import one_sample_reasons
 from taut.plan import skeleton
-from taut.rl.online import Online
-from taut.run.config import Decision, Inputs, Run, load_inputs
-from taut.run.setup import build_budget, build_method, build_policy, choose
+from taut.run.inputs import load_inputs
+from taut.run.setup import build_budget, build_policy, choose
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Media, Sample
@@ -54,7 +55,7 @@ LONGEST_TARGET = 2_000
 """Characters of a stretch of text that are shown before its middle is left out."""
 
 
-def show(run: Run, console: Console | None = None) -> None:
+def show(run: RunConfig, console: Console | None = None) -> None:
     """Print what ``run`` would do."""
     ranks = distributed.start(run.device)
     inputs = load_inputs(run, ranks)
@@ -63,7 +64,7 @@ def show(run: Run, console: Console | None = None) -> None:
     distributed.stop(ranks)
 
 
-def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
+def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     model = skeleton(run, inputs.config)
     reasons = one_sample_reasons(model, inputs.longest)
     one_sample = "; ".join(reasons) or None
@@ -72,14 +73,15 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     policy, obstacles = build_policy(run, one_sample, has_noise=has_noise)
     decisions = [*inputs.decisions, *choose(run, inputs, ranks.device)[2], *obstacles]
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    method, num_steps, _ = build_method(run, inputs.train)
+    method, num_steps, _ = run.plan(inputs.train)
 
     _section(console, "configuration", *_configuration(run))
     _section(console, "decisions", _decisions(decisions))
     _section(console, "data", _data(inputs))
-    if isinstance(method, Online):
-        _section(console, "plan", Text(_roll_outs(run, method, num_steps)))
-        _section(console, "prompts", *_prompts(method.prompts, inputs.tokenizer))
+    rollouts = run.describe_rollouts(num_steps)
+    if rollouts is not None and isinstance(inputs.train, PromptSet):
+        _section(console, "plan", Text(rollouts))
+        _section(console, "prompts", *_prompts(inputs.train, inputs.tokenizer))
         return
     plans = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
@@ -89,22 +91,12 @@ def _print(run: Run, inputs: Inputs, ranks: Ranks, console: Console) -> None:
     marks = marks_for(console)
     _section(console, "samples", _legend(marks))
     ends = frozenset(inputs.stops.ids)
-    is_read = run.objective.head is not None
+    is_read = run.has_scalar_head
     for sample in inputs.train[:NUM_SAMPLES]:
         view = view_of(_read(sample) if is_read else sample, inputs.tokenizer, ends, marks)
         title = _title_of_read(sample) if is_read else _title(sample, ends)
         console.print(Text(f"\n  {title}", "bold"))
         console.print(_indented(view))
-
-
-def _roll_outs(run: Run, method: Online, num_steps: int) -> str:
-    """What a run that generates does."""
-    how = method.config
-    number = run.batch.samples_per_step * how.minibatches
-    return (
-        f"{counted(num_steps, 'steps')}, {how.updates} on each roll-out: {counted(number, 'prompts')}, "
-        f"{counted(how.n, 'completions')} each, of at most {counted(how.grows, 'tokens')}"
-    )
 
 
 def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
@@ -127,7 +119,7 @@ def _indented(part: Any) -> Padding:
     return Padding(part, (0, 0, 0, 2), expand=False)
 
 
-def _configuration(run: Run) -> Iterator[Table]:
+def _configuration(run: RunConfig) -> Iterator[Table]:
     """What was set, one key a line with its default beside it; then the defaults, a table of keys a line."""
     values = dict(_flat(to_dict(run), {row.key for row in describe(type(run))}))
     given, rest = _grid(3), _grid(2)

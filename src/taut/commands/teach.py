@@ -22,7 +22,7 @@ from pydantic import Field
 from rich.progress import track
 
 from taut.attention.select import select
-from taut.config import ComputeDtype, configclass, user_path
+from taut.config import ComputeDtype, Decision, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.top_logprobs import Top, line_of
@@ -31,14 +31,16 @@ from taut.inference.open import one_device
 from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.methods.distill import require_context, require_same_tokenizer
+from taut.methods.method import RunConfig
+from taut.methods.teacher import require_context
 from taut.models.architecture import head
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.scorer import Scorer
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
-from taut.run.config import Run, load_language, load_stops, longest_sample
+from taut.models.tokens import require_same_tokenizer
+from taut.run.inputs import load_language, load_stops
 from taut.types import Sample
 from taut.vision.image_store import require_alike
 
@@ -76,7 +78,7 @@ class Taught(NamedTuple):
     num_targets: int
     mass: float
     """The mean probability of what is listed for a target."""
-    decisions: list[tuple[str, str, str]]
+    decisions: list[Decision]
 
 
 def run(config: Teach) -> int:
@@ -106,15 +108,16 @@ def teach(config: Teach) -> Taught:
             "the held-out file as data.train in a second call"
         )
     device = one_device(config.device)
-    learner = Run(
+    learner = RunConfig(
         model=config.student or config.model,
         data=config.data,
         trust_remote_code=config.trust_remote_code,
     )
     language = load_language(learner)
-    num_ids = require_same_tokenizer(
-        config.model, language.tokenizer, "model", config.trust_remote_code
+    vocabulary = require_same_tokenizer(
+        config.model, language.tokenizer, "model", config.trust_remote_code, may_have_more=False
     )
+    num_ids = 1 + max(vocabulary.values())
     if config.top > num_ids:
         raise ConfigError(
             f"top={config.top}; expected at most the tokenizer's {num_ids:,} ids; lower it"
@@ -124,7 +127,7 @@ def teach(config: Teach) -> Taught:
         config.data,
         "train",
         language.renderer.stopping_at(stops.ids),
-        longest_sample(learner, language.config),
+        learner.longest_sample(language.config),
     )
     album, trust = language.renderer.album, config.trust_remote_code
     if album is not None and data.report.num_pictures:
@@ -149,7 +152,7 @@ class _Loaded(NamedTuple):
     dtype: torch.dtype
     is_alone: bool
     """Whether it runs one sample at a time."""
-    decisions: list[tuple[str, str, str]]
+    decisions: list[Decision]
 
 
 def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
@@ -169,9 +172,9 @@ def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
     )
     alone = one_sample_reasons(model, longest)
     decisions = [
-        ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
-        ("attention", attention.name, attention.reason),
-        *(("packing", "one sample at a time", reason) for reason in alone),
+        Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        Decision("attention", attention.name, attention.reason),
+        *(Decision("packing", "one sample at a time", reason) for reason in alone),
     ]
     return _Loaded(Scorer(model).eval(), dtype.dtype, bool(alone), decisions)
 

@@ -24,9 +24,7 @@ from typing_extensions import TypedDict
 
 from taut.checks.examine import Examination, before_training, require_known
 from taut.config import first_problem, to_dict, user_path
-from taut.data.batching import Cursor, Good
-from taut.data.dataset import input_paths
-from taut.data.prompts import PromptSet
+from taut.data.batching import Cursor
 from taut.errors import (
     CheckFailed,
     ConfigError,
@@ -39,9 +37,7 @@ from taut.errors import (
     TautError,
     UserCodeError,
 )
-from taut.evals.answers import EvalSampling
 from taut.evals.during import (
-    AnswersConfig,
     Best,
     Evaluations,
     build_answering,
@@ -52,14 +48,14 @@ from taut.evals.during import (
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
-from taut.rewards import files_of
-from taut.rl.online import Online
-from taut.rl.recipe import judging, require_judgeable
-from taut.run.config import Decision, Inputs, Run, load_inputs, rows_of
+from taut.methods.inputs import Inputs, Plan
+from taut.methods.method import RunConfig
+from taut.rewards.in_process import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
+from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
-from taut.run.setup import Built, Plan, build, build_method, engine_of
+from taut.run.setup import Built, build, engine_of
 from taut.train import checkpoint, distributed
 from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks
@@ -118,7 +114,7 @@ class Start:
         return 0 if self.saved is None else self.saved.step
 
 
-def first_day(run: Run, out: Path) -> date | None:
+def first_day(run: RunConfig, out: Path) -> date | None:
     """The day on which the run that is gone on with began; None where none is."""
     if not run.resume or not (out / MARK).is_file():
         return None
@@ -126,11 +122,11 @@ def first_day(run: Run, out: Path) -> date | None:
     return None if day is None else date.fromisoformat(day)
 
 
-def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
+def look(run: RunConfig, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
     """What there is to go on from. Raises TautError where it does not fit; writes nothing."""
     mine = identity_of(run, inputs, ranks)
     if not run.resume or not (out / MARK).is_file():
-        return Start(build_method(run, inputs.train), mine)
+        return Start(run.plan(inputs.train), mine)
     before = read_resolved(out)
     end = _finish(out, run.save.result)
     if end is not None:
@@ -162,7 +158,7 @@ def look(run: Run, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
         )
     num_steps = before.get("num_steps")
     if saved is None:
-        plan = build_method(run, inputs.train)
+        plan = run.plan(inputs.train)
         return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
     identity = saved.meta.identity.model_dump()
     _, rounding, schedule = require_same(identity, mine, saved.path)
@@ -193,9 +189,9 @@ def _finish(out: Path, result: str) -> Finish | None:
         ) from error
 
 
-def _plan(run: Run, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
+def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
     """The steps of a run that has come so far; refused where that is beyond its end."""
-    plan = build_method(run, inputs.train, cursor)
+    plan = run.plan(inputs.train, cursor)
     step = cursor.step
     if step > plan.num_steps or plan.method.cursor(step).samples < cursor.samples:
         raise ConfigError(
@@ -287,8 +283,8 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         for alarm in job.alarms
         if isinstance(alarm, Untouched | Spikes | Divergence)
     }
-    if isinstance(job.method, Online):
-        memories["online"] = job.method
+    if job.method.state is not None:
+        memories["online"] = job.method.state
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
@@ -462,7 +458,7 @@ def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
     is_sound = isinstance(
         error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
     )
-    if not isinstance(job.method, Online) or not is_sound:
+    if not built.run.generates or not is_sound:
         return error
     if job.ranks.size > 1 or not 0 < job.done < job.num_steps:
         return error
@@ -575,8 +571,8 @@ class Result:
         return "; ".join(said) or None
 
 
-def train(run: Run) -> Result:
-    """Train a model on a data set, as the class of the run says (taut/run/training.py).
+def train(run: RunConfig) -> Result:
+    """Train a model by the method of the run (taut/methods).
 
     Raises TautError (what was found, what was expected, what to do) before anything is written; CheckFailed where a
     proof or an alarm stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
@@ -590,7 +586,7 @@ def train(run: Run) -> Result:
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         preparation.enter_context(interrupts.before_training())
         ranks = distributed.start(run.device)
-        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=_inputs(run))
+        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
         with Lock(out) as lock:
             if ranks.is_writer and (out / MARK).is_file():
                 lock.take()
@@ -600,9 +596,8 @@ def train(run: Run) -> Result:
             if start.finished is None:
                 built = build(run, inputs, start.plan, ranks)
                 with closing(built.job.method) as method:
-                    if isinstance(method, Online):  # what cannot be had is refused now
-                        built.decisions.extend(Decision(*it) for it in method.roller.settled)
-                    built.decisions.extend(_told_of_environment(run))
+                    built.decisions.extend(method.open())
+                    built.decisions.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     asked = Asked(before_training(built), evaluations, stop_check)
                     keep_reference(built)
@@ -624,89 +619,41 @@ def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
     return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
 
 
-def show(run: Run) -> None:
+def show(run: RunConfig) -> None:
     """Print the configuration in force, the data report and the first samples, targets coloured. Writes nothing."""
     from taut.commands.show import show as print_run
 
     print_run(run)
 
 
-def _inputs(run: Run) -> list[str]:
-    """What the run reads."""
-    adapter = [run.lora.adapter] if run.lora.adapter else []
-    asked = replace(run.data, train=None, eval=run.eval.answers.data, template=None, cache=None)
-    files = [*map(str, files_of(run.eval.answers.rewards)), *judging(run.eval.answers.rewards)]
-    reference = run.objective.reference
-    others = [reference.model, reference.file] if reference else []
-    if (teacher := run.objective.teacher) is not None:
-        others += [teacher.teacher, teacher.top_logprobs, teacher.eval_top_logprobs]
-    if (online := run.objective.online) is not None:
-        others += [online.critic.model if online.critic else None]
-        others += [*map(str, online.files), *judging(online.rewards)]
-    named = [path for path in others if path]
-    return [run.model, *adapter, *named, *input_paths(run.data), *input_paths(asked), *files]
-
-
 def _stop_check(built: Built) -> StopCheck:
     """Whether the model ends its answers; asked before it is saved."""
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
-    if run.objective.head is not None:
+    if run.has_scalar_head:
         return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
-    asked = data.prompts() if isinstance(data, PromptSet) else Good(rows_of(run, data))
-    check = prepare(run.stop, asked, inputs.stops.ids, engine_of(built), built.job, run.seed)
-    online = run.objective.online
-    remedy = "" if online is None else online.ends_remedy
-    return replace(check, is_taught=run.objective.is_taught_ends, remedy=remedy)
-
-
-def _answers(run: Run) -> AnswersConfig:
-    """How held-out answers are judged: of a run that generates as in training, where nothing else is said."""
-    answers, online = run.eval.answers, run.objective.online
-    is_asked = bool(run.data.eval) or answers.is_asked_for
-    if online is None or answers.rewards or not run.has_rewards or not is_asked:
-        return answers
-    rollout, asked = online.rollout, answers.sampling
-    is_set = asked.max_new_tokens != EvalSampling().max_new_tokens
-    return replace(
-        answers,
-        rewards=online.rewards,
-        reference=answers.reference or rollout.reference,
-        sampling=replace(
-            asked,
-            max_new_tokens=asked.max_new_tokens if is_set else rollout.max_new_tokens,
-            stop=asked.stop or rollout.stop,
-        ),
-    )
-
-
-def _told_of_environment(run: Run) -> list[Decision]:
-    """That held-out answers have none."""
-    online = run.objective.online
-    if online is None or not online.rollout.environment.is_on or not run.data.eval:
-        return []
-    reason = "they are judged without rollout.environment, which answers roll-outs alone"
-    asked = "asked" if run.eval.answers.rewards else "not asked"
-    return [Decision("held-out answers", asked, f"eval.answers.rewards; {reason}")]
+    questions, engine = run.questions(data), engine_of(built)
+    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.job, run.seed)
+    return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
     run, inputs, job = built.run, built.inputs, built.job
     found = []
-    if inputs.eval is not None and run.objective.online is None:
-        found.append(held_out(rows_of(run, inputs.eval), run.eval.every, job))
-    if run.objective.head is not None and run.eval.answers.rewards:
+    if inputs.eval is not None and not run.generates:
+        found.append(held_out(run.rows_of(inputs.eval), run.eval.every, job))
+    if run.has_scalar_head and run.eval.answers.rewards:
         raise ConfigError(
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
-    answers, make_engine = _answers(run), engine_of(built)
+    answers, make_engine = run.held_out_answers, engine_of(built)
     require_judgeable(answers.rewards, job.ranks.size)
-    kind = run.objective.kind
-    answering = build_answering(answers, run.data, inputs.renderer, make_engine, job, kind)
+    renderer, kind = inputs.renderer, run.row_kind
+    answering = build_answering(answers, run.data, renderer, make_engine, job, kind)
     if answering is not None:
         found.append(answering.as_evaluation())
-        settled = [Decision(*it) for it in answering.decisions]
+        settled = answering.decisions
         built.decisions.extend(it for it in settled if it not in built.decisions)
     if run.eval.best is None:
         if run.checkpoint.keep_best:

@@ -88,6 +88,10 @@ class PromptRow:
     media: tuple[Media, ...] = ()
     """The images among the ids, ascending."""
 
+    def as_prompt(self) -> Prompt:
+        """The row as an engine takes it."""
+        return Prompt(self.id, self.ids_T, media=self.media)
+
 
 @dataclass(frozen=True, slots=True)
 class _Unrendered:

@@ -23,7 +23,7 @@ from taut.demo import fetch, show
 from taut.demo.ask import Report, ask
 from taut.demo.reading import Document, read_documents, split_documents, write_rows
 from taut.errors import ConfigError
-from taut.run.config import Run
+from taut.methods.method import RunConfig
 from taut.train.log.events import read_events
 from taut.train.run_dir import require_usable
 
@@ -88,10 +88,10 @@ def parse(overrides: Sequence[str]) -> Plan:
     return plan
 
 
-def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> Run:
+def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> RunConfig:
     """The training run of a plan."""
     own = [f"model={model}", f"data.train={train}", f"data.eval={held_out}", f"out={plan.out}"]
-    return load(Run, None, [*own, *plan.run])
+    return load(RunConfig, None, [*own, *plan.run])
 
 
 def tell(plan: Plan) -> None:

@@ -17,7 +17,7 @@ from taut.errors import DataError
 from taut.evals.report import Answer
 from taut.inference.engine import Engine, OnDone, Sampling
 from taut.rewards import Answered, Panel
-from taut.types import Completion, Prompt
+from taut.types import Completion
 
 
 @configclass
@@ -36,12 +36,7 @@ def answer(
     on_done: OnDone | None = None,
 ) -> list[Answer]:
     """The judged answers to every row, in the order of rows and samples; without a panel nobody judges them."""
-    return judge(rows, engine.generate(prompts_of(rows), sampling, on_done), panel)
-
-
-def prompts_of(rows: Sequence[PromptRow]) -> list[Prompt]:
-    """What an engine takes."""
-    return [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
+    return judge(rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), panel)
 
 
 def judge(

@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut import losses
-from taut.config import configclass, first_problem, to_dict
+from taut.config import Decision, configclass, first_problem, to_dict
 from taut.data.batching import Rows
 from taut.data.dataset import DataConfig, sources
 from taut.data.prompts import PromptRow, load_prompts
@@ -26,7 +26,7 @@ from taut.data.render import Incident, Renderer
 from taut.data.schema import Kind
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
-from taut.evals.answers import EvalSampling, answer, prompts_of, require_scorable
+from taut.evals.answers import EvalSampling, answer, require_scorable
 from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
 from taut.evals.statistics import Calibration, calibrate
 from taut.inference.engine import Engine, require_usable
@@ -392,13 +392,13 @@ class Answering:
         return values
 
     @property
-    def decisions(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what was chosen for the user."""
+    def decisions(self) -> list[Decision]:
+        """What was chosen for the user."""
         found = [] if self.panel is None else list(self.panel.decisions)
         if self.left_out:
             first = self.left_out[0]
             value = f"without {len(self.left_out):,} of the prompts"
-            found.append(("eval.answers", value, f"{first.place}: {first.reason}"))
+            found.append(Decision("eval.answers", value, f"{first.place}: {first.reason}"))
         return found
 
     def as_evaluation(self) -> Evaluation:
@@ -445,7 +445,7 @@ def build_answering(
     if panel is not None:
         require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
-    require_usable(prompts_of(rows), engine.context)
+    require_usable([row.as_prompt() for row in rows], engine.context)
     return Answering(config, rows, [part.label for part in parts], panel, engine, job, left_out)
 
 

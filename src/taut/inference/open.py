@@ -15,14 +15,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.select import select
-from taut.config import ComputeDtype, configclass, home_path
+from taut.config import ComputeDtype, Decision, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
@@ -110,10 +110,6 @@ class ModelUse:
                 )
 
 
-Decision: TypeAlias = tuple[str, str, str]
-"""(name, value, reason) of what was settled for the user."""
-
-
 @dataclass(frozen=True)
 class Opened:
     """An engine and what its prompts are made with. ``with`` closes it."""
@@ -159,7 +155,7 @@ def open_renderer(use: ModelUse) -> Rendering:
     tokenizer_path = use.model
     if use.adapter is not None and has_tokenizer(use.adapter):
         tokenizer_path = use.adapter
-        decisions.append(("tokenizer", use.adapter, "the adapter brings its own"))
+        decisions.append(Decision("tokenizer", use.adapter, "the adapter brings its own"))
     tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
     album = open_album(
         use.model,
@@ -172,7 +168,7 @@ def open_renderer(use: ModelUse) -> Rendering:
     )
     renderer = Renderer(tokenizer, read_template(use.template), key="template", album=album)
     stops = derive_stop_set(renderer, inherited_ends(use.model, config))
-    decisions.append(("stop", *described(stops, renderer.template)))
+    decisions.append(Decision("stop", *described(stops, renderer.template)))
     return Rendering(config, renderer, stops, decisions)
 
 
@@ -216,8 +212,8 @@ def _local(use: ModelUse, rendering: Rendering) -> Opened:
     decisions = [
         *rendering.decisions,
         *reasons,
-        ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
-        ("attention", chosen.name, chosen.reason),
+        Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        Decision("attention", chosen.name, chosen.reason),
     ]
     scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
     compute = partial(inference_context, dtype.dtype)
@@ -245,7 +241,7 @@ def _exact_context(use: ModelUse, config: PreTrainedConfig) -> tuple[int | None,
     context, rope = context_length(config), architecture.length_dependent_rope(skeleton)
     if rope is not None and (context is None or context > rope[1]):
         reason = f"{rope[0]} RoPE depends on the sequence's length beyond it"
-        return rope[1], [("context", str(rope[1]), reason)]
+        return rope[1], [Decision("context", str(rope[1]), reason)]
     return context, []
 
 

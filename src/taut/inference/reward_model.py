@@ -30,7 +30,7 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 
 from taut.attention.select import select
-from taut.config import ComputeDtype, configclass, from_mapping, to_dict
+from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
 from taut.data.cache import default_directory
 from taut.data.chat_template import checked
 from taut.data.messages import Completion, Conversation, images_of, read_conversation, text_of
@@ -38,7 +38,7 @@ from taut.data.packing import ALONE, PackPolicy, common_prefix, pack, prefix_ord
 from taut.data.render import Renderer, render_any
 from taut.data.schema import Answers, AnyRow, Stepwise
 from taut.errors import DataError, EngineError, NonFiniteError, OutOfMemory, TautError
-from taut.inference.open import PROVED, Decision, inference_context, one_device, read_template
+from taut.inference.open import PROVED, inference_context, one_device, read_template
 from taut.models import architecture
 from taut.models.load import context_length, load_config, load_tokenizer
 from taut.models.precision import ChosenDtype, resolve_dtype
@@ -202,8 +202,8 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     dtype = _dtype(use.dtype, device)
     chosen = select(use.attention, device, dtype.dtype, config)
     decisions += [
-        ("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
-        ("attention", chosen.name, chosen.reason),
+        Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        Decision("attention", chosen.name, chosen.reason),
     ]
     model = load_reward_model(
         use.model,
@@ -218,7 +218,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     compute = partial(inference_context, dtype.dtype)
     proof = prove(scorer, compute(), dtype.dtype, context or PROVED)
     if proof.one_sample is not None:
-        decisions.append(("packing", "one sample at a time", proof.one_sample))
+        decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
     return Judge(
         scorer=scorer,
         renderer=renderer,
@@ -244,7 +244,7 @@ def _exact_context(
     context, rope = context_length(config), architecture.length_dependent_rope(skeleton)
     if rope is not None and (context is None or context > rope[1]):
         reason = f"{rope[0]} RoPE depends on the batch's longest sample beyond it"
-        return rope[1], [("context", str(rope[1]), reason)]
+        return rope[1], [Decision("context", str(rope[1]), reason)]
     return context, []
 
 

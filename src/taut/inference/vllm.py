@@ -34,7 +34,7 @@ import numpy as np
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError, EngineError, RequestRefused
 from taut.inference.engine import (
     OnDone,
@@ -187,12 +187,12 @@ class ServerEngine:
         return min(limits, default=None)
 
     @property
-    def decisions(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what the server settled."""
+    def decisions(self) -> list[Decision]:
+        """What the server settled."""
         named = "as asked" if self.config.name is not None else "the only model it serves"
         kind = "what it answers at temperature 1 and at 2 with top_k=1"
         key = f"{self.endpoint.section}server.name"
-        return [(key, self.name, named), ("server log-probs", self.kind, kind)]
+        return [Decision(key, self.name, named), Decision("server log-probs", self.kind, kind)]
 
     def unaided(self) -> ServerEngine:
         """The same endpoint, told no stop token: it ends a completion where it does so for everybody."""

@@ -1,6 +1,6 @@
-"""Advantages: how much better a sample, or a token, did than was to be expected. Pure functions, no model.
+"""Advantages from rewards, and the shaping of rewards by length and finish. Pure functions, no model.
 
-An ``Estimator`` turns the rewards r of a roll-out's samples into an advantage for each sampled token. With the groups
+An ``Estimator`` turns the rewards r of a rollout's samples into an advantage for each sampled token. With the groups
 (the answers to one prompt, n of them, mean m, standard deviation s with n - 1), samples compare as follows:
 
     group                  (r - m) / (s + 1e-4)             GRPO, arXiv 2402.03300; 1e-4 as TRL has it
@@ -17,13 +17,13 @@ An ``Estimator`` turns the rewards r of a roll-out's samples into an advantage f
                                                             PKPO, arXiv 2505.15201, s^(loo-1): unbiased for the expected
                                                             best of k, which is pass@k for rewards of 0 and 1
 
-Every token of a sample has the sample's number. A group of one, or one whose rewards are all alike, compares to exactly
-0: nothing is learned of it. (reinforce_pp compares across groups; there it is the roll-out that must differ.)
+Every token of a sample has the sample's advantage. A group of one, or one whose rewards are all equal, has exactly 0
+and teaches nothing. (reinforce_pp compares across groups; there the rewards of the rollout must differ.)
 
-"Whitened over tokens" is (x - mean) / deviation, both taken over all sampled tokens of the roll-out, so a long sample
+"Whitened over tokens" is (x - mean) / deviation, both taken over all sampled tokens of the rollout, so a long sample
 counts for more than a short one: the batch normalisation of arXiv 2501.03262, and what verl (masked_whiten over the
 response mask) and OpenRLHF (over the action mask) compute. The mean over tokens is not the mean over samples, so with
-reinforce_pp_baseline a group whose rewards are all alike gets the offset that all tokens get.
+reinforce_pp_baseline a group whose rewards are all equal gets the offset that all tokens get.
 
 Penalties p (the divergence from the reference, by token) are not part of r. Each estimator charges them without
 scaling them:
@@ -35,15 +35,21 @@ scaling them:
 For mean and rloo that is the same as a reward of r + p. For group it is what keeps a coefficient's meaning: were p part
 of the reward, then in a group of equal rewards the small differences of p would be divided by their own deviation and
 become advantages of size 1. OpenRLHF's group_norm normalises the rewards alone, too. Whitening takes in p, as in verl
-and OpenRLHF; where no reward of the roll-out stands out it only removes the mean.
+and OpenRLHF; where all rewards of the rollout are equal it only removes the mean.
 
 ``gae`` is for a critic (arXiv 1506.02438): one path's tokens, with d_t = r_t + gamma V_(t+1) - V_t,
 
     A_t = d_t + gamma lam A_(t+1),    return_t = A_t + V_t
 
-Rewards are float64 and whole: over all ranks, before the roll-out is cut into steps.
+Rewards are float64 and complete: over all ranks, before the rollout is cut into steps.
 
-May import errors and torch only.
+Shaping is applied to rewards before advantages are computed, from values [S] of the rollout's samples:
+
+    unfinished      -penalty where a path did not stop on its own: by its finish_reason, no id is searched for
+    soft_overlong   0 up to limit - margin tokens, then falling to -1 at the limit       DAPO, arXiv 2503.14476, eq. 13
+    length_cost     -coef * length / limit
+
+An overlong filter (DAPO) is no shaping: samples that were cut are left out of the step, and count in no denominator.
 """
 
 from __future__ import annotations
@@ -63,12 +69,17 @@ from taut.types import FinishReason
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(reward_S, group_S) -> advantage_S: float64 [S], int64 [S] of any numbers."""
 ALIKE = 1e-12
-"""Rewards that differ by no more are alike: sums of parts come in any order, and rounding is no signal."""
+"""Rewards that differ by no more count as equal: their parts are summed in any order, and rounding is no signal."""
 EPSILON = 1e-4
+NO_SPREAD = 1e-9
+"""A deviation below this fraction of the mean (of 1 where that is smaller) is rounding."""
+
+
+# -- comparing the samples of a group --------------------------------------------------------------
 
 
 def are_alike(rewards: Sequence[float]) -> bool:
-    """Whether there is nothing to be told apart; so it is of one, and of none."""
+    """Whether all rewards are equal; true for one and for none."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ALIKE
 
 
@@ -92,7 +103,7 @@ def rloo(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def ungrouped(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """r - the mean of the roll-out"""
+    """r - the mean of the rollout"""
     return mean(reward_S, torch.zeros_like(group_S))
 
 
@@ -110,7 +121,7 @@ def maxrl(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
-    """By how much a sample raises the best of k; a group smaller than k is taken as its own k. k = 1 is rloo."""
+    """How much a sample raises the best of k; for a group smaller than k, k is its size. k = 1 is rloo."""
     if k == 1:
         return rloo(reward_S, group_S)
     advantage_S = torch.zeros_like(reward_S)
@@ -123,35 +134,61 @@ def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
 
 
 def _raised(reward_G: Tensor, k: int) -> Tensor:
-    """Of one group. Sorted from below, a subset without i whose best is the j-th has C(j, k - 2) others to choose; i
-    raises it by r_i - r_j where j is below i.
+    """``pass_at_k`` of one group. In ascending order, C(j, k - 2) subsets without i have the j-th as their best; i
+    raises each by r_i - r_j where j is below i.
     """
     size = reward_G.numel()
     sorted_G, order = reward_G.sort()
-    shares = [
-        math.comb(j, k - 2) / math.comb(size, k) for j in range(size)
-    ]  # exact integers, of any size
+    # exact integers, of any size
+    shares = [math.comb(j, k - 2) / math.comb(size, k) for j in range(size)]
     share_G = torch.tensor(shares, dtype=reward_G.dtype)
     above_GG = (sorted_G[:, None] - sorted_G[None, :]).clamp(min=0)
     raised_G = above_GG @ share_G * size
     return torch.empty_like(reward_G).index_copy(0, order, raised_G)
 
 
+def _centred(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
+    """n and r - m, which is exactly 0 (free of rounding) in groups whose rewards are all equal."""
+    count_S = _per_group(torch.ones_like(reward_S), group_S)
+    centred_S = reward_S - _per_group(reward_S, group_S) / count_S
+    num_groups, index_S = _numbered(group_S)
+    extreme = reward_S.new_zeros(num_groups)
+    most = extreme.scatter_reduce(0, index_S, reward_S, "amax", include_self=False)
+    least = extreme.scatter_reduce(0, index_S, reward_S, "amin", include_self=False)
+    return count_S, centred_S.masked_fill((most - least <= ALIKE)[index_S], 0.0)
+
+
+def _per_group(value_S: Tensor, group_S: Tensor) -> Tensor:
+    """The sum over each sample's group, [S]."""
+    num_groups, index_S = _numbered(group_S)
+    total = value_S.new_zeros(num_groups).index_add(0, index_S, value_S)
+    return total.index_select(0, index_S)
+
+
+def _numbered(group_S: Tensor) -> tuple[int, Tensor]:
+    """The number of groups, and each sample's group as 0, 1, ..."""
+    groups, index_S = torch.unique(group_S, return_inverse=True)
+    return groups.numel(), index_S
+
+
+# -- advantages of tokens --------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Estimator:
-    """Rewards and penalties of a roll-out -> the advantage of each token."""
+    """Rewards and penalties of a rollout -> the advantage of each token."""
 
     compare: Compare
-    """What a sample's reward is worth; its tokens share the number."""
+    """A sample's advantage from its reward; all of its tokens have it."""
     charge: Compare | None
-    """The same for the sum of a sample's penalties. None: each token is charged for itself and those after it."""
+    """The same for the sum of a sample's penalties. None: each token has the sum of its own and all later ones."""
     is_whitened: bool = False
-    """Whether all tokens of the roll-out are then brought to mean 0 and standard deviation 1."""
+    """Whether all tokens of the rollout are then normalised to mean 0 and standard deviation 1."""
 
     def __call__(
         self, reward_S: Tensor, group_S: Tensor, penalties: Sequence[Tensor]
     ) -> list[Tensor]:
-        """advantage_N of each sample. ``penalties``: [N] of each, 0 where there are none."""
+        """advantage_N of each sample. ``penalties``: [N] for each sample, 0 without penalties."""
         compared_S = self.compare(reward_S, group_S)
         if self.charge is None:
             charged = [penalty_N.flip(0).cumsum(0).flip(0) for penalty_N in penalties]
@@ -167,7 +204,7 @@ class Estimator:
             advantage_N = whiten(advantage_N)
         else:
             advantage_N = advantage_N - advantage_N.mean()
-        return list(torch.split(advantage_N, [one.numel() for one in advantages]))
+        return list(torch.split(advantage_N, [a.numel() for a in advantages]))
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -183,14 +220,14 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def whiten(value: Tensor) -> Tensor:
-    """(x - mean) / (standard deviation + 1e-8) of all of them; 0 where they are all alike."""
+    """(x - mean) / (standard deviation + 1e-8); 0 where all values are equal."""
     if _deviation(value) == 0:
         return torch.zeros_like(value)
     return (value - value.mean()) / (_deviation(value) + 1e-8)
 
 
 def _deviation(value: Tensor) -> float:
-    """The standard deviation with n - 1, exactly 0 of one and of what is all alike."""
+    """The standard deviation with n - 1; exactly 0 for one value and for equal values."""
     if are_alike(value.tolist()):
         return 0.0
     return float(value.std())
@@ -200,99 +237,59 @@ def gae(
     reward_N: Tensor, value_N: Tensor, bootstrap: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """(advantage_N, return_N) of one path. ``value_N``: V of the state in which each token was chosen. ``bootstrap``: V
-    of the state after the last token. 0 where ``reward_N`` holds the reward of the whole path.
+    of the state after the last token; 0 where ``reward_N`` contains the reward of the whole path.
     """
     rewards, values = reward_N.tolist(), value_N.tolist()
     advantages = [0.0] * len(rewards)
-    after, following = bootstrap, 0.0
+    next_value, next_advantage = bootstrap, 0.0
     for t in range(len(rewards) - 1, -1, -1):
-        following = rewards[t] + gamma * after - values[t] + gamma * lam * following
-        advantages[t], after = following, values[t]
+        delta = rewards[t] + gamma * next_value - values[t]
+        next_advantage = delta + gamma * lam * next_advantage
+        advantages[t], next_value = next_advantage, values[t]
     advantage_N = torch.tensor(advantages, dtype=torch.float64)
     return advantage_N, advantage_N + value_N
 
 
-def _numbered(group_S: Tensor) -> tuple[int, Tensor]:
-    """How many groups there are, and the groups as 0, 1, ..."""
-    groups, index_S = torch.unique(group_S, return_inverse=True)
-    return groups.numel(), index_S
-
-
-def _per_group(value_S: Tensor, group_S: Tensor) -> Tensor:
-    """The sum of each sample's group, at the sample."""
-    num_groups, index_S = _numbered(group_S)
-    total = value_S.new_zeros(num_groups).index_add(0, index_S, value_S)
-    return total.index_select(0, index_S)
-
-
-def _centred(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
-    """n and r - m, exactly 0 in groups whose rewards are all alike, which rounding would not leave so."""
-    count_S = _per_group(torch.ones_like(reward_S), group_S)
-    centred_S = reward_S - _per_group(reward_S, group_S) / count_S
-    num_groups, index_S = _numbered(group_S)
-    extreme = reward_S.new_zeros(num_groups)
-    most = extreme.scatter_reduce(0, index_S, reward_S, "amax", include_self=False)
-    least = extreme.scatter_reduce(0, index_S, reward_S, "amin", include_self=False)
-    return count_S, centred_S.masked_fill((most - least <= ALIKE)[index_S], 0.0)
-
-
-# --------------------------------------------------------------------------------------------------
-# Shaping of rewards by facts of the path: pure functions, applied before advantages are made.
-#
-# Each takes what the samples of a roll-out have, [S], and gives rewards, or what is added to them:
-#
-#   unfinished      -penalty where a path did not stop of itself: its finish_reason says so, no id is searched for
-#   soft_overlong   0 up to limit - margin tokens, then falling to -1 at the limit       DAPO, arXiv 2503.14476, eq. 13
-#   length_cost     -coef * length / limit
-#
-# An overlong filter (DAPO) is no shaping: samples that were cut are left out of the step, and count in no denominator.
-#
-# ``Scale`` is the running mean and spread of what rewards there were, merged roll-out by roll-out (Chan et al., 1979):
-# state of a checkpoint, three numbers.
-#
-# May import types and torch only.
-
-NO_SPREAD = 1e-9
-"""A spread that is less than this part of the mean (of 1 where that is smaller) is of rounding."""
+# -- shaping of rewards ----------------------------------------------------------------------------
 
 
 def stopped(finish_reasons: Sequence[FinishReason]) -> Tensor:
-    """bool [S]: which paths ended of themselves."""
+    """bool [S]: which paths stopped on their own."""
     return torch.tensor([reason == "stop" for reason in finish_reasons], dtype=torch.bool)
 
 
 def unfinished(finish_reasons: Sequence[FinishReason], penalty: float) -> Tensor:
-    """What is added to the rewards of paths that were cut."""
+    """The reward of paths that were cut."""
     return -penalty * (~stopped(finish_reasons)).double()
 
 
 def soft_overlong(length_S: Tensor, *, limit: int, margin: int) -> Tensor:
-    """What is added for lengths that come near the limit: 0 to -1."""
+    """The reward for lengths near the limit: 0 to -1."""
     over_S = (length_S.double() - (limit - margin)) / margin
     return -over_S.clamp(0.0, 1.0)
 
 
 def length_cost(length_S: Tensor, *, limit: int, coef: float) -> Tensor:
-    """What is added for lengths, in proportion."""
+    """The reward for lengths, proportional to them."""
     return -coef * length_S.double() / limit
 
 
 def clip(reward_S: Tensor, size: float) -> Tensor:
-    """Rewards held between -size and size."""
+    """Rewards clipped to between -size and size."""
     return reward_S.clamp(-size, size)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and spread of rewards so far."""
+    """Running mean and deviation of rewards, merged rollout by rollout (Chan et al., 1979). Part of a checkpoint."""
 
     count: int = 0
     mean: float = 0.0
     square: float = 0.0
-    """The sum of squared distances from the mean."""
+    """Sum of squared distances from the mean."""
 
     def merged(self, reward_S: Tensor) -> Scale:
-        """With these rewards, too."""
+        """The statistics with these rewards added."""
         count, mean = reward_S.numel(), float(reward_S.mean()) if reward_S.numel() else 0.0
         square = float(((reward_S - mean) ** 2).sum())
         total, gap = self.count + count, mean - self.mean
@@ -306,10 +303,10 @@ class Scale:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation, with count - 1; 0 of fewer than two."""
+        """The standard deviation, with count - 1; 0 for fewer than two rewards."""
         return math.sqrt(self.square / (self.count - 1)) if self.count > 1 else 0.0
 
     def scaled(self, reward_S: Tensor) -> Tensor:
-        """The rewards by the spread; none, or one of rounding alone, divides nothing."""
+        """The rewards divided by the deviation, unless that is 0 or rounding."""
         is_spread = self.deviation > NO_SPREAD * max(1.0, abs(self.mean))
         return reward_S / self.deviation if is_spread else reward_S

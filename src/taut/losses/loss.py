@@ -1,7 +1,7 @@
-"""What a loss is: sums of terms over a micro-batch, and what they are divided by.
+"""The base class of losses: sums of terms over a micro-batch, and the units by which the loop divides them.
 
 A loss returns the *sum* of each of its terms, its coefficient included. The loop divides by one denominator per term,
-counted over all micro-batches and ranks before the first backward from what ``units`` says:
+counted over all micro-batches and ranks before the first backward, of the unit that ``units`` names:
 
     token          the sum of ``weight_N``
     better_token   the same over the targets of preferred answers (``best_S``)
@@ -9,12 +9,12 @@ counted over all micro-batches and ranks before the first backward from what ``u
     pair           the number of pairs
     read           the number of reads of a scalar head
 
-A loss that needs something of the whole step (a mean, an order) says what is to be gathered (``observe``) and what is
-made of it (``statistics``); a pass without gradient gathers it, and it is there as ``packed.stats``, constants. A
-statistic whose name ends in ``_S`` or ``_P`` has an entry for each sample or pair of the step, and each micro-batch is
-given its own.
+A loss that needs a statistic of the whole step (a mean, an order) gathers tensors in a pass without gradient
+(``observe``) and computes it from those of all micro-batches and ranks (``statistics``); it reads the result, a
+constant, from ``packed.stats``. A statistic whose name ends in ``_S`` or ``_P`` has an entry for each sample or pair of
+the step, of which each micro-batch gets its own.
 
-May import types, errors and torch only.
+At the end are the small functions that several losses share. Losses import types, errors and torch only.
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from taut.types import LossSum, Packed, Scores, Wants
 
+Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+"""name -> (sum, count), detached."""
 Unit: TypeAlias = Literal["token", "better_token", "sequence", "pair", "read"]
 
 
 class Predictions(NamedTuple):
-    """What a model foretells, and what it came to: how far its probabilities can be believed."""
+    """A model's predicted probabilities and the outcomes on held-out data, for its calibration."""
 
     probability: Tensor
     outcome: Tensor
-    """1 where it came true, 0 where not, 0.5 where neither can be said."""
+    """1 where the prediction came true, 0 where not, 0.5 where it is undecided."""
     lowest: float
-    """The least probability there can be."""
+    """The smallest probability that can be predicted."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The base of all losses: what most of them need not say."""
+    """The base of all losses, with the defaults that fit most of them."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Streams of ``Packed`` it reads."""
+        """Streams of ``Packed`` that the loss reads."""
         return ()
 
     @property
     def needs_values(self) -> tuple[str, ...]:
-        """Values of samples it reads."""
+        """Values of samples that the loss reads."""
         return ()
 
     @property
     def observes(self) -> bool:
-        """Whether it needs statistics of the whole step."""
+        """Whether the loss needs statistics of the whole step."""
         return False
 
     @property
@@ -66,24 +69,24 @@ class Loss:
 
     @property
     def wants(self) -> Wants:
-        """What the model is asked for."""
+        """The scores that the loss needs from the model."""
         return Wants()
 
     @property
     def is_cost(self) -> bool:
-        """Whether a larger value means a worse model. That of policy gradients does not: it starts near 0 and changes
-        sign.
+        """Whether a larger value means a worse model. Not so for policy gradients: their value starts near 0 and
+        changes sign.
         """
         return True
 
     @property
     def may_be_satisfied(self) -> bool:
-        """Whether it reaches 0, and its gradient with it, at scores that are nothing unusual (a hinge)."""
+        """Whether the loss and its gradient reach 0 at ordinary scores (a hinge)."""
         return False
 
     @property
     def best_by(self) -> tuple[str, ...]:
-        """Metrics by which the best model may be chosen; the larger, the better."""
+        """Metrics by which the best model can be chosen; larger is better."""
         return ()
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
@@ -91,25 +94,25 @@ class Loss:
         raise NotImplementedError
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Numbers that are made of a step's means."""
+        """Numbers computed from a step's means."""
         return {}
 
     def predictions(self, scores: Scores, packed: Packed) -> Predictions | None:
-        """What held-out data show of the model's probabilities; None: it gives none."""
+        """Probabilities and outcomes on held-out data; None for a loss without probabilities."""
         return None
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
-        """d term / d logp_N [N] for each term where they are known before the forward; else None. Where a divergence is
-        wanted: d term / d (logp_N, divergence_N), [2, N].
+        """d term / d logp_N [N] for each term where they are known before the forward; else None. With a divergence:
+        d term / d (logp_N, divergence_N), [2, N].
         """
         return None
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
-        """What is gathered of a micro-batch, without gradient: tensors that are joined along their first axis."""
+        """Tensors to gather from a micro-batch, without gradient; they are joined along their first axis."""
         return {}
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is made of it, all micro-batches and ranks together."""
+        """The statistics, from the tensors of all micro-batches and ranks."""
         return {}
 
 
@@ -126,3 +129,29 @@ def count(unit: Unit, packed: Packed) -> float:
             return float(packed.num_pairs)
         case "read":
             return float(packed.num_reads)
+
+
+# -- shared by several losses ----------------------------------------------------------------------
+
+STEEPEST = 30.0
+"""``relative_power`` continues along its tangent where it would grow faster than e to this: values and gradients stay
+finite for any log-ratio, and float32 holds their squares."""
+
+
+def relative_power(log_S: Tensor, power: float) -> Tensor:
+    """(u^power - 1) / power for u = e^log_S; log_S itself at power 0. Along its tangent beyond ``STEEPEST``."""
+    if power == 0:
+        return log_S
+    exponent = power * log_S
+    held = exponent.clamp_max(STEEPEST)
+    return (held.expm1() + held.exp() * (exponent - held)) / power
+
+
+def mean(value: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) of a tensor's entries."""
+    return value.detach().sum(), torch.tensor(float(value.numel()))
+
+
+def share_above(value: Tensor, threshold: float | Tensor = 0.0) -> Tensor:
+    """How many are above the threshold; ties count half, so that a constant model scores 0.5."""
+    return (value > threshold).sum() + 0.5 * (value == threshold).sum()

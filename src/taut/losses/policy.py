@@ -1,7 +1,13 @@
-"""What a sampled token costs: the surrogates of policy gradients. One function and one entry for each.
+"""Policy gradients: PPO, GRPO and their family, on the tokens sampled in a rollout.
 
-With a sampled token's log-ratio u = log pi - log old, its ratio r = e^u, its advantage A, the bounds low and high, and
-clip(x) = x held between 1 - low and 1 + high. The cost, whose gradient goes down:
+    PolicyGradient   the loss: policy term, KL term, entropy term, value term
+    SURROGATES       the policy term's cost of a token, one function and one entry each
+    Kl, estimate     the divergence from the reference
+    Correction       weights for the difference between the engine that sampled and the trainer
+    Critic           the value term
+
+The surrogates. With a sampled token's log-ratio u = log pi - log old, its ratio r = e^u, its advantage A, the bounds
+low and high, and clip(x) = x held between 1 - low and 1 + high, the cost, to be minimised:
 
     clip         -min(r A, clip(r) A)                       PPO, arXiv 1707.06347, eq. 7; high apart from low: DAPO's
                                                             clip-higher, 2503.14476. With a dual clip c, not below c A
@@ -12,19 +18,19 @@ clip(x) = x held between 1 - low and 1 + high. The cost, whose gradient goes dow
                                                             GSPO-token, eq. 13 to 14
     cispo        -sg(clip(r)) A log pi                      CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 to 5. low = 1 is
                                                             no lower bound; 1 + high is TRL's epsilon_high
-    sapo         -(4 / t) sigmoid(t (r - 1)) A, t another one where A > 0 than elsewhere
+    sapo         -(4 / t) sigmoid(t (r - 1)) A, with one t where A > 0 and another elsewhere
                                                             SAPO, arXiv 2511.20347
     gmpo         -e^(mean of v over the sample's targets) A, v = u held between -low and high on the side on which clip
                  would hold it: min(u, held u) where A > 0, else max
                                                             GMPO, arXiv 2507.20673: bounds of log-ratios
     reinforce    -A log pi                                  REINFORCE (Williams, 1992): reads no ratio
 
-sg: a constant of the gradient. Where the policy is the old one, u = 0, every one has the gradient of reinforce; gspo
-and gmpo have it of the mean of A over the sample, which is A where it is one number a sample.
+sg: a constant of the gradient. Where the policy is the old one, u = 0, all have the gradient of reinforce; gspo and
+gmpo that of the mean of A over the sample, which equals A where all of a sample's tokens have one advantage.
 
-r is e^u up to e^30 and goes on along its tangent from there: values and gradients are finite for any log-ratio.
+r is e^u up to e^30 and continues along its tangent from there: values and gradients are finite for any log-ratio.
 
-May import types, torch and losses.answers. losses.policy imports it.
+Groups and rewards are unknown here: losses/advantages.py computes advantages.
 """
 
 from __future__ import annotations
@@ -37,22 +43,23 @@ import torch
 from torch import Tensor
 
 from taut.errors import ConfigError
-from taut.losses.loss import Loss, Unit
-from taut.losses.reward import STEEPEST, Metrics, mean, relative_power
+from taut.losses.loss import STEEPEST, Loss, Metrics, Unit, mean, relative_power
 from taut.types import LossSum, Packed, Scores, Wants
+
+# -- surrogates ------------------------------------------------------------------------------------
 
 
 class Bounds(NamedTuple):
-    """The constants of the surrogates."""
+    """Constants of the surrogates."""
 
     low: float
     high: float
     dual: float | None = None
-    """Of clip, gspo and gspo_token: the largest ratio that counts where the advantage is negative."""
+    """Dual clip of clip, gspo and gspo_token: the largest ratio that counts where the advantage is negative."""
     warm_positive: float = 1.0
-    """Of sapo: its temperature where the advantage is positive."""
+    """sapo's temperature where the advantage is positive."""
     warm_negative: float = 1.05
-    """Of sapo: its temperature elsewhere."""
+    """sapo's temperature elsewhere."""
 
 
 class Choices(NamedTuple):
@@ -75,14 +82,15 @@ class Choices(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What the tokens cost, and what was held."""
+    """The cost of each token, and where its ratio was clipped."""
 
     cost_N: Tensor
     ratio_N: Tensor | None = None
-    """The ratio that was compared with the bounds, without gradient; None where there are none."""
+    """The ratio that was compared with the bounds, without gradient; None for a surrogate without a ratio."""
     low_N: Tensor | None = None
-    """Where it was held from below."""
+    """Where the lower bound holds it."""
     high_N: Tensor | None = None
+    """Where the upper bound holds it."""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -153,7 +161,7 @@ def _reinforce(chosen: Choices) -> Cost:
 
 
 class Surrogate(NamedTuple):
-    """One of them."""
+    """An entry of ``SURROGATES``."""
 
     cost: Callable[[Choices], Cost]
     is_of_sample: bool = False
@@ -173,46 +181,52 @@ SURROGATES: dict[str, Surrogate] = {
     "gmpo": Surrogate(_gmpo, is_of_sample=True),
     "reinforce": Surrogate(_reinforce, is_held=False),
 }
-"""name -> what it is. Every entry is held to tests/invariants and tests/unit/losses."""
+"""name -> surrogate. Every entry is held to tests/invariants and tests/unit/losses."""
 
 
-# --------------------------------------------------------------------------------------------------
-# The divergence of a policy from a reference, estimated from sampled tokens: as a value, as a gradient, as a reward.
-#
-# With u = log pi - log ref of a token drawn from pi (J. Schulman, Approximating KL divergence, 2020):
-#
-#     k1    u                   mean KL(pi || ref), can be negative, the widest spread
-#     k2    u^2 / 2             never negative; its mean is KL to second order only
-#     k3    e^-u - 1 + u        never negative; mean KL, narrower than k1 where the two are near
-#
-# A value's name says nothing of its gradient, because tokens are drawn from the policy that is differentiated (arXiv
-# 2506.09477, 2512.21852). The gradient of KL is E[u g], g the gradient of log pi. That of each estimator as a term of
-# the loss:
-#
-#     k1    g                   mean 0: no force at all, only noise. No term of the loss is made of it
-#     k2    u g                 the gradient of KL, token by token
-#     k3    (1 - e^-u) g        biased: the gradient of KL(ref || pi), near u g where u is small. GRPO's (DeepSeekMath,
-#                               arXiv 2402.03300, eq. 4) and TRL's
-#
-# Tokens drawn from an older policy are weighted by r = pi / old, a constant: the term of k2 is r k2, of gradient r u
-# g, right for them too. (r k3 with r differentiated has the same gradient, also where r is 1: DeepSeek-V3.2, arXiv
-# 2512.02556; TRL's use_bias_correction_kl.) The term of k3 is as GRPO has it, without a weight.
-#
-# "Token by token": each token is charged for its own divergence, the prefixes being what they are. What a token does
-# to the divergence of those after it is not in a term of the loss; it is in the reward. There the penalty -coef * u
-# of every token (``penalty``) becomes part of the return, and the gradient of the policy term is that of the
-# divergence of whole sequences (Ziegler et al., arXiv 1909.08593).
-#
-# It does not estimate a divergence from the whole distribution: that is distillation (models/divergence.py).
-#
-# May import torch and losses.answers.
+# -- divergence from the reference -----------------------------------------------------------------
 
 KlValue: TypeAlias = Literal["k1", "k2", "k3"]
 KlGradient: TypeAlias = Literal["k2", "k3"]
 
 
+class Kl(NamedTuple):
+    """The term that keeps the policy close to the reference."""
+
+    coef: float
+    gradient: KlGradient = "k2"
+    """The estimator of the term."""
+    value: KlValue = "k3"
+    """The estimator of the metric."""
+
+
 def estimate(log_ratio: Tensor, kind: KlValue) -> Tensor:
-    """k1, k2 or k3 of log-ratios of tokens drawn from the numerator."""
+    """An estimate of KL(pi || ref) from u = log pi - log ref of tokens drawn from pi (J. Schulman, Approximating KL
+    divergence, 2020):
+
+        k1    u                   its mean is the KL; can be negative; the largest variance
+        k2    u^2 / 2             never negative; its mean is the KL to second order only
+        k3    e^-u - 1 + u        never negative; its mean is the KL; less variance than k1 where the two are near
+
+    An estimator's value does not determine its gradient, because tokens are drawn from the policy that is
+    differentiated (arXiv 2506.09477, 2512.21852). The gradient of KL is E[u g], g the gradient of log pi. That of each
+    estimator as a term of the loss:
+
+        k1    g                   mean 0: noise alone, so no term of the loss uses it
+        k2    u g                 the gradient of KL, token by token
+        k3    (1 - e^-u) g        biased: the gradient of KL(ref || pi), near u g where u is small. GRPO's
+                                  (DeepSeekMath, arXiv 2402.03300, eq. 4) and TRL's
+
+    Tokens drawn from an older policy are weighted by r = pi / old, a constant: the term of k2 is r k2, of gradient r u
+    g, unbiased for them too. (r k3 with r differentiated has the same gradient, also where r is 1: DeepSeek-V3.2, arXiv
+    2512.02556; TRL's use_bias_correction_kl.) The term of k3 is unweighted, as in GRPO.
+
+    "Token by token": each token is charged for its own divergence, given its prefix. Its effect on the divergence of
+    later tokens is not in a term of the loss but in the reward: there the penalty -coef * u of every token
+    (``penalty``) becomes part of the return, and the gradient of the policy term is that of the divergence of whole
+    sequences (Ziegler et al., arXiv 1909.08593). A divergence of whole distributions is distillation
+    (models/teacher.py).
+    """
     match kind:
         case "k1":
             return log_ratio
@@ -223,61 +237,56 @@ def estimate(log_ratio: Tensor, kind: KlValue) -> Tensor:
 
 
 def penalty(logp_N: Tensor, ref_logp_N: Tensor, coef: float) -> Tensor:
-    """What a token's reward loses by its divergence: -coef * (log pi - log ref). Over a sample, its sum."""
+    """The reward penalty of each token for its divergence: -coef * (log pi - log ref)."""
     return -coef * (logp_N - ref_logp_N)
 
 
 def adapted(coef: float, *, observed: float, target: float, horizon: float = 10.0) -> float:
-    """The coefficient after a roll-out that diverged by ``observed`` nats (arXiv 1909.08593, 2.2):
+    """The KL coefficient after a rollout that diverged by ``observed`` nats (arXiv 1909.08593, 2.2):
 
         coef * (1 + e / horizon),    e = observed / target - 1, held between -0.2 and 0.2
 
-    Ten roll-outs that are far off change it by a fifth.
+    Ten rollouts that are far off change it by a fifth.
     """
     error = min(max(observed / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error / horizon)
 
 
-# --------------------------------------------------------------------------------------------------
-# The difference between the engine that sampled and the trainer that learns: its weights, and how large it is.
-#
-# Two programs give one token two log-probabilities. With d = old - engine, where old is the trainer's log-probability
-# when the roll-out was sampled, a token was drawn e^d times too seldom. The level says what a weight w is made of:
-#
-#     token        w = e^d of each token
-#     sequence     w = e^(sum of d over the sample's targets)         the exact weight of a whole sample
-#     geometric    w = e^(mean of d over the sample's targets)        its geometric mean per token
-#
-#  truncated    min(max(w, floor), cap)                 TIS (F. Yao et al., Your efficient RL framework secretly brings
-#                                                       you off-policy RL training, 2025), of tokens
-#  masked       w, 0 where it is not between floor and cap
-#                                                       MIS (J. Liu et al., When speed kills stability, 2025), of
-#                                                       samples; IcePop (Ring-1T, arXiv 2510.18855), of tokens
-#
-# The product over a sample fades with its length n: noise of s nats a token gives its logarithm a variance of n s^2
-# around a mean of -n s^2 / 2. At s = 0.02 and n = 16,384 weights below a cap of 2 average 0.16, and an honest engine
-# teaches next to nothing. The geometric mean has a spread of s / sqrt(n) and so judges answers of any length by the
-# same bounds. It is not the importance weight of the sample: it rejects answers that the two programs see
-# differently, and leaves the others as they are.
-#
-# Weights are constants of the gradient; losses/policy.py says how they enter it. A token of which the engine could not
-# say its log-probability (NaN) has d = 0 and is in no metric.
-#
-# ``engine/kl`` is KL(engine || trainer) by k3, ``engine/kl_k1`` by k1, both per token (losses/kl.py has the
-# estimators). ``engine/weight`` and ``engine/weight_square`` are means over tokens of the weight and its square,
-# after cap and floor: ``effective_share`` makes of them the effective sample size by the number of tokens, (sum w)^2
-# / (n sum w^2).
-#
-# May import types, torch and its neighbours in losses.
+# -- difference between engine and trainer ---------------------------------------------------------
 
 CorrectionKind: TypeAlias = Literal["none", "truncated", "masked"]
 CorrectionLevel: TypeAlias = Literal["token", "sequence", "geometric"]
 FAR = 1.0
-"""Nats: what ``engine/far`` counts."""
+"""Nats: the threshold of ``engine/far``."""
 
 
 class Correction(NamedTuple):
-    """How the policy term is weighted."""
+    """Weights of the policy term for the difference between the engine that sampled and the trainer that learns.
+
+    Two programs give one token two log-probabilities. With d = old - engine, old being the trainer's log-probability
+    when the rollout was sampled, a token was drawn e^d times too seldom. The level defines the weight w:
+
+        token        w = e^d of each token
+        sequence     w = e^(sum of d over the sample's targets)         the exact weight of a whole sample
+        geometric    w = e^(mean of d over the sample's targets)        its geometric mean per token
+
+    The kind defines how it is used:
+
+        truncated    min(max(w, floor), cap)                 TIS (F. Yao et al., Your efficient RL framework secretly
+                                                             brings you off-policy RL training, 2025), of tokens
+        masked       w, 0 where it is not between floor and cap
+                                                             MIS (J. Liu et al., When speed kills stability, 2025), of
+                                                             samples; IcePop (Ring-1T, arXiv 2510.18855), of tokens
+
+    The product over a sample fades with its length n: noise of s nats a token gives its logarithm a variance of n s^2
+    around a mean of -n s^2 / 2. At s = 0.02 and n = 16,384 weights below a cap of 2 average 0.16, and an exact engine
+    teaches next to nothing. The geometric mean has a spread of s / sqrt(n) and so judges answers of any length by the
+    same bounds. It is not the importance weight of the sample: it rejects answers that the two programs see
+    differently, and leaves the others as they are.
+
+    Weights are constants of the gradient; ``PolicyGradient`` defines how they enter it. A token without an engine
+    log-probability (NaN) has d = 0 and is in no metric.
+    """
 
     kind: CorrectionKind = "none"
     level: CorrectionLevel = "token"
@@ -286,7 +295,7 @@ class Correction(NamedTuple):
 
 
 def weights(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
-    """What each token counts for, [N]: constants."""
+    """The weight of each token, [N], a constant."""
     return _acted(_raw(difference_N.detach(), packed, how), how)
 
 
@@ -315,7 +324,11 @@ def _acted(weight_N: Tensor, how: Correction) -> Tensor:
 
 @torch.no_grad()
 def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Metrics:
-    """How far engine and trainer are apart, over the tokens of which both have said something."""
+    """The difference between engine and trainer, over the tokens with both log-probabilities.
+
+    ``engine/kl`` is KL(engine || trainer) by k3, ``engine/kl_k1`` by k1, both per token. ``engine/weight`` and
+    ``engine/weight_square`` are means over tokens of the weight and its square, after cap and floor.
+    """
     is_known_N = ~difference_N.isnan()
     raw_N = _raw(difference_N.double(), packed, how)
     used_N = _acted(raw_N, how)
@@ -336,8 +349,8 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
 
 
 def effective_share(metrics: Mapping[str, float]) -> float | None:
-    """The effective sample size by the number of tokens, 0 (every one is masked) to 1, of a step's metrics; None where
-    there are none.
+    """The effective sample size per token, (sum w)^2 / (n sum w^2), from 0 (all are masked) to 1, from a step's
+    metrics; None where these have no weights.
     """
     square = metrics.get("engine/weight_square")
     if square is None:
@@ -346,32 +359,24 @@ def effective_share(metrics: Mapping[str, float]) -> float | None:
 
 
 def largest_difference(scores: Scores, packed: Packed) -> float:
-    """The largest |old - engine| of a micro-batch, in nats; 0 where nothing is known. A maximum is no metric: those are
-    sums.
-    """
+    """The largest |old - engine| of a micro-batch, in nats; 0 where none is known. It is no metric: those are sums."""
     old_N = packed.streams.get("old_logp_N", scores.logp_N.detach()).to(scores.logp_N)
     engine_N = packed.streams["engine_logp_N"].to(scores.logp_N)
     gap_N = (old_N - engine_N).abs().nan_to_num(nan=0.0)
     return float(gap_N.max()) if gap_N.numel() else 0.0
 
 
-# --------------------------------------------------------------------------------------------------
-# The critic's term: what a state is said to be worth against what it came to.
-#
-#     1/2 (V - R)^2
-#     1/2 max((V - R)^2, (V' - R)^2),    V' = V held within clip of V_old    with a clip: PPO's code, arXiv 1707.06347
-#
-# at each read of the scalar head, a state in which a token was chosen: R its return, V_old what the critic said of it
-# when the roll-out began to be trained on. The sum is divided by the number of reads.
-#
-# ``explained_variance`` makes of the metrics 1 - Var(R - V) / Var(R): 1 is a critic that knows, 0 one that says
-# nothing, less than 0 one that misleads.
-#
-# May import types, torch and losses.answers. losses.policy imports it.
+# -- value term ------------------------------------------------------------------------------------
 
 
 class Critic(NamedTuple):
-    """The term's constants."""
+    """The critic's term: V against the return R at each read of the scalar head, a state in which a token was chosen.
+
+        1/2 (V - R)^2
+        1/2 max((V - R)^2, (V' - R)^2),    V' = V held within clip of V_old    with a clip: PPO's code, arXiv 1707.06347
+
+    V_old is the critic's value when training on the rollout began. The sum is divided by the number of reads.
+    """
 
     coef: float = 0.1
     clip: float | None = None
@@ -379,7 +384,7 @@ class Critic(NamedTuple):
 
 def value_cost(scores: Scores, packed: Packed, critic: Critic) -> tuple[Tensor, Metrics]:
     """coef times the sum over reads, and the metrics."""
-    assert scores.scalar_R is not None, "the model was not asked for its scalar head"
+    assert scores.scalar_R is not None, "the loss needs the scalar head"
     value_R = scores.scalar_R
     return_R = packed.read_values["return"].to(value_R)
     error_R = value_R - return_R
@@ -390,107 +395,95 @@ def value_cost(scores: Scores, packed: Packed, critic: Critic) -> tuple[Tensor, 
         held_square_R = (held_R - return_R) ** 2
         metrics["value/clipped"] = mean((held_square_R > square_R).double())
         square_R = torch.maximum(square_R, held_square_R)
-    of_R, off_R = packed.read_values["return"].double(), error_R.double()
+    wide_return_R, wide_error_R = packed.read_values["return"].double(), error_R.double()
     metrics |= {
         "value/mean": mean(value_R),
-        "value/error": mean(off_R),
-        "value/error_square": mean(off_R**2),
-        "return/mean": mean(of_R),
-        "return/square": mean(of_R**2),
+        "value/error": mean(wide_error_R),
+        "value/error_square": mean(wide_error_R**2),
+        "return/mean": mean(wide_return_R),
+        "return/square": mean(wide_return_R**2),
     }
     return critic.coef * 0.5 * square_R.sum(), metrics
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float | None:
-    """Of a step's metrics; None where there is no critic, or all returns are one but for rounding."""
+    """1 - Var(R - V) / Var(R), from a step's metrics: 1 for a perfect critic, 0 for a useless one, below 0 for a
+    misleading one. None without a critic, or where all returns are equal but for rounding.
+    """
     if "return/square" not in metrics:
         return None
     square = metrics["return/square"]
     spread = square - metrics["return/mean"] ** 2
-    left = metrics["value/error_square"] - metrics["value/error"] ** 2
-    return 1.0 - left / spread if spread > 1e-9 * square else None
+    unexplained = metrics["value/error_square"] - metrics["value/error"] ** 2
+    return 1.0 - unexplained / spread if spread > 1e-9 * square else None
 
 
-# --------------------------------------------------------------------------------------------------
-# Policy gradients: PPO, GRPO and their family, on the tokens that a roll-out sampled.
-#
-#     sum over targets of  share * c * cost                    cost: a surrogate, losses/surrogates.py
-#         + kl_coef * sum of share * divergence estimate       losses/kl.py
-#         - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N
-#         + value                                              losses/value.py
-#
-# c is the correction's weight (losses/correction.py), 1 where there is none. It multiplies the value of a token's
-# cost, and every gradient that reaches this token's log-probability. Where a token's cost depends on its own
-# log-probability alone, that is the product c * cost. With gspo all costs of a sample depend on all of its
-# log-probabilities, and the product would give every token the sample's mean weight. Here a token of weight 0 gets no
-# gradient from the policy term. It still counts in the sample's length and in the ratio s, as a constant: so it has a
-# part in how large the gradient of the other tokens is, and in whether the sample is clipped. gmpo refuses weights of
-# tokens: its ratio is a product, which one weight of 0 would make 0.
-#
-# ``average`` says what a token's share is, and what the sums are divided by:
-#
-#     token       weight_N, by the step's sum of weight_N      every token counts alike: DAPO, arXiv 2503.14476, eq. 8
-#     sequence    weight_N / (sum of weight_N over the sample), by the number of samples
-#                                                              every sample counts alike: GRPO, arXiv 2402.03300, eq. 3
-#     constant    weight_N / constant_length, by the number of samples
-#                                                              no sample's length counts: Dr. GRPO, arXiv 2503.20783
-#
-# Streams: ``advantage_N``; ``old_logp_N``, what the trainer said of the tokens when the roll-out began to be trained
-# on; ``engine_logp_N``, what the engine said (NaN: nothing); ``ref_logp_N``, the reference's.
-#
-# ``is_fresh``: the roll-out is the policy's own, and trained on once: old is the policy itself, held constant, so
-# that every ratio is 1, nothing is clipped and the gradient is REINFORCE's. The policy term is then linear in logp
-# with weights known beforehand; where there is no other term, no correction and no entropy to report, its gradient is
-# formed in the forward (``linear_weights``).
-#
-# Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, of a policy's own tokens an estimate of
-# its entropy that costs nothing. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would
-# be the cross entropy of q and pi, which rises as the two part:
-#
-#     entropy_estimate = sum of w * (-log pi) / sum of w
-#
-# Both sums are unbiased, n times the entropy and n; their quotient has a bias of order 1 / n and a smaller spread than
-# the first sum over n. q is what the engine said of the token, else old. It is the entropy after the prefixes that q
-# drew. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high``
-# say how many tokens it held; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
-#
-# It knows no groups and no rewards: losses/advantages.py makes the advantages.
-#
-# May import types, errors, torch and its neighbours in losses.
+# -- the loss --------------------------------------------------------------------------------------
 
 Average: TypeAlias = Literal["token", "sequence", "constant"]
 
 
-class Kl(NamedTuple):
-    """The term that ties the policy to the reference."""
-
-    coef: float
-    gradient: KlGradient = "k2"
-    """The estimator the term is made of."""
-    value: KlValue = "k3"
-    """The estimator of the metric."""
-
-
 @dataclass(frozen=True)
 class PolicyGradient(Loss):
-    """See the module docstring."""
+    """The policy-gradient loss:
+
+        sum over targets of  share * c * cost                    cost: a surrogate
+            + kl_coef * sum of share * divergence estimate
+            - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N
+            + the value term
+
+    c is the correction's weight, 1 without a correction. It multiplies the value of a token's
+    cost, and every gradient that reaches this token's log-probability. Where a token's cost depends on its own
+    log-probability alone, that is the product c * cost. With gspo all costs of a sample depend on all of its
+    log-probabilities, and the product would give every token the sample's mean weight. Here a token of weight 0 gets no
+    gradient from the policy term. It still counts in the sample's length and in the ratio s, as a constant: so it has a
+    part in how large the gradient of the other tokens is, and in whether the sample is clipped. gmpo refuses weights of
+    tokens: its ratio is a product, which one weight of 0 would make 0.
+
+    ``average`` defines a token's share, and the divisor of the sums:
+
+        token       weight_N, by the step's sum of weight_N      all tokens count alike: DAPO, arXiv 2503.14476, eq. 8
+        sequence    weight_N / (sum of weight_N over the sample), by the number of samples
+                                                                 all samples count alike: GRPO, arXiv 2402.03300, eq. 3
+        constant    weight_N / constant_length, by the number of samples
+                                                                 no sample's length counts: Dr. GRPO, arXiv 2503.20783
+
+    Streams: ``advantage_N``; ``old_logp_N``, the trainer's log-probabilities when training on the rollout began;
+    ``engine_logp_N``, the engine's (NaN: unknown); ``ref_logp_N``, the reference's.
+
+    ``is_fresh``: the rollout is the policy's own, and trained on once: old is the policy itself, held constant, so
+    that every ratio is 1, nothing is clipped and the gradient is REINFORCE's. The policy term is then linear in logp
+    with weights known in advance; without other terms, correction and entropy metric its gradient is formed in the
+    forward (``linear_weights``).
+
+    Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, which on a policy's own tokens estimates
+    its entropy at no cost. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would
+    be the cross entropy of q and pi, which rises as the two part:
+
+        entropy_estimate = sum of w * (-log pi) / sum of w
+
+    Both sums are unbiased, n times the entropy and n; their quotient has a bias of order 1 / n and a smaller variance
+    than the first sum over n. q is the engine's log-probability of the token, else old. It is the entropy after the
+    prefixes that q drew. ``ratio`` is the surrogate's (a sample's where it has one), ``clip/low`` and ``clip/high`` are
+    the shares of tokens that it clips; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
+    """
 
     surrogate: str = "clip"
     """A name of ``SURROGATES``."""
     bounds: Bounds = Bounds(0.2, 0.28)  # noqa: RUF009 (a NamedTuple)
     average: Average = "token"
     constant_length: int | None = None
-    """Of average=constant."""
+    """Divisor of average="constant"."""
     is_fresh: bool = True
     has_engine_logp: bool = False
     correction: Correction = Correction()  # noqa: RUF009 (a NamedTuple)
     kl: Kl | None = None
     entropy_coef: float = 0.0
     entropy: bool = False
-    """Whether the entropy is among the metrics; it is where it has a coefficient."""
+    """Report the entropy as a metric; always on where it has a coefficient."""
     critic: Critic | None = None
     temperature: float = 1.0
-    """What the tokens were sampled at."""
+    """Temperature at which the tokens were sampled."""
 
     def __post_init__(self) -> None:
         _require_sound(self)
@@ -509,13 +502,13 @@ class PolicyGradient(Loss):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        asked = {
+        streams = {
             "advantage_N": True,
             "old_logp_N": not self.is_fresh,
             "engine_logp_N": self.has_engine_logp,
             "ref_logp_N": self.kl is not None,
         }
-        return tuple(name for name, is_read in asked.items() if is_read)
+        return tuple(name for name, is_read in streams.items() if is_read)
 
     @property
     def wants(self) -> Wants:
@@ -530,55 +523,55 @@ class PolicyGradient(Loss):
         return False
 
     @property
-    def _made(self) -> Surrogate:
+    def _surrogate(self) -> Surrogate:
         return SURROGATES[self.surrogate]
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         chosen, difference_N = self._choices(scores, packed)
         share_N = self._share(packed).to(scores.logp_N)
         if difference_N is None or self.correction.kind == "none":
-            cost = self._made.cost(chosen)
+            cost = self._surrogate.cost(chosen)
             cost_N = cost.cost_N
         else:
             weight_N = weights(difference_N, packed, self.correction)
-            cost = self._made.cost(chosen.weighted(weight_N))
+            cost = self._surrogate.cost(chosen.weighted(weight_N))
             cost_N = cost.cost_N + (weight_N - 1.0) * cost.cost_N.detach()
         metrics = self._metrics(chosen, cost, difference_N)
         if difference_N is not None:
             metrics |= engine_metrics(difference_N, packed, self.correction)
         terms = {"policy": (share_N * cost_N).sum()}
         if self.kl:
-            cost_N, metrics["kl"] = _divergence(chosen, self.kl)
+            cost_N, metrics["kl"] = _kl_term(chosen, self.kl)
             terms["kl"] = self.kl.coef * (share_N * cost_N).sum()
         if self.wants.entropy:
-            assert scores.entropy_N is not None, "the model was not asked for the entropy"
+            assert scores.entropy_N is not None, "the loss needs the entropy"
             metrics["entropy"] = mean(scores.entropy_N)
             if self.entropy_coef:
                 entropy_N = (packed.weight_N * scores.entropy_N).to(scores.logp_N)
                 terms["entropy"] = -self.entropy_coef * entropy_N.sum()
         if self.critic:
-            terms["value"], of_value = value_cost(scores, packed, self.critic)
-            metrics |= of_value
+            terms["value"], value_metrics = value_cost(scores, packed, self.critic)
+            metrics |= value_metrics
         return LossSum(terms, metrics)
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        made = {
+        values = {
             "engine/effective": effective_share(metrics),
             "value/explained": explained_variance(metrics),
         }
-        return {name: value for name, value in made.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
         is_corrected = self.correction.kind != "none"
         if not self.is_fresh or is_corrected or self.kl or self.critic or self.wants.entropy:
             return None
         advantage_N = packed.streams["advantage_N"]
-        if self._made.is_of_sample:
+        if self._surrogate.is_of_sample:
             advantage_N = mean_of_sample(advantage_N, packed)
         return {"policy": -self._share(packed) * advantage_N}
 
     def _choices(self, scores: Scores, packed: Packed) -> tuple[Choices, Tensor | None]:
-        """The sampled tokens, and what the trainer said of them less what the engine did."""
+        """The sampled tokens, and the difference d of the trainer's and the engine's log-probabilities."""
         logp_N = scores.logp_N
         old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
         advantage_N = packed.streams["advantage_N"].to(logp_N)
@@ -620,8 +613,8 @@ class PolicyGradient(Loss):
         }
 
 
-def _divergence(chosen: Choices, kl: Kl) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The term's estimate at each token, and the metric."""
+def _kl_term(chosen: Choices, kl: Kl) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The KL term's estimate at each token, and the metric."""
     logp_N = chosen.logp_N
     log_ratio_N = logp_N - chosen.packed.streams["ref_logp_N"].to(logp_N)
     cost_N = estimate(log_ratio_N, kl.gradient)
@@ -631,7 +624,7 @@ def _divergence(chosen: Choices, kl: Kl) -> tuple[Tensor, tuple[Tensor, Tensor]]
 
 
 def _require_sound(loss: PolicyGradient) -> None:
-    """Refuse values without a meaning. Keys are named as the configs have them."""
+    """Refuse values without a meaning. Keys have the names of the configuration."""
     low, high, dual = loss.bounds[:3]
     made, name = SURROGATES[loss.surrogate], loss.surrogate
     if made.is_held and min(low, high) <= 0:
@@ -657,24 +650,20 @@ def _require_sound(loss: PolicyGradient) -> None:
             f"found average={loss.average} with constant_length={loss.constant_length}; expected a length with "
             "average=constant and only there; set both, or neither"
         )
-    _require_sound_correction(loss.correction, has_engine_logp=loss.has_engine_logp)
-    if name == "gmpo" and loss.correction.kind != "none" and loss.correction.level == "token":
+    how = loss.correction
+    if how.kind != "none":
+        if not loss.has_engine_logp:
+            raise ConfigError(
+                f"found correction={how.kind} with an engine that gives no log-probabilities; expected an engine "
+                "that does; set correction=none, or use another engine"
+            )
+        if not 0 <= how.floor <= 1 <= how.cap:
+            raise ConfigError(
+                f"found correction_floor={how.floor:g} and correction_cap={how.cap:g}; expected 1, which is no "
+                "difference, between them; set them so"
+            )
+    if name == "gmpo" and how.kind != "none" and how.level == "token":
         raise ConfigError(
             "found correction_level=token with loss=gmpo, whose ratio is a product over the answer: one token of "
             "weight 0 would make it 0; expected geometric or sequence; set one, or leave correction_level out"
-        )
-
-
-def _require_sound_correction(how: Correction, *, has_engine_logp: bool) -> None:
-    if how.kind == "none":
-        return
-    if not has_engine_logp:
-        raise ConfigError(
-            f"found correction={how.kind} with an engine that gives no log-probabilities; expected an engine "
-            "that does; set correction=none, or use another engine"
-        )
-    if not 0 <= how.floor <= 1 <= how.cap:
-        raise ConfigError(
-            f"found correction_floor={how.floor:g} and correction_cap={how.cap:g}; expected 1, which is no "
-            "difference, between them; set them so"
         )

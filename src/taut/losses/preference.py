@@ -1,7 +1,16 @@
-"""The functions of the DPO family: what a pair's two log-ratios cost. One function and one entry for each.
+"""Preference optimisation: DPO and its family on pairs, with or without a reference, and KTO on single answers.
 
-With r = the score of an answer (its log-ratio log pi(y|x) - log ref(y|x), or what a divergence makes of it), w the
-better and l the worse answer, d = r_w - r_l, m the margin, s the logistic function, e the label smoothing:
+    Preference     pairs: a weighted sum of functions of the DPO family, one function and one entry of ``VARIANTS`` each
+    simpo, cpo     ``Preference`` without a reference: SimPO, AlphaPO, CPO
+    Orpo           pairs: an odds ratio with a supervised term
+    Unpaired       single answers labelled good or bad: KTO, BCO, APO-zero
+
+A target's weight counts: log pi(y|x) is the sum of weight_N * logp_N over the answer's targets, and its length the sum
+of the weights, which are 1 unless the data say otherwise.
+
+The functions of the DPO family. With r = the score of an answer (its log-ratio log pi(y|x) - log ref(y|x), or its
+transform by a divergence), w the better and l the worse answer, d = r_w - r_l, m the margin, s the logistic function, e
+the label smoothing:
 
     x = beta * d - m        m: a target margin (SimPO's gamma) or the data's (ODPO, arXiv 2402.10571)
 
@@ -37,7 +46,10 @@ another: the gradients add, and half of the sum is the value.
 
 Finite, with finite gradients, for log-ratios of any size that float32 holds the square of.
 
-May import torch. losses.preference imports it.
+Metrics: chosen and rejected are means over pairs (or over the answers of a kind). rewards are beta * r. An accuracy
+counts ties half (TRL: not at all), so it starts at 0.5, where policy and reference are equal. ``kl`` is the mean over
+all answers of log pi(y|x) - log ref(y|x), one number per answer: the answers are the data's, not the policy's own, so
+it shows how far the policy has moved on them, and can be negative.
 """
 
 from __future__ import annotations
@@ -52,27 +64,82 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from taut.errors import ConfigError
-from taut.losses.loss import Loss, Unit
-from taut.losses.reward import (
-    Answers,
-    Metrics,
-    answers,
-    kind_metrics,
-    mean,
-    nll_of_best,
-    pair_metrics,
-    relative_power,
-    sequence_metrics,
-    share_above,
-)
+from taut.losses.loss import Loss, Metrics, Unit, mean, relative_power, share_above
 from taut.types import LossSum, Packed, Scores, Wants
+
+# -- sums over answers -----------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """Sums over the targets of each sample."""
+
+    logp_S: Tensor
+    """log pi(y|x)"""
+    log_ratio_S: Tensor
+    """log pi(y|x) - log ref(y|x), or log pi(y|x) without a reference."""
+    length_S: Tensor
+
+
+def answers(scores: Scores, packed: Packed, *, has_reference: bool) -> Answers:
+    """The sums for every sample of a micro-batch."""
+    weight_N = packed.weight_N.to(scores.logp_N)
+    logp_S = packed.by_sample(weight_N * scores.logp_N)
+    log_ratio_S = logp_S
+    if has_reference:
+        ref_logp_N = packed.streams["ref_logp_N"].to(scores.logp_N)
+        log_ratio_S = packed.by_sample(weight_N * (scores.logp_N - ref_logp_N))
+    return Answers(logp_S, log_ratio_S, packed.by_sample(weight_N))
+
+
+def nll_of_best(logp_N: Tensor, packed: Packed) -> Tensor:
+    """sum of -weight * logp over the targets of preferred answers: a term of unit better_token."""
+    is_best_N = packed.best_S[packed.row_N]
+    return -(packed.weight_N.to(logp_N) * logp_N * is_best_N).sum()
+
+
+def sequence_metrics(scores: Scores, sums: Answers, *, kl: bool) -> Metrics:
+    """Metrics that do not depend on which answer is better."""
+    metrics: Metrics = {}
+    if kl:
+        metrics["kl"] = mean(sums.log_ratio_S)
+    if scores.entropy_N is not None:
+        metrics["entropy"] = mean(scores.entropy_N)
+    return metrics
+
+
+def pair_metrics(reward_S: Tensor, sums: Answers, packed: Packed) -> Metrics:
+    """Means over pairs of what the better and the worse answers have."""
+    margin_P = (reward_S[packed.better_P] - reward_S[packed.worse_P]).detach()
+    metrics = {
+        "rewards/margin": mean(margin_P),
+        "rewards/accuracy": (share_above(margin_P), mean(margin_P)[1]),
+    }
+    chosen, rejected = packed.better_P, packed.worse_P
+    return metrics | kind_metrics(reward_S, sums, packed, chosen=chosen, rejected=rejected)
+
+
+def kind_metrics(
+    reward_S: Tensor, sums: Answers, packed: Packed, *, chosen: Tensor, rejected: Tensor
+) -> Metrics:
+    """Means of reward, log-probability and number of targets over the answers that an index or a mask selects."""
+    length_S = packed.by_sample(torch.ones_like(packed.weight_N))
+    values = {"rewards": reward_S, "logps": sums.logp_S, "length": length_S}
+    kinds = {"chosen": chosen, "rejected": rejected}
+    return {
+        f"{name}/{kind}": mean(value_S[picked])
+        for name, value_S in values.items()
+        for kind, picked in kinds.items()
+    }
+
+
+# -- the functions of the DPO family ---------------------------------------------------------------
 
 
 class Compared(NamedTuple):
-    """Pairs of answers, and the constants of the functions."""
+    """Pairs of answers, and the constants of the DPO family's functions."""
 
     better_P: Tensor
-    """Scores of the better answers: log-ratios, or what a divergence makes of them."""
+    """Scores of the better answers: log-ratios, or their transform by a divergence."""
     worse_P: Tensor
     margin_P: Tensor
     beta: float
@@ -176,14 +243,14 @@ def _mean_reward(step: Observed) -> dict[str, Tensor]:
 
 
 def _partner(value_P: Tensor, other_P: Tensor) -> Tensor:
-    """For each value the entry of ``other_P`` that has the same rank."""
+    """For each value the entry of ``other_P`` of the same rank."""
     partner_P = torch.empty_like(other_P)
     partner_P[value_P.argsort(stable=True)] = other_P.sort().values
     return partner_P
 
 
 def _offset_of_rank(step: Observed) -> dict[str, Tensor]:
-    """What makes log pi(w) - log pi(l) - b_(i) of the pair's own r_w - r_l."""
+    """The constant that turns a pair's r_w - r_l into log pi(w) - log pi(l) - b_(i)."""
     policy_P = step.better_P - step.worse_P + step.reference_P
     return {"aot_offset_P": step.reference_P - _partner(policy_P, step.reference_P)}
 
@@ -196,18 +263,18 @@ def _partners(step: Observed) -> dict[str, Tensor]:
 
 
 class Variant(NamedTuple):
-    """A member of the family."""
+    """A function of the DPO family."""
 
     value: Callable[[Compared], Tensor]
-    """[P], to be summed."""
+    """The cost of each pair, [P]."""
     is_of_x: bool = False
-    """A function of x alone: it takes margins, divergences and the absence of a reference."""
+    """It depends on x alone, so margins, divergences and reference_free apply."""
     is_smoothed: bool = False
     """It reads the label smoothing."""
     is_averaged: bool = False
-    """It is given log-ratios per token."""
+    """It takes log-ratios per token."""
     statistics: Callable[[Observed], dict[str, Tensor]] | None = None
-    """What it needs of the whole step."""
+    """The statistics of the whole step that it needs."""
 
 
 VARIANTS: dict[str, Variant] = {
@@ -225,65 +292,58 @@ VARIANTS: dict[str, Variant] = {
     "aot": Variant(aot, is_smoothed=True, statistics=_offset_of_rank),
     "aot_unpaired": Variant(aot_unpaired, is_smoothed=True, statistics=_partners),
 }
-"""name -> what it costs; the formulas are in the module's docstring."""
+"""name -> function; the formulas are in the module's docstring."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Preference optimisation on pairs: DPO and its family, with or without a reference.
-#
-#     sum over terms of  weight * mean over pairs of f(r_w, r_l)
-#         + sft_weight * mean over the tokens of preferred answers of -logp
-#
-# The functions f and their papers are in losses/margins.py. A sum of several is MPO (arXiv 2411.10442), with the term
-# on good answers it is RPO's (2404.19733). The score r of an answer is its log-ratio u = log pi(y|x) - log ref(y|x),
-# divided by its length where ``length_normalised`` (Tulu 3, 2411.15124), and then what the divergence makes of it
-# (f-DPO, arXiv 2309.16240, table 1: f' of e^u):
-#
-#   reverse_kl    u                              forward_kl   1 - e^-u
-#   js            log 2 + log sigmoid(u)         alpha        (1 - e^(-alpha u)) / alpha: 0 is reverse_kl, 1 forward_kl
-#
-# e^-u goes on along its tangent beyond e^30 (losses/answers.py). The constant beta log Z(x) of f-DPO leaves
-# differences alone, so a divergence is for functions of x. TRL divides by the length after the divergence, not
-# before, and its alpha is 1 - alpha.
-#
-# ``reference_free``: u = log pi(y|x), no reference is read. CPO, SimPO and AlphaPO are made of this in
-# losses/reference_free.py.
-#
-# Pairs are all of a group's whose preference differs, each counted once; metrics of chosen and rejected are means over
-# pairs. rewards are beta * r. An accuracy counts ties half (TRL: not at all), so it begins at 0.5, where policy and
-# reference are one. logps and kl are explained in losses/answers.py.
-#
-# It does not weight pairs (WPO), nor tokens beyond those of the shorter answer (LD-DPO).
-#
-# May import types, errors, torch and its neighbours in losses.
+# -- losses on pairs -------------------------------------------------------------------------------
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js", "alpha"]
+CpoVariant: TypeAlias = Literal["sigmoid", "hinge", "ipo"]
 
 
 @dataclass(frozen=True)
 class Preference(Loss):
-    """See the module docstring."""
+    """DPO and its family, with or without a reference:
+
+        sum over terms of  weight * mean over pairs of f(r_w, r_l)
+            + sft_weight * mean over the tokens of preferred answers of -logp
+
+    A sum of several functions f is MPO (arXiv 2411.10442), with the supervised term it is RPO's (2404.19733). The score
+    r of an answer is its log-ratio u = log pi(y|x) - log ref(y|x), divided by its length where ``length_normalised``
+    (Tulu 3, 2411.15124), and then transformed by the divergence (f-DPO, arXiv 2309.16240, table 1: f' of e^u):
+
+        reverse_kl    u                          forward_kl   1 - e^-u
+        js            log 2 + log sigmoid(u)     alpha        (1 - e^(-alpha u)) / alpha: 0 is reverse_kl, 1 forward_kl
+
+    e^-u continues along its tangent beyond e^30 (``relative_power``). The constant beta log Z(x) of f-DPO leaves
+    differences unchanged, so a divergence is for functions of x. TRL divides by the length after the divergence, not
+    before, and its alpha is 1 - alpha.
+
+    Pairs are all of a group's whose preference differs, each counted once. Pairs are not weighted (WPO), nor are tokens
+    beyond those of the shorter answer (LD-DPO).
+    """
 
     beta: float = 0.1
-    """How much a nat of log-ratio counts: larger keeps the policy closer to the reference."""
+    """Scale of the log-ratio: larger keeps the policy closer to the reference."""
     terms: tuple[tuple[str, float], ...] = (("sigmoid", 1.0),)
     """Names of ``VARIANTS`` and their weights."""
     label_smoothing: float = 0.0
-    """How often a pair is thought to be the wrong way round."""
+    """Assumed share of pairs that are the wrong way round."""
     sft_weight: float = 0.0
     length_normalised: bool = False
     divergence: Divergence = "reverse_kl"
     alpha: float = 0.5
-    """Of the divergence alpha."""
+    """Parameter of divergence="alpha"."""
     margin: float = 0.0
-    """How much of the data's margin is taken off x."""
+    """Weight of the data's margin, subtracted from x."""
     gamma: float = 0.0
-    """A margin that is the same for all."""
+    """Constant margin, subtracted from x."""
     tau: float = 0.05
-    """Of discopop: how sharply it goes from one branch to the other."""
+    """discopop's temperature: how sharply it switches between its branches."""
     reference_free: bool = False
+    """u = log pi(y|x): no reference is read."""
     entropy: bool = False
-    """Whether the entropy is among the metrics."""
+    """Report the entropy as a metric."""
 
     def __post_init__(self) -> None:
         _require_sound(self)
@@ -318,23 +378,23 @@ class Preference(Loss):
         return ("rewards/accuracy", "rewards/margin")
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
-        found = answers(scores, packed, has_reference=not self.reference_free)
+        sums = answers(scores, packed, has_reference=not self.reference_free)
         terms = {}
         for name, weight in self.terms:
             variant = VARIANTS[name]
             is_averaged = self.length_normalised or variant.is_averaged
-            score_S = self._score(found, is_averaged=is_averaged)
+            score_S = self._score(sums, is_averaged=is_averaged)
             terms[name] = weight * variant.value(self._compare(score_S, packed)).sum()
         if self.sft_weight:
             terms["sft"] = self.sft_weight * nll_of_best(scores.logp_N, packed)
-        return LossSum(terms, self._metrics(scores, packed, found))
+        return LossSum(terms, self._metrics(scores, packed, sums))
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
-        found = answers(scores, packed, has_reference=not self.reference_free)
-        score_S = self._score(found, is_averaged=self.length_normalised)
-        reference_S = found.logp_S - found.log_ratio_S
+        sums = answers(scores, packed, has_reference=not self.reference_free)
+        score_S = self._score(sums, is_averaged=self.length_normalised)
+        reference_S = sums.logp_S - sums.log_ratio_S
         if self.length_normalised:
-            reference_S = reference_S / found.length_S
+            reference_S = reference_S / sums.length_S
         better_P, worse_P = packed.better_P, packed.worse_P
         return {
             "better_P": score_S[better_P],
@@ -347,11 +407,11 @@ class Preference(Loss):
         made = [VARIANTS[name].statistics for name, _ in self.terms]
         return {name: stat for make in made if make for name, stat in make(step).items()}
 
-    def _score(self, found: Answers, *, is_averaged: bool) -> Tensor:
+    def _score(self, sums: Answers, *, is_averaged: bool) -> Tensor:
         """r of each answer."""
-        log_ratio_S = found.log_ratio_S
+        log_ratio_S = sums.log_ratio_S
         if is_averaged:
-            log_ratio_S = log_ratio_S / found.length_S
+            log_ratio_S = log_ratio_S / sums.length_S
         match self.divergence:
             case "reverse_kl":
                 return log_ratio_S
@@ -378,14 +438,14 @@ class Preference(Loss):
             packed.stats,
         )
 
-    def _metrics(self, scores: Scores, packed: Packed, found: Answers) -> Metrics:
-        score_S = self._score(found, is_averaged=self.length_normalised)
-        metrics = pair_metrics(self.beta * score_S, found, packed)
-        return metrics | sequence_metrics(scores, found, kl=not self.reference_free)
+    def _metrics(self, scores: Scores, packed: Packed, sums: Answers) -> Metrics:
+        score_S = self._score(sums, is_averaged=self.length_normalised)
+        metrics = pair_metrics(self.beta * score_S, sums, packed)
+        return metrics | sequence_metrics(scores, sums, kl=not self.reference_free)
 
 
 def _require_sound(loss: Preference) -> None:
-    """Refuse what no function reads, and values without a meaning. Keys are named as the configs have them."""
+    """Refuse values that no function reads, or without a meaning. Keys have the names of the configuration."""
     names = [name for name, _ in loss.terms]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown or not names or len(set(names)) < len(names):
@@ -410,15 +470,6 @@ def _require_sound(loss: Preference) -> None:
             f"found divergence={loss.divergence} with reference_free; expected a reference to diverge from; "
             "leave one out"
         )
-    _require_sound_smoothing(loss, names)
-    if "discopop" in names and not 0 < loss.tau <= 1:
-        raise ConfigError(
-            f"found discopop_tau={loss.tau:g}; expected more than 0 and at most 1 (larger, and exp(-x) is no longer "
-            "held down where x is negative); set it to the paper's 0.05"
-        )
-
-
-def _require_sound_smoothing(loss: Preference, names: list[str]) -> None:
     smoothing = loss.label_smoothing
     if not 0 <= smoothing < 0.5:
         raise ConfigError(
@@ -435,32 +486,15 @@ def _require_sound_smoothing(loss: Preference, names: list[str]) -> None:
             f"found label_smoothing={smoothing:g} with loss={', '.join(names)}, which does not read it; expected "
             f"{', '.join(_named('is_smoothed'))}; leave it out"
         )
+    if "discopop" in names and not 0 < loss.tau <= 1:
+        raise ConfigError(
+            f"found discopop_tau={loss.tau:g}; expected more than 0 and at most 1 (larger, and exp(-x) is no longer "
+            "held down where x is negative); set it to the paper's 0.05"
+        )
 
 
 def _named(trait: str) -> list[str]:
     return [name for name, variant in VARIANTS.items() if getattr(variant, trait)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Preference optimisation without a reference: ORPO, SimPO, AlphaPO, CPO.
-#
-# With q = log pi(y|x) / |y| the mean log-probability of an answer's tokens, s the logistic function, w the better and
-# l the worse answer:
-#
-#     ORPO     sft + beta * -log s(log odds(w) - log odds(l)),   log odds = q - log(1 - e^q)
-#                                                     arXiv 2403.07691, eq. 6 and 7, with beta for lambda
-#     SimPO    -log s(beta * (q_w - q_l) - gamma)     arXiv 2405.14734, eq. 6
-#     AlphaPO  SimPO with (1 - e^(-alpha q)) / alpha for q         arXiv 2501.03884
-#     CPO      sft_weight * sft + f of log pi(w|x) - log pi(l|x)   arXiv 2401.08417, eq. 3, f as in losses/margins.py
-#
-#     sft      the mean of -logp over the tokens of preferred answers (TRL's ORPO takes their prompts, too)
-#
-# SimPO, AlphaPO and CPO are ``Preference`` with a reference that is not there. ORPO's odds are finite where q is 0:
-# -q is not let below what the dtype can tell from 0.
-#
-# May import types, errors, torch and its neighbours in losses.
-
-CpoVariant: TypeAlias = Literal["sigmoid", "hinge", "ipo"]
 
 
 def simpo(
@@ -472,7 +506,9 @@ def simpo(
     sft_weight: float = 0.0,
     entropy: bool = False,
 ) -> Preference:
-    """SimPO; with ``alpha`` AlphaPO."""
+    """SimPO, arXiv 2405.14734, eq. 6: -log s(beta * (q_w - q_l) - gamma) with q = log pi(y|x) / |y|, an answer's mean
+    log-probability. With ``alpha`` AlphaPO, arXiv 2501.03884: (1 - e^(-alpha q)) / alpha in place of q.
+    """
     return Preference(
         beta=beta,
         gamma=gamma,
@@ -494,7 +530,9 @@ def cpo(
     sft_weight: float = 1.0,
     entropy: bool = False,
 ) -> Preference:
-    """CPO."""
+    """CPO, arXiv 2401.08417, eq. 3: f(log pi(w|x) - log pi(l|x)) + sft_weight * the mean of -logp over the tokens of
+    preferred answers.
+    """
     return Preference(
         beta=beta,
         terms=((variant, 1.0),),
@@ -507,12 +545,18 @@ def cpo(
 
 @dataclass(frozen=True)
 class Orpo(Loss):
-    """See the module docstring."""
+    """ORPO, arXiv 2403.07691, eq. 6 and 7, with beta for lambda. With q = log pi(y|x) / |y|:
+
+        sft + beta * -log s(log odds(w) - log odds(l)),        log odds = q - log(1 - e^q)
+
+    sft is the mean of -logp over the tokens of preferred answers (TRL takes their prompts, too). The odds are finite
+    where q is 0: -q is at least what the dtype can tell from 0.
+    """
 
     beta: float = 0.1
     """The weight of the odds ratio: lambda in the paper."""
     entropy: bool = False
-    """Whether the entropy is among the metrics."""
+    """Report the entropy as a metric."""
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -531,59 +575,55 @@ class Orpo(Loss):
         return ("rewards/accuracy", "rewards/margin")
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
-        found = answers(scores, packed, has_reference=False)
-        mean_logp_S = found.logp_S / found.length_S
+        sums = answers(scores, packed, has_reference=False)
+        mean_logp_S = sums.logp_S / sums.length_S
         odds_S = log_odds(mean_logp_S)
         ratio_P = odds_S.index_select(0, packed.better_P) - odds_S.index_select(0, packed.worse_P)
         terms = {
             "odds_ratio": -self.beta * logsigmoid(ratio_P).sum(),
             "sft": nll_of_best(scores.logp_N, packed),
         }
-        metrics = pair_metrics(self.beta * mean_logp_S, found, packed)
+        metrics = pair_metrics(self.beta * mean_logp_S, sums, packed)
         metrics["log_odds_ratio"] = mean(ratio_P)
-        return LossSum(terms, metrics | sequence_metrics(scores, found, kl=False))
+        return LossSum(terms, metrics | sequence_metrics(scores, sums, kl=False))
 
 
 def log_odds(logp_S: Tensor) -> Tensor:
-    """log(p / (1 - p)) of p = e^logp: -(a + log(1 - e^-a)) with a = -logp, which nothing cancels in."""
+    """log(p / (1 - p)) of p = e^logp: -(a + log(1 - e^-a)) with a = -logp, a form without cancellation."""
     unlikely_S = (-logp_S).clamp_min(torch.finfo(logp_S.dtype).eps)
     return -(unlikely_S + (-torch.expm1(-unlikely_S)).log())
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers that are good or bad by themselves: KTO and its neighbours. One answer is one sample, ``label`` 1 or 0.
-#
-# With r = beta * (log pi(y|x) - log ref(y|x)), s the logistic function, y = +1 for desirable answers and -1 for
-# others, and w the weight of the answer's kind, the mean over all answers of
-#
-#     kto        w * s(-y (r - beta z))       KTO, arXiv 2402.01306, eq. 7 (with the constant w - v as w * (1 - s))
-#     bco        w * -log s(y (r - c))        BCO, arXiv 2404.04656, without its weights for a shift of prompts
-#     apo_zero   w * s(-y r)                  APO, arXiv 2408.06266, eq. 7, answer by answer
-#
-#     z = max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts with the answers of others: ``mismatched``
-#     c = the mean of the two kinds' mean r in the step (or the one kind's); the paper's are running ones
-#
-# z and c are of the whole step, and constants. They are the mean of a step, where TRL takes z of a micro-batch.
-#
-# The metric z0 is z; rewards/accuracy counts answers on their own side of beta z, c or 0, ties half; kl is explained
-# in losses/answers.py.
-#
-# May import types, errors, torch and its neighbours in losses.
+# -- losses on single answers ----------------------------------------------------------------------
 
 UnpairedVariant: TypeAlias = Literal["kto", "bco", "apo_zero"]
 
 
 @dataclass(frozen=True)
 class Unpaired(Loss):
-    """See the module docstring."""
+    """KTO and its neighbours, on single answers, each a sample with ``label`` 1 (good) or 0 (bad).
+
+    With r = beta * (log pi(y|x) - log ref(y|x)), s the logistic function, y = +1 for desirable answers and -1 for
+    others, and w the weight of the answer's kind, the mean over all answers of
+
+        kto        w * s(-y (r - beta z))       KTO, arXiv 2402.01306, eq. 7 (with the constant w - v as w * (1 - s))
+        bco        w * -log s(y (r - c))        BCO, arXiv 2404.04656, without its weights for a shift of prompts
+        apo_zero   w * s(-y r)                  APO, arXiv 2408.06266, eq. 7, answer by answer
+
+        z = max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts with the answers of others: ``mismatched``
+        c = the mean of the two kinds' mean r in the step (or the one kind's); the paper's are running ones
+
+    z and c are constants, over the whole step (TRL takes z of a micro-batch). The metric z0 is z; rewards/accuracy
+    counts answers on their own side of beta z, c or 0, ties half.
+    """
 
     variant: UnpairedVariant = "kto"
     beta: float = 0.1
-    """How much a nat of log-ratio counts: larger keeps the policy closer to the reference."""
+    """Scale of the log-ratio: larger keeps the policy closer to the reference."""
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     entropy: bool = False
-    """Whether the entropy is among the metrics."""
+    """Report the entropy as a metric."""
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -611,13 +651,13 @@ class Unpaired(Loss):
 
     @property
     def mismatched(self) -> bool:
-        """Whether what is observed is not the step's samples but each prompt with another one's answer."""
+        """Whether ``observe`` needs each prompt with another one's answer in place of the step's samples."""
         return self.variant == "kto"
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
-        found = answers(scores, packed, has_reference=True)
+        sums = answers(scores, packed, has_reference=True)
         is_good_S = packed.values["label"] > 0.5
-        signed_S = self.beta * found.log_ratio_S - self._shift(found, packed)
+        signed_S = self.beta * sums.log_ratio_S - self._shift(sums, packed)
         signed_S = torch.where(is_good_S, signed_S, -signed_S)
         if self.variant == "bco":
             cost_S = -logsigmoid(signed_S)
@@ -625,7 +665,7 @@ class Unpaired(Loss):
             cost_S = torch.sigmoid(-signed_S)
         good_S, bad_S = self.desirable_weight * cost_S, self.undesirable_weight * cost_S
         total = torch.where(is_good_S, good_S, bad_S).sum()
-        return LossSum({self.variant: total}, self._metrics(scores, packed, found))
+        return LossSum({self.variant: total}, self._metrics(scores, packed, sums))
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
         log_ratio_S = answers(scores, packed, has_reference=True).log_ratio_S
@@ -640,22 +680,22 @@ class Unpaired(Loss):
         means = [kind.mean() for kind in kinds if kind.numel()]
         return {"bco_shift": self.beta * torch.stack(means).mean()}
 
-    def _shift(self, found: Answers, packed: Packed) -> Tensor:
+    def _shift(self, sums: Answers, packed: Packed) -> Tensor:
         match self.variant:
             case "kto":
-                return self.beta * packed.stats["z0"].to(found.log_ratio_S)
+                return self.beta * packed.stats["z0"].to(sums.log_ratio_S)
             case "bco":
-                return packed.stats["bco_shift"].to(found.log_ratio_S)
+                return packed.stats["bco_shift"].to(sums.log_ratio_S)
             case "apo_zero":
-                return found.log_ratio_S.new_zeros(())
+                return sums.log_ratio_S.new_zeros(())
 
-    def _metrics(self, scores: Scores, packed: Packed, found: Answers) -> Metrics:
+    def _metrics(self, scores: Scores, packed: Packed, sums: Answers) -> Metrics:
         is_good_S = packed.values["label"] > 0.5
-        reward_S = self.beta * found.log_ratio_S.detach()
-        above_S = reward_S - self._shift(found, packed)
+        reward_S = self.beta * sums.log_ratio_S.detach()
+        above_S = reward_S - self._shift(sums, packed)
         right = share_above(torch.where(is_good_S, above_S, -above_S))
-        metrics = kind_metrics(reward_S, found, packed, chosen=is_good_S, rejected=~is_good_S)
+        metrics = kind_metrics(reward_S, sums, packed, chosen=is_good_S, rejected=~is_good_S)
         metrics["rewards/accuracy"] = (right, mean(reward_S)[1])
         if self.variant == "kto":
             metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))
-        return metrics | sequence_metrics(scores, found, kl=True)
+        return metrics | sequence_metrics(scores, sums, kl=True)

@@ -1,8 +1,9 @@
-"""Supervised fine-tuning: weighted cross entropy of the listed targets.
+"""Losses on fixed data: cross entropy of the listed targets, and the divergence from a teacher at each target.
 
-    sum over targets of  -weight_N * logp_N          divided by the step's sum of weight_N
+    cross entropy   sum over targets of  -weight_N * logp_N
+    distillation    T^2 sum weight_N * divergence_N  +  c sum weight_N * -logp_N
 
-May import types, errors and torch only.
+All sums are divided by the step's sum of weight_N; c is ``sft_weight``.
 """
 
 from __future__ import annotations
@@ -33,30 +34,22 @@ class CrossEntropy(Loss):
         return {"cross_entropy": -packed.weight_N}
 
 
-# --------------------------------------------------------------------------------------------------
-# Distillation on fixed data: the divergence from a teacher at each target, and the data's own tokens beside it.
-#
-#     T^2 sum weight_N * divergence_N                 divided by the step's sum of weight_N
-#     + c sum weight_N * -logp_N                      divided by the same, where sft_weight c > 0
-#
-# The divergences are defined, and evaluated inside the head's chunks, in models/divergence.py. Their gradient shrinks
-# as 1 / T^2 when the temperature T is raised, and the factor T^2 undoes that (Hinton et al., arXiv 1503.02531); the
-# metric ``divergence`` is without it. The log-probabilities are at T = 1.
-#
-# Both terms are linear in what the head gives, with weights known beforehand: d term / d (logp_N, divergence_N), [2,
-# N]. The loss can be had in no other way: ``Scores.divergence_N`` and ``logp_N`` are then numbers, without gradient.
-#
-# May import types, errors and torch only.
-
-
 @dataclass(frozen=True)
 class Distill(Loss):
-    """The divergence from a teacher, per token, and cross entropy where it has a weight."""
+    """The divergence from a teacher, per token, and cross entropy where it has a weight.
+
+    The divergences are defined and evaluated inside the head's chunks, in models/teacher.py. Their gradient shrinks as
+    1 / T^2 when the temperature T rises, and the factor T^2 undoes that (Hinton et al., arXiv 1503.02531); the metric
+    ``divergence`` is without it. The log-probabilities are at T = 1.
+
+    Both terms are linear in the head's outputs, with weights known in advance: d term / d (logp_N, divergence_N),
+    [2, N]. There is no other way to their gradient: ``Scores.divergence_N`` and ``logp_N`` are numbers without one.
+    """
 
     divergence: Divergence = Divergence()  # noqa: RUF009 (a NamedTuple)
     sft_weight: float = 0.0
     is_listed: bool = False
-    """Whether the teacher is a list of its likeliest tokens at each target."""
+    """The teacher is a list of its likeliest tokens at each target."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -72,7 +65,7 @@ class Distill(Loss):
         return Wants(divergence=self.divergence)
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
-        assert scores.divergence_N is not None, "the model was not asked for the divergence"
+        assert scores.divergence_N is not None, "the loss needs the divergence"
         weight_N = packed.weight_N.to(scores.logp_N)
         divergence = (weight_N * scores.divergence_N).sum()
         cross_entropy = -(weight_N * scores.logp_N).sum()
@@ -80,8 +73,8 @@ class Distill(Loss):
         if self.sft_weight:
             terms["cross_entropy"] = self.sft_weight * cross_entropy
         count = weight_N.sum()
-        found = {"divergence": divergence, "cross_entropy": cross_entropy}
-        return LossSum(terms, {name: (value.detach(), count) for name, value in found.items()})
+        values = {"divergence": divergence, "cross_entropy": cross_entropy}
+        return LossSum(terms, {name: (value.detach(), count) for name, value in values.items()})
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor]:
         weight_N, none_N = packed.weight_N, torch.zeros_like(packed.weight_N)

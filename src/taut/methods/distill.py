@@ -1,235 +1,36 @@
-"""What a user says of distillation, the loss it makes, and its teacher. Wiring, no maths: the divergences and their
-papers are in models/divergence.py.
-
-    teacher         a model that says all of its distribution: any architecture and width, the student's tokenizer.
-                    Every rank holds it, whole, in the compute dtype; it runs just before the student
-    top_logprobs    a file of its likeliest tokens at each target, made once with ``taut teach``: then there is no
-                    teacher to be held while training, and the forward divergence only
-
-May import losses, models, attention, data, config and errors. run.py names this section, build.py asks for the teacher.
+"""Distillation on fixed data: the student learns the distribution that a teacher has at each target. The section
+``[distill]`` is in methods/teacher.py, for ``taut gkd`` has it too.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import ClassVar
 
-import torch
-from pydantic import Field
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-from taut.attention.select import select
-from taut.config import configclass, home_path, user_path
-from taut.data.dataset import Dataset
-from taut.data.top_logprobs import WithTeacher, read_top_logprobs
-from taut.errors import ConfigError, ModelError
+from taut.config import configclass
 from taut.losses.loss import Loss
-from taut.losses.supervised import Distill
-from taut.models.architecture import head
-from taut.models.load import (
-    context_length,
-    load_config,
-    load_model,
-    load_tokenizer,
-    require_language_model,
-)
-from taut.models.scorer import Teacher
-from taut.models.self_test import one_sample_reasons
-from taut.models.teacher import ListedTeacher, ModelTeacher
-from taut.types import Divergence
+from taut.methods.aux_models import AuxModels
+from taut.methods.method import MethodName, RunConfig
+from taut.methods.teacher import DistillConfig
+from taut.train.optim import DefaultRates
 
 
 @configclass
-class DistillConfig:
-    """Distillation on fixed data."""
+class Distill(RunConfig):
+    """A run of ``taut distill``."""
 
-    teacher: str | None = None
-    """Directory (or hub name) of the model to learn from; it has the student's tokenizer."""
-    top_logprobs: str | None = None
-    """In place of the teacher: the file that ``taut teach`` made of data.train."""
-    eval_top_logprobs: str | None = None
-    """The same of data.eval."""
-    divergence: Literal["forward", "reverse", "js"] = "forward"
-    """forward: KL(teacher || student), which covers all the teacher does; reverse: KL(student || teacher), which keeps
-    to what it does most; js: both, to their mixture."""
-    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The teacher's share of js's mixture: near 0 it acts as forward, near 1 as reverse; 0.5 where not given."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of both; the term is multiplied by its square, so that gradients keep their size."""
-    tail: Literal["bucket", "renormalise"] | None = None
-    """Of top_logprobs: what becomes of tokens that are not listed. bucket (where not given): together they are one more
-    outcome; renormalise: the teacher has the listed ones only."""
-    sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the mean negative log-probability of the data's own tokens, beside the divergence."""
+    learning_rates: ClassVar[DefaultRates] = DefaultRates(
+        2e-5, 2e-4, "TRL; tinker-cookbook with LoRA: 1e-4 to 1e-3"
+    )
+
+    method: MethodName = "distill"
+    distill: DistillConfig = DistillConfig()
 
     def __post_init__(self) -> None:
-        if self.beta is not None and self.divergence != "js":
-            raise ConfigError(
-                f"distill.beta={self.beta:g} has no effect with distill.divergence={self.divergence}; expected "
-                "divergence=js; set that, or leave beta out"
-            )
-        if self.top_logprobs is None:
-            self._require_no_list()
-            return
-        if self.teacher is not None:
-            raise ConfigError(
-                "distill.teacher and distill.top_logprobs are both set; expected one: the file stands for the teacher; "
-                "keep one"
-            )
-        if self.divergence != "forward":
-            raise ConfigError(
-                f"distill.divergence={self.divergence} with distill.top_logprobs: it needs all of the teacher's "
-                "distribution and a file has its likeliest tokens; expected forward; set distill.teacher for another"
-            )
-        if self.temperature != 1 and self.tail != "renormalise":
-            raise ConfigError(
-                f"distill.temperature={self.temperature:g} with distill.tail=bucket: what the tokens that are not "
-                "listed have at that temperature is not in the file; expected temperature=1; or set tail=renormalise"
-            )
+        super().__post_init__()
+        self.distill.require_teacher(self.model, has_eval=bool(self.data.eval))
 
-    def _require_no_list(self) -> None:
-        for key in ("tail", "eval_top_logprobs"):
-            if getattr(self, key) is not None:
-                raise ConfigError(
-                    f"distill.{key}={getattr(self, key)} has no effect without distill.top_logprobs; expected both; "
-                    f"set that, or leave {key} out"
-                )
+    def loss(self) -> Loss:
+        return self.distill.make_loss()
 
-    def make_loss(self) -> Loss:
-        """The loss."""
-        tail = self.tail or "bucket"
-        beta = 0.5 if self.beta is None else self.beta
-        how = Divergence(self.divergence, beta, self.temperature, tail)
-        return Distill(how, self.sft_weight, is_listed=self.top_logprobs is not None)
-
-    def require_teacher(self, student: str, *, has_eval: bool) -> None:
-        """Raise ConfigError where there is nothing to learn from. ``student``: the model that trains."""
-        if self.teacher is None and self.top_logprobs is None:
-            raise ConfigError(
-                "distill.teacher is not set; expected a model directory; set distill.teacher=DIR, or "
-                "distill.top_logprobs=FILE"
-            )
-        if has_eval and self.top_logprobs is not None and self.eval_top_logprobs is None:
-            raise ConfigError(
-                "data.eval is set and distill.eval_top_logprobs is not; expected the teacher's file of the held-out "
-                "data too; make it with taut teach, or leave data.eval out"
-            )
-        if self.eval_top_logprobs is not None and not has_eval:
-            raise ConfigError(
-                "distill.eval_top_logprobs is set and data.eval is not; expected both; set data.eval, or leave it out"
-            )
-        if self.teacher is not None and not self.sft_weight and _is_same(self.teacher, student):
-            raise ConfigError(
-                f"distill.teacher={self.teacher} is the model that trains; expected another: it has nothing to teach; "
-                "name one, or set distill.sft_weight to train with a tie to the start"
-            )
-
-
-class Setting(NamedTuple):
-    """What a teacher has in common with its student."""
-
-    tokenizer: PreTrainedTokenizerBase
-    num_rows: int
-    """Rows of the student's vocabulary."""
-    longest: int
-    """Tokens of the longest sample."""
-    dtype: torch.dtype
-    device: torch.device
-    attention: str
-    """As configured."""
-    trust_remote_code: bool = False
-
-
-class Chosen(NamedTuple):
-    """A teacher, and what was settled about it: name, value, reason."""
-
-    teacher: Teacher
-    decisions: list[tuple[str, str, str]]
-
-
-def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
-    """The teacher of a run. Raises ModelError where it cannot teach this student."""
-    path = config.teacher
-    if path is None:
-        reason = "what taut teach made of data.train; no teacher is held"
-        return Chosen(ListedTeacher(), [("distill.teacher", str(config.top_logprobs), reason)])
-    num_ids = require_same_tokenizer(
-        path, setting.tokenizer, "distill.teacher", setting.trust_remote_code
-    )
-    settings = load_config(path, setting.trust_remote_code)
-    require_language_model(path, settings, "distill.teacher")
-    require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
-    attention = select(setting.attention, setting.device, setting.dtype, settings)
-    model = load_model(
-        path,
-        dtype=setting.dtype,
-        device=setting.device,
-        attention=attention.implementation,
-        trust_remote_code=setting.trust_remote_code,
-        is_narrow=True,
-    )
-    alone = one_sample_reasons(model, setting.longest)
-    if alone:
-        raise ModelError(
-            f"distill.teacher={path} runs one sample at a time ({'; '.join(alone)}); expected a model that packs; use "
-            "it once with taut teach, and set distill.top_logprobs"
-        )
-    decisions = [
-        ("distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})")
-    ]
-    num_theirs = head(model).weight.shape[0]
-    if min(num_theirs, setting.num_rows) < num_ids:
-        raise ModelError(
-            f"distill.teacher={path} has {num_theirs:,} rows, the student {setting.num_rows:,} and their tokenizer "
-            f"{num_ids:,} ids; expected a row for each id; name another teacher"
-        )
-    if num_theirs == setting.num_rows:
-        return Chosen(ModelTeacher(model), decisions)
-    sizes = f"the teacher has {num_theirs:,} rows and the student {setting.num_rows:,}"
-    decisions.append(("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
-    return Chosen(ModelTeacher(model, num_ids), decisions)
-
-
-def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) -> Dataset:
-    """The data with what its file says, where there is one. ``split``: train or eval."""
-    key = "top_logprobs" if split == "train" else "eval_top_logprobs"
-    named = getattr(config, key)
-    if named is None:
-        return data
-    path = user_path(named, f"distill.{key}")
-    return WithTeacher(data, read_top_logprobs(path, data, num_rows))
-
-
-def require_same_tokenizer(
-    path: str, tokenizer: PreTrainedTokenizerBase, key: str, trust_remote_code: bool
-) -> int:
-    """How many ids the tokenizer has. Raises ModelError where an id is another token for the teacher at ``path``."""
-    theirs = load_tokenizer(path, trust_remote_code).get_vocab()
-    mine = tokenizer.get_vocab()
-    differing = mine.items() ^ theirs.items()
-    if differing:
-        token, index = min(differing, key=lambda item: item[1])
-        has, lacks = (
-            ("the student's", "the teacher's")
-            if mine.get(token) == index
-            else ("the teacher's", "the student's")
-        )
-        raise ModelError(
-            f"{key}={path}: {has} tokenizer has {token!r} at {index} and {lacks} has not; expected the same "
-            "tokenizer: a divergence compares token by token; name a teacher of the student's family"
-        )
-    return 1 + max(mine.values())
-
-
-def require_context(named: str, context: int | None, longest: int) -> None:
-    """Raise ModelError where a sample is longer than a teacher's context. ``named``: the key and its value."""
-    if context is not None and longest > context:
-        raise ModelError(
-            f"{named} has a context of {context:,} tokens and the longest sample has {longest:,}; "
-            f"expected samples it was made for; set data.max_length={context} and data.too_long, or name another"
-        )
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two names are of one model."""
-    left, right = (home_path(it) for it in (one, other))
-    return one == other or (left.is_dir() and right.is_dir() and left.samefile(right))
+    def models(self) -> AuxModels:
+        return AuxModels(teacher=self.distill)

@@ -1,13 +1,15 @@
 """Training on a data set that is there from the start: SFT, preferences, reward models, distillation.
 
-Which rows each step has (data/plan.py), the trees they make (data/groups.py), and the loss. Wiring, no maths. What a
-loss needs of another model is filled in by roles (loop.Role).
+Which rows each step has and the trees they make (data/batching.py), and the loss. Wiring, no maths. What a loss needs
+of another model is filled in by roles (train/trainer.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from taut.config import Decision
 from taut.data.batching import Cursor, Order, Rows
 from taut.losses import Loss
 from taut.types import Tree
@@ -43,6 +45,17 @@ class Offline:
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step."""
         return self.order.cursor(step, self.epochs)
+
+    def open(self) -> Sequence[Decision]:
+        """It needs nothing but its data."""
+        return ()
+
+    @property
+    def state(self) -> None:
+        """The cursor is all that a resumed run needs."""
+
+    def reject(self) -> None:
+        """Nothing is generated."""
 
     def close(self) -> None:
         """It holds nothing."""

@@ -1,25 +1,19 @@
-"""What a user says of policy optimisation, and the loss it makes. Wiring, no maths: the formulas and their papers are
-in losses/{policy,surrogates,advantages,kl,correction,value}.py.
-
-``[grpo]`` compares the answers to a prompt with each other; ``[ppo]`` compares each token with what a critic expected
-(``[critic]``). What both say of ratio, divergence, entropy and the engine is ``PolicyConfig``. A key that nothing would
-read is refused.
-
-May import losses, config and errors. run.py names these sections.
+"""What GRPO and PPO have in common: policy gradients with a ratio, a divergence from the reference, an entropy
+bonus, and a correction for what engine and trainer compute differently. A key that nothing would read is refused.
+Wiring, no maths: the formulas and their papers are in losses/{policy,advantages}.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError
-from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
+from taut.losses.advantages import Estimator
 from taut.losses.policy import (
     SURROGATES,
     Average,
@@ -33,13 +27,13 @@ from taut.losses.policy import (
     KlValue,
     PolicyGradient,
 )
+from taut.methods.aux_models import AuxModels
+from taut.methods.online import OnlineMethod, require_live_reference
+from taut.methods.reference import ReferenceConfig
+from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
-"""The names of losses.surrogates.SURROGATES; a test holds them to it."""
-Advantage: TypeAlias = Literal[
-    "group", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"
-]
-"""The names of losses.advantages.ESTIMATORS; a test holds them to it."""
+"""The names of losses.policy.SURROGATES; a test holds them to it."""
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -49,7 +43,7 @@ CORRECTING = ("correction_level", "correction_cap", "correction_floor")
 
 
 class RollOut(NamedTuple):
-    """What a loss is to know of how its roll-outs come about."""
+    """What the loss depends on in how rollouts are made."""
 
     temperature: float
     """What tokens are sampled at."""
@@ -58,13 +52,13 @@ class RollOut(NamedTuple):
     is_fresh: bool
     """Whether each is the policy's own and trained on once; else ``old_logp_N`` is there."""
     has_engine_logp: bool
-    """Whether the engine says log-probabilities."""
+    """Whether the engine returns log-probabilities."""
     is_apart: bool = False
     """Whether the engine computes otherwise than the trainer does: another program, another precision."""
 
 
 class _Defaults(NamedTuple):
-    """What a loss's own paper sets."""
+    """The settings of a loss's paper."""
 
     average: Average
     low: float = 0.2
@@ -82,7 +76,7 @@ _DEFAULTS: dict[PolicyLoss, _Defaults] = {
 }
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
     """A key, and whether anything reads it."""
 
     name: str
@@ -93,61 +87,63 @@ class _Key(NamedTuple):
 
 @configclass
 class PolicyConfig:
-    """What GRPO and PPO have in common."""
+    """The keys that GRPO and PPO share."""
 
     section: ClassVar[str]
 
     loss: PolicyLoss = "clip"
-    """clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio a sample), cispo, sapo, gmpo, or reinforce (no ratio). They
-    differ where a roll-out is trained on more than once, or is stale."""
+    """clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio per sample), cispo, sapo, gmpo, or reinforce (no ratio).
+    They differ only if a rollout is trained on more than once, or is stale."""
     average: Average | None = None
-    """token (DAPO: every token counts alike), sequence (GRPO: every answer), constant (Dr. GRPO: sums, divided by a
-    length). None: as the loss's paper has it: token for clip, cispo and reinforce, else sequence."""
+    """How the loss is averaged: token (DAPO: over tokens), sequence (GRPO: over answers), constant (Dr. GRPO: sums
+    divided by a constant length). None: as in the loss's paper, token for clip, cispo and reinforce, else sequence."""
     constant_length: Annotated[int, Field(gt=0)] | None = None
-    """Of average=constant; None: the most an answer may have: rollout.max_new_tokens, or of an environment
+    """For average=constant: the length. None: the limit of an answer, rollout.max_new_tokens, or with an environment
     rollout.environment.max_tokens."""
     clip_low: Positive | None = None
-    """How far a ratio may fall below 1 before a token counts no more; None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo
-    0.4 (of log-ratios)."""
+    """Lower clip range: ratios below 1 - clip_low are clipped. None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4 (of
+    log-ratios)."""
     clip_high: Positive | None = None
-    """How far it may rise above 1; None: 0.28 (DAPO), gspo 0.0004, cispo 4 (ScaleRL), gmpo 0.4. TRL's epsilon_high; of
-    cispo its epsilon_high - 1."""
+    """Upper clip range: ratios above 1 + clip_high are clipped. None: 0.28 (DAPO), gspo 0.0004, cispo 4 (ScaleRL), gmpo
+    0.4. TRL's epsilon_high; for cispo its epsilon_high - 1."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """The largest ratio that counts against a bad token, above 1 + clip_high; 3 is usual. None: there is no bound."""
+    """Dual clip: upper bound of the ratio where the advantage is negative, above 1 + clip_high; 3 is common. None: no
+    bound."""
     sapo_positive: Positive | None = None
-    """Of loss=sapo: how sharply ratios are damped where the advantage is positive; 1 where not given."""
+    """For loss=sapo: temperature of the gate on ratios where the advantage is positive; 1 if not set."""
     sapo_negative: Positive | None = None
-    """The same elsewhere; 1.05 where not given."""
+    """The same for the other advantages; 1.05 if not set."""
     kl_coef: NotNegative = 0.0
-    """What a nat of divergence from the reference costs; 0: there is no reference. 0.001 to 0.05 are usual."""
+    """KL coefficient. 0 disables the reference model. 0.001 to 0.05 are common."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a separate loss term, token by token. reward: a penalty. PPO and advantage=reinforce_pp charge each token
-    for its own divergence and that of later tokens. Other advantages charge each answer for the sum of its tokens,
-    compared within the group; advantage=group does not divide it by the deviation of the rewards."""
+    """Where the KL divergence enters. loss: as a separate loss term per token. reward: as a penalty in the reward. With
+    PPO and advantage=reinforce_pp the penalty of a token includes those of later tokens. With other advantages an
+    answer gets the sum over its tokens, compared within the group; advantage=group does not divide it by the deviation
+    of rewards."""
     kl_value: KlValue | None = None
-    """Of kl_in=loss: the estimator that is reported; k3 where not given. (Of kl_in=reward k1 and k3 are.)"""
+    """For kl_in=loss: the KL estimator that is logged; k3 if not set. (With kl_in=reward k1 and k3 are logged.)"""
     kl_gradient: KlGradient | None = None
-    """Of kl_in=loss: the estimator whose gradient is taken. k2, which has the gradient of the divergence, where not
-    given; k3 is GRPO's and TRL's, biased where policy and reference are far apart. (k1 has a mean gradient of 0.)"""
+    """For kl_in=loss: the KL estimator whose gradient is used. If not set k2, which has the gradient of the divergence;
+    k3 is GRPO's and TRL's, biased where policy and reference are far apart. (The gradient of k1 is 0 on average.)"""
     kl_target: Positive | None = None
-    """Of kl_in=reward: change kl_coef after each roll-out so that a token diverges by so many nats (1909.08593)."""
+    """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
-    """What a nat of entropy per token is worth."""
+    """Entropy bonus coefficient."""
     entropy: bool = False
-    """Report the entropy, which costs a pass over the logits; entropy_estimate is reported in any case."""
+    """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
     correction: Literal["auto"] | CorrectionKind = "auto"
-    """How tokens are weighted whose engine and trainer differ: truncated (TIS), masked (MIS), none; auto: truncated
-    where the engine is another program, else none."""
+    """Importance weights that correct for differences between the inference engine and the trainer: truncated (TIS),
+    masked (MIS) or none. auto: truncated with a server, else none."""
     correction_level: CorrectionLevel | None = None
-    """What a weight is: a token's ratio of trainer to engine (token), the product of an answer's ratios (sequence), or
-    their geometric mean (geometric). The product fades with the answer's length; the geometric mean does not. None:
-    token with correction=truncated, geometric with correction=masked or loss=gmpo. With correction=auto this key and
-    the next two are read with a server only."""
+    """The importance weight: a token's ratio of trainer to engine (token), the product of an answer's ratios
+    (sequence), or their geometric mean (geometric). The product vanishes with the answer's length; the geometric mean
+    does not. None: token with correction=truncated, geometric with correction=masked or loss=gmpo. With correction=auto
+    this key and the next two are read only with a server."""
     correction_cap: Annotated[float, Field(ge=1)] | None = None
-    """The largest weight; with correction=masked larger weights become 0. None: 2, or 1.1 for geometric, which is 0.1
-    nats a token."""
+    """Upper bound of the weight; with correction=masked larger weights become 0. None: 2, or 1.1 for geometric, which
+    is 0.1 nats per token."""
     correction_floor: Share | None = None
-    """The smallest weight; with correction=masked smaller weights become 0. None: 0, or 0.9 for geometric."""
+    """Lower bound of the weight; with correction=masked smaller weights become 0. None: 0, or 0.9 for geometric."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -219,21 +215,22 @@ class PolicyConfig:
             floor if self.correction_floor is None else self.correction_floor,
         )
 
-    def decisions(self, how: Correction) -> list[tuple[str, str, str]]:
-        """(key, value, reason) of what was chosen for the user about the correction in force."""
-        found: list[tuple[str, str, str]] = []
+    def decisions(self, how: Correction) -> list[Decision]:
+        """What was chosen for the user about the correction."""
+        decisions: list[Decision] = []
         if how.kind == "none":
-            return found
+            return decisions
         if self.correction == "auto":
-            found.append((f"{self.section}.correction", how.kind, "the engine is another program"))
+            reason = "the engine is another program"
+            decisions.append(Decision(f"{self.section}.correction", how.kind, reason))
         if self.correction_level is None:
             reason = "each token is weighted for itself"
             if how.level == "geometric":
                 reason = (
                     "the product over an answer fades with its length, the geometric mean does not"
                 )
-            found.append((f"{self.section}.correction_level", how.level, reason))
-        return found
+            decisions.append(Decision(f"{self.section}.correction_level", how.level, reason))
+        return decisions
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
@@ -245,24 +242,24 @@ class PolicyConfig:
                     f"or leave {name} out"
                 )
 
-    def _keys(self) -> Iterator[_Key]:
-        """Keys that are read only beside others."""
+    def _keys(self) -> Iterator[Key]:
+        """Keys that only have an effect together with others."""
         made, has_kl = SURROGATES[self.loss], self.kl_coef > 0
-        held = _losses(lambda name: SURROGATES[name].is_held)
-        yield _Key("clip_low", made.is_held, held)
-        yield _Key("clip_high", made.is_held, held)
-        yield _Key("dual_clip", made.is_dual, _losses(lambda name: SURROGATES[name].is_dual))
-        yield _Key("sapo_positive", self.loss == "sapo", "loss=sapo")
-        yield _Key("sapo_negative", self.loss == "sapo", "loss=sapo")
+        held = losses_where(lambda name: SURROGATES[name].is_held)
+        yield Key("clip_low", made.is_held, held)
+        yield Key("clip_high", made.is_held, held)
+        yield Key("dual_clip", made.is_dual, losses_where(lambda name: SURROGATES[name].is_dual))
+        yield Key("sapo_positive", self.loss == "sapo", "loss=sapo")
+        yield Key("sapo_negative", self.loss == "sapo", "loss=sapo")
         is_constant = self.average == "constant"
-        yield _Key("constant_length", is_constant, "average=constant")
-        yield _Key("kl_in", has_kl, "kl_coef above 0")
+        yield Key("constant_length", is_constant, "average=constant")
+        yield Key("kl_in", has_kl, "kl_coef above 0")
         in_loss = has_kl and self.kl_in == "loss"
-        yield _Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
-        yield _Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
-        yield _Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
+        yield Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
         for name in CORRECTING:
-            yield _Key(name, self.correction != "none", "correction=truncated or masked")
+            yield Key(name, self.correction != "none", "correction=truncated or masked")
 
     def _require_meant(self, roll_out: RollOut) -> None:
         """Refuse what the loss refuses, and say in which section it was found."""
@@ -273,57 +270,92 @@ class PolicyConfig:
 
 
 @configclass
-class GrpoConfig(PolicyConfig):
-    """GRPO and its family: the answers to a prompt are compared with each other, there is no critic."""
+class PolicyMethod(OnlineMethod):
+    """A method that learns by policy gradients."""
 
-    section: ClassVar[str] = "grpo"
+    unread_guard_keys: ClassVar[Sequence[str]] = ()
 
-    advantage: Advantage = "group"
-    """group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, or pass_at_k."""
-    pass_k: Annotated[int, Field(ge=1)] | None = None
-    """Of advantage=pass_at_k: the best of how many is to be raised, at most the size of a group; 4 where not given."""
+    shaping: ShapingConfig = ShapingConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shaping.require_room(self.rollout.grows)
+        policy = self.policy
+        without = f"{policy.section}.kl_coef=0"
+        require_live_reference(self.reference, without, is_read=policy.kl_coef > 0)
+        if self.rollout.engine == "local":
+            policy.require_no_auto()
 
     @property
-    def estimator(self) -> Estimator:
+    def policy(self) -> PolicyConfig:
+        """The method's own section."""
+        raise NotImplementedError
+
+    def estimate(self) -> Estimator | Gae:
         """How rewards become advantages."""
-        found = ESTIMATORS[self.advantage]
-        if self.pass_k is not None:
-            return replace(found, compare=partial(pass_at_k, k=self.pass_k))
-        return found
-
-    def _keys(self) -> Iterator[_Key]:
-        yield from PolicyConfig._keys(self)
-        yield _Key("pass_k", self.advantage == "pass_at_k", "advantage=pass_at_k")
-
-
-@configclass
-class PpoConfig(PolicyConfig):
-    """PPO: each token is compared with what a critic expected."""
-
-    section: ClassVar[str] = "ppo"
-
-    gamma: Share = 1.0
-    """What a reward is worth one token earlier."""
-    lam: Share = 0.95
-    """GAE's lambda: 1 trusts what came of it, 0 the critic's next word."""
-    whiten_advantages: bool = True
-    """Bring the advantages of a roll-out's tokens to mean 0 and spread 1."""
-    bootstrap_cut: bool = False
-    """Replace the reward of a cut answer by the critic's value of the state in which it was cut, as if the answer went
-    on. false: a cut answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
-    environment's turns stay."""
-    value_coef: Positive = 0.1
-    """Weight of half the critic's squared error."""
-    value_clip: Positive | None = 0.2
-    """How far a value may go from what it was when the roll-out was made before it counts no more."""
+        raise NotImplementedError
 
     @property
-    def critic_term(self) -> Critic:
-        """The critic's term."""
-        return Critic(self.value_coef, self.value_clip)
+    def _is_fresh(self) -> bool:
+        """Whether a rollout is sampled from the current policy and trained on once."""
+        return self.rollout.updates == 1 and not self.rollout.ahead and not self.rollout.replay
+
+    @property
+    def _has_penalty(self) -> bool:
+        """Whether the divergence from the reference is a part of the reward."""
+        return self.policy.penalty_coef > 0
+
+    def loss(self) -> PolicyGradient:
+        rollout = self.rollout
+        return self.policy.make_loss(
+            RollOut(
+                temperature=rollout.temperature,
+                limit=rollout.grows,
+                is_fresh=self._is_fresh,
+                has_engine_logp=True,
+                is_apart=rollout.engine == "server",
+            )
+        )
+
+    def loss_decisions(self) -> list[Decision]:
+        return self.policy.decisions(self.loss().correction)
+
+    def models(self) -> AuxModels:
+        return AuxModels(self.reference if self.policy.kl_coef > 0 else None)
+
+    def make_credit(self) -> PolicyCredit:
+        policy, penalty = self.policy, None
+        if self._has_penalty:
+            penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
+        ways = Ways(
+            estimate=self.estimate(),
+            shaping=self.shaping,
+            limit=self.rollout.grows,
+            temperature=self.rollout.temperature,
+            has_old=not self._is_fresh,
+            penalty=penalty,
+        )
+        return PolicyCredit(self.loss(), ways)
+
+    @property
+    def scores_reference_first(self) -> bool:
+        return self._has_penalty or (self.policy.kl_coef > 0 and not self._is_fresh)
+
+    @property
+    def ends_remedy(self) -> str:
+        return f"{'raise' if self.shaping.missing_stop else 'set'} shaping.missing_stop"
+
+    def resolved(self) -> dict[str, Any]:
+        """With the bounds of the correction: other defaults are other bounds."""
+        settings, correction = super().resolved(), self.loss().correction
+        section = settings[self.policy.section]
+        section |= {"correction_cap": correction.cap, "correction_floor": correction.floor}
+        return settings
 
 
-def _losses(is_one: Any) -> str:
+def losses_where(is_one: Any) -> str:
+    """The names of losses of which something is true, for a message."""
     return f"loss={' or '.join(name for name in SURROGATES if is_one(name))}"
 
 

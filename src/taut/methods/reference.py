@@ -1,17 +1,17 @@
 """The reference of preference optimisation: log-probabilities of the policy as it was when the run began.
 
     start       the tensors that train, as they were at the start: copies that take the policy's place for a forward.
-                Beside LoRA they are the adapters' own few (B = 0: the base model; an adapter that is trained on: that
+                With LoRA they are the adapters alone (B = 0: the base model; an adapter that is trained on: that
                 adapter); of a whole model, a frozen copy. Never taken from a checkpoint's weights
     model       another model directory
     file        log-probs computed once before training and kept, with a fingerprint of all that they depend on
 
-``update_every`` moves the start towards the policy (TR-DPO, arXiv 2404.09656):  ref <- (1 - mix) ref + mix policy.
+``update_every`` moves the start towards the policy (TR-DPO, arXiv 2404.09656): ref <- (1 - mix) ref + mix policy.
 
-The reference scores the same micro-batch as the policy, in the same layout and precision, without gradient: at step 0
-the two agree to the last bit, unless another model is named. Gives the stream ``ref_logp_N``.
+The reference scores the same micro-batch as the policy, in the same layout and precision, without gradient: at step
+0 the two agree to the last bit, unless another model is named. Gives the stream ``ref_logp_N``.
 
-May import what methods may. ``build`` makes the roles, ``recorded`` keeps the file.
+``methods.aux_models`` makes the roles, ``run.reference_cache`` keeps the file.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ STREAM = "ref_logp_N"
 
 @configclass
 class ReferenceConfig:
-    """What the policy is measured against: itself as it was at the start, or"""
+    """The reference model that the policy is compared with: by default the policy as it was at the start."""
 
     model: str | None = None
-    """Directory (or hub name) of another model, with the same tokenizer."""
+    """Directory (or hub name) of another model to use as the reference, with the same tokenizer."""
     file: str | None = None
-    """Keep the log-probs of the reference in this file (.safetensors): computed before training where it is not there,
-    refused where it was made of another model, data or setting. Then no reference is held while training."""
+    """Cache the log-probs of the reference in this file (.safetensors). It is computed before training if it does not
+    exist, and refused if it was made of another model, data or setting. Then no reference is held while training."""
     update_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between updates of the reference towards the policy (TR-DPO); 0: it stays as it was."""
+    """Steps between updates of the reference towards the policy (TR-DPO); 0: never."""
     update_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The policy's share in an update; 1 puts the policy in the reference's place."""
+    """The policy's share in such an update; 1 replaces the reference by the policy."""
 
     def __post_init__(self) -> None:
         if self.update_every and (self.model is not None or self.file is not None):
@@ -155,6 +155,10 @@ class Recorded:
 
     def active(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def tensors(self) -> list[Tensor]:
+        """It holds log-probs alone, on the host."""
+        return []
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
         return {STREAM: torch.cat([self._find(name) for name in packed.sample_ids])}

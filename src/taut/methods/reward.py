@@ -1,23 +1,25 @@
-"""What a user says of a reward model, and the loss and the head it makes. Wiring, no maths: the formulas and their
-papers are in losses/reward.py, the head's in models/{heads,reward}.py.
+"""Reward models: a scalar head on a language model. The formulas and their papers are in losses/reward.py, the head
+is in models/{heads,reward_model}.py.
 
     bradley_terry   pairs of answers (data of the kind preference); one score at the end of each
     regression      answers with a score (scored); one score at the end
     process         answers in steps with a label each (stepwise); a score at the end of each step
-
-May import losses, config and errors. run.py names this section.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from taut.config import configclass
+from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
 from taut.losses.reward import BradleyTerry, Process, Regression
+from taut.methods.method import MethodName, RunConfig
+from taut.models.reward_model import NewHead
+from taut.train.optim import DefaultRates
 
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -27,14 +29,14 @@ class RewardConfig:
     """A reward model."""
 
     loss: Literal["bradley_terry", "regression", "process"] = "bradley_terry"
-    """bradley_terry: of two answers the better has the higher score; regression: the data's score is given; process:
-    each step's label is."""
+    """bradley_terry: on pairs, the better answer gets the higher score; regression: on answers with a score; process:
+    on answers whose steps are labelled."""
     margin: NotNegative = 0.0
-    """How much of the data's margin the difference of scores is to exceed; 0: margins are not read."""
+    """Weight of the data's margin, which the difference of a pair's scores has to exceed. 0: margins are not read."""
     centring: NotNegative = 0.0
-    """How strongly the scores of a pair are drawn to a sum of 0, which differences leave free."""
+    """Weight of the squared sum of a pair's scores, which keeps scores centred at 0; differences alone do not."""
     bias: bool = False
-    """Whether the head has a bias. Transformers then reads the model with AutoModelForTokenClassification."""
+    """Whether the head has a bias. Transformers then loads the model with AutoModelForTokenClassification."""
 
     def __post_init__(self) -> None:
         if self.loss != "bradley_terry":
@@ -50,16 +52,6 @@ class RewardConfig:
                 "sees the scores themselves; set reward.centring, or remove it"
             )
 
-    @property
-    def kind(self) -> Literal["preference", "scored", "stepwise"]:
-        """The kind of data it is trained on."""
-        return KINDS[self.loss]
-
-    @property
-    def head_kind(self) -> Literal["sequence", "process"]:
-        """Where the head is read: ``models.reward.NewHead.kind``."""
-        return "process" if self.loss == "process" else "sequence"
-
     def make_loss(self) -> Loss:
         """The loss."""
         match self.loss:
@@ -71,9 +63,33 @@ class RewardConfig:
                 return Process()
 
 
-KINDS: dict[str, Literal["preference", "scored", "stepwise"]] = {
-    "bradley_terry": "preference",
-    "regression": "scored",
-    "process": "stepwise",
-}
-"""What each loss reads."""
+@configclass
+class Reward(RunConfig):
+    """A run of ``taut reward``."""
+
+    learning_rates: ClassVar[DefaultRates] = DefaultRates(
+        1e-5, 1e-4, "OpenRLHF: 9e-6; Tulu 3 (8B): 3e-6; tinker-cookbook with LoRA: 3e-4"
+    )
+    allows_noise: ClassVar[bool] = False
+
+    method: MethodName = "reward"
+    reward: RewardConfig = RewardConfig()
+
+    @property
+    def row_kind(self) -> Kind:
+        match self.reward.loss:
+            case "bradley_terry":
+                return "preference"
+            case "regression":
+                return "scored"
+            case "process":
+                return "stepwise"
+
+    def loss(self) -> Loss:
+        return self.reward.make_loss()
+
+    def new_head(self) -> NewHead:
+        kind: Literal["process", "sequence"] = (
+            "process" if self.reward.loss == "process" else "sequence"
+        )
+        return NewHead(kind, self.reward.bias, self.seed)

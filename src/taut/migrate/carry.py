@@ -1,12 +1,10 @@
-"""The same run in taut: the command of ``taut sft`` for a recipe for SFT, and the outcome of each option.
+"""The same run in taut: the ``taut sft`` command for an SFT recipe, and the outcome of each option.
 
 Every option of the recipe, every environment variable it sets and every option of its launcher has exactly one outcome:
-carried, needless, machine or lacking. ``table/sft.toml`` decides where a name and a value are enough; what takes
-arithmetic or several options is here. What a framework does where a recipe is silent is written into the command, so
-that no default of taut's takes its place. A value that only the user knows (how many samples a pack holds) is a word in
-capitals in the command, which taut refuses until it is filled in.
-
-Imports ``recipe.py``, ``outcomes.py``, ``processes.py`` and ``facts.py``. ``examine.py`` imports it.
+carried, needless, machine or lacking. ``table/sft.toml`` decides where a name and a value suffice; this file handles
+what takes arithmetic or several options. The framework's default of an option that the recipe does not set is written
+into the command, so that no default of taut's replaces it. A value that only the user knows (how many samples a pack
+holds) is a word in capitals in the command, which taut refuses until it is filled in.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from taut.config import home_path
-from taut.migrate.dialect import options as options_of
-from taut.migrate.facts import Facts
-from taut.migrate.outcomes import Outcome, is_off, judge_option, load_table
-from taut.migrate.processes import Processes, count_processes, launcher_options
+from taut.migrate.dialects import options as options_of
+from taut.migrate.facts import Facts, Processes, count_processes, launcher_options
 from taut.migrate.recipe import Recipe, Setting, parsed
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -44,7 +42,7 @@ FREEZES = {
     "freeze_vit": ("vision_tower", True),
     "freeze_aligner": ("projector", True),
 }
-"""ms-swift's words for parts of a vision-language model, and whether they are frozen unless it is told."""
+"""ms-swift's options for parts of a vision-language model: taut's name of the part, whether it is frozen by default."""
 PARTS = tuple(part for part, _ in FREEZES.values())
 RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
 UNKNOWN_TARGETS = (
@@ -53,24 +51,27 @@ UNKNOWN_TARGETS = (
 )
 
 
+Outcome = Literal["carried", "needless", "machine", "lacking"]
+
+
 class Option(NamedTuple):
-    """An option of a recipe and what becomes of it."""
+    """An option of a recipe and its outcome."""
 
     key: str
     """Its name; ``$NAME`` of an environment variable, ``--NAME`` of the launcher."""
     place: str
-    """``FILE:LINE``; empty: the recipe does not set it, and what the framework then does is meant."""
+    """``FILE:LINE``; empty: the recipe does not set it, and the outcome is that of the framework's default."""
     value: Any
     outcome: Outcome
     why: str
     keys: tuple[str, ...] = ()
-    """The keys of taut that say it."""
+    """The keys of taut that carry it."""
     refuses: bool = False
-    """With it the run is none of taut's."""
+    """taut does not do such a run."""
 
     @property
     def line(self) -> str:
-        """The option and its reason, for people."""
+        """The option and its reason as one line of text."""
         value = "" if not self.place else f" = {' '.join(_written(self.value).split())[:60]}"
         return f"{self.place}{': ' if self.place else ''}{self.key}{value}: {self.why}"
 
@@ -80,12 +81,12 @@ class Carried:
     """A command of taut, and every option of the recipe with its outcome."""
 
     settings: Mapping[str, Any]
-    """Keys of ``taut.run.config.Run`` with their values."""
+    """Keys of ``RunConfig`` with their values."""
     unfilled: Mapping[str, str]
-    """Keys whose value the user has to find -> the word that stands for it in the command."""
+    """Keys whose value the user fills in -> the word that stands for it in the command."""
     options: tuple[Option, ...]
     assumed: tuple[str, ...]
-    """What the recipe does not say and the command rests on."""
+    """Assumptions of the command about what the recipe does not say."""
 
     def having(self, outcome: Outcome) -> list[Option]:
         """The options with an outcome."""
@@ -93,55 +94,55 @@ class Carried:
 
     @property
     def command(self) -> str | None:
-        """``taut sft key=value ...``; None where the recipe is for something that taut does not do."""
+        """``taut sft key=value ...``; None for a run that taut does not do."""
         if any(option.refuses for option in self.options):
             return None
         return " ".join(["taut sft", *map(shlex.quote, self.words)])
 
     @property
     def words(self) -> list[str]:
-        """The settings as words, those to be filled in last."""
+        """The settings as words of the command, unfilled ones last."""
         words = [f"{key}={_written(value)}" for key, value in self.settings.items()]
         return words + [f"{key}={word}" for key, word in self.unfilled.items()]
 
 
-def carry(recipe: Recipe, facts: Facts, asked_processes: int | None = None) -> Carried | None:
-    """The run in taut; None for another method than sft, or without a model."""
+def carry(recipe: Recipe, facts: Facts, requested_processes: int | None = None) -> Carried | None:
+    """The run in taut; None for a method other than sft, or without a model."""
     if recipe.method != "sft" or recipe.model is None:
         return None
-    offer = _Offer(recipe, facts, count_processes(recipe, facts.directory, asked_processes))
-    offer.carry_names()
-    offer.carry_model()
-    offer.carry_data()
-    offer.carry_targets()
-    offer.carry_length()
-    offer.carry_batch()
-    offer.carry_duration()
-    offer.carry_schedule()
-    offer.carry_adapters()
-    offer.carry_tokens()
-    offer.carry_parts()
-    offer.carry_precision()
-    offer.carry_distribution()
-    return offer.finish()
+    draft = _Draft(recipe, facts, count_processes(recipe, facts.directory, requested_processes))
+    draft.carry_names()
+    draft.carry_model()
+    draft.carry_data()
+    draft.carry_targets()
+    draft.carry_length()
+    draft.carry_batch()
+    draft.carry_duration()
+    draft.carry_schedule()
+    draft.carry_adapters()
+    draft.carry_tokens()
+    draft.carry_parts()
+    draft.carry_precision()
+    draft.carry_distribution()
+    return draft.finish()
 
 
-class _Offer:
-    """A command in the making. Each ``carry_`` reads the options of one topic and records what becomes of them."""
+class _Draft:
+    """A command under construction. Each ``carry_`` method reads the options of a topic and records their outcomes."""
 
     def __init__(self, recipe: Recipe, facts: Facts, processes: Processes) -> None:
         self.recipe, self.facts, self.processes = recipe, facts, processes
         self.is_hf = recipe.framework != "openrlhf"
-        """Its options are those of transformers' TrainingArguments and more."""
+        """Its options include those of transformers' TrainingArguments."""
         self.is_swift = recipe.framework == "swift"
         self.is_vision = facts.answer("is_vision").holds
+        self.known_options = options_of(recipe.framework, recipe.method)
         self.given: dict[str, Setting] = {
-            **{key: one for key, one in recipe.settings.items() if self._is_option(one)},
-            **{
-                f"${name}": one._replace(key=f"${name}") for name, one in recipe.environment.items()
-            },
-            **launcher_options(recipe),
+            key: setting for key, setting in recipe.settings.items() if self._is_option(setting)
         }
+        for name, setting in recipe.environment.items():
+            self.given[f"${name}"] = setting._replace(key=f"${name}")
+        self.given |= launcher_options(recipe)
         self.settings: dict[str, Any] = {
             "model": "",
             "data.train": "",
@@ -167,11 +168,11 @@ class _Offer:
                 self._record(
                     key, "machine", f"where it is written is not known ({option.obstacle}): out"
                 )
-            elif key == "config" or judge_option(option, self._known()).outcome == "lacking":
+            elif key == "config" or judge_option(option, self.known_options).outcome == "lacking":
                 self._record(key, "lacking", f"the value is not known ({option.obstacle})")
 
     def _is_option(self, setting: Setting) -> bool:
-        """Not a table, whose entries are settings of their own, nor ``no_KEY`` beside KEY."""
+        """False for a table, whose entries are settings themselves, and for ``no_KEY`` next to KEY."""
         if setting.key.startswith("columns."):
             return False
         if isinstance(setting.value, dict) and setting.value:
@@ -179,13 +180,10 @@ class _Offer:
         switched_off = setting.key.removeprefix("no_")
         return switched_off == setting.key or switched_off not in self.recipe.settings
 
-    def _known(self) -> frozenset[str]:
-        return options_of(self.recipe.framework, self.recipe.method)
-
     def _record(
         self, key: str, outcome: Outcome, why: str, keys: Sequence[str] = (), refuses: bool = False
     ) -> None:
-        """An option's outcome. Of one that is not set, only that something is lacking."""
+        """Set an option's outcome. An option that is not set is recorded only if it is lacking."""
         option = self.given.get(key)
         if option is None and outcome != "lacking":
             return
@@ -204,12 +202,12 @@ class _Offer:
             self._record(key, "needless", why)
 
     def _value(self, key: str, default: Any = None) -> Any:
-        """An option's value; ``default`` where it is not set or not known."""
+        """An option's value; ``default`` where it is not set or unknown."""
         option = self.given.get(key)
         return default if option is None or option.obstacle else option.value
 
     def _is_unknown(self, key: str) -> bool:
-        """Whether it is set to something that is not known."""
+        """Whether it is set to an unknown value."""
         return key in self.given and bool(self.given[key].obstacle)
 
     def _fill_in(self, key: str, word: str) -> None:
@@ -218,7 +216,7 @@ class _Offer:
         self.unfilled[key] = word
 
     def carry_names(self) -> None:
-        """Options whose value means the same in taut."""
+        """Options whose value has the same meaning in taut."""
         for key, name in load_table().keys_of(self.recipe.framework).items():
             if key not in self.given:
                 continue
@@ -235,7 +233,7 @@ class _Offer:
                 self._carried(key, name)
 
     def carry_model(self) -> None:
-        """The model, and an adapter to go on from."""
+        """The model."""
         model = str(self.recipe.model)
         self.settings["model"] = str(home_path(model)) if model[0] == "~" else model
         names = ("model", "model_name_or_path", "model.model_name_or_path")
@@ -267,7 +265,7 @@ class _Offer:
             variable is not None and variable.value in ("1", 1, "true")
         )
 
-    # data
+    # -- data
 
     def carry_data(self) -> None:
         """Training data and evaluation data."""
@@ -281,7 +279,7 @@ class _Offer:
     def _set_data(
         self, key: str, name: str, sources: list[dict[str, Any]], lacks: str = ""
     ) -> None:
-        """Data under taut's name, or the word for them where they cannot be named."""
+        """Set ``name`` to the sources, or leave it to the user where taut cannot express them."""
         if lacks or not sources:
             self._record(key, "lacking", lacks or "no data are named")
             self._fill_in(name, "ROWS.jsonl" if name == "data.train" else "EVAL.jsonl")
@@ -383,14 +381,15 @@ class _Offer:
                 why = "nothing of the data is for evaluation, or split_dataset_ratio says it"
                 self._needless(why, "eval_strategy", "eval_steps", key)
                 continue
-            words = [
-                str(word)
-                for word in (value if isinstance(value, list) else [value])
-                if word is not None
-            ]
-            found = [_swift_source(word, uses_hugging_face) for word in words]
-            lacks = "; ".join(dict.fromkeys(one for one in found if isinstance(one, str)))
-            self._set_data(key, name, [one for one in found if isinstance(one, dict)], lacks)
+            words = value if isinstance(value, list) else [value]
+            sources, reasons = list[dict[str, Any]](), list[str]()
+            for word in words:
+                source = None if word is None else _swift_source(str(word), uses_hugging_face)
+                if isinstance(source, dict):
+                    sources.append(source)
+                elif source is not None:
+                    reasons.append(source)
+            self._set_data(key, name, sources, "; ".join(dict.fromkeys(reasons)))
             if name == "data.eval":
                 self._carried("eval_strategy", "data.eval")
                 self._carry_eval_steps("eval_steps")
@@ -422,7 +421,7 @@ class _Offer:
             ("eval.dataset", "eval.split", "data.eval"),
         )
         for key, split_key, name in kinds:
-            paths = [one.strip() for one in str(value(key) or "").split(",") if one.strip()]
+            paths = [path.strip() for path in str(value(key) or "").split(",") if path.strip()]
             if not paths and name == "data.eval":
                 self._needless("nothing is evaluated", key, split_key, "eval.steps")
                 continue
@@ -440,7 +439,7 @@ class _Offer:
                 self._carry_eval_steps("eval.steps")
 
     def carry_targets(self) -> None:
-        """What of a row is read, and what of it is learned."""
+        """The columns that are read and the tokens that are trained on."""
         if self.is_swift:
             names = {"default": "assistant", "last_round": "last", "all": "all"}
             scale = self._value("loss_scale", "default")
@@ -457,11 +456,9 @@ class _Offer:
             self._carry_openrlhf_rows()
 
     def _carry_thoughts(self) -> None:
-        """Of a model that can think ms-swift puts an empty thought before answers that have none."""
-        key, why = (
-            "add_non_thinking_prefix",
-            "swift puts an empty thought before answers without one",
-        )
+        """ms-swift puts an empty thought before answers without one, for models that can think."""
+        key = "add_non_thinking_prefix"
+        why = "swift puts an empty thought before answers without one"
         thinks = self.facts.answer("template_thinks").holds
         if self._is_unknown(key):
             return
@@ -501,7 +498,7 @@ class _Offer:
             self._carried(key, "data.targets")
 
     def _carry_openrlhf_rows(self) -> None:
-        """Columns, targets and template, which depend on one another."""
+        """Columns, targets and template, which depend on each other."""
         value, keys = self._value, ("data.input_key", "data.output_key")
         question, answer = value(keys[0], "input"), value(keys[1])
         if value("model.pretrain_mode_enable"):
@@ -551,7 +548,7 @@ class _Offer:
         self._carried("data.multiturn", "data.targets")
 
     def carry_length(self) -> None:
-        """Long rows, and the template where the recipe brings one."""
+        """Long rows, and the recipe's chat template."""
         if "max_length" in self.given and self.is_hf and not self._is_unknown("max_length"):
             length = self._value("max_length")
             if length is None and not self.is_swift:
@@ -612,10 +609,10 @@ class _Offer:
                 self.settings[name] = min(value, self.settings.get(name, value))
                 self._carried(key, name)
 
-    # steps
+    # -- steps
 
     def carry_batch(self) -> None:
-        """Samples of a step: a product over the processes, where the framework does not count packs."""
+        """Samples per step: a product with the number of processes, unless the framework counts packs."""
         if not self.is_hf:
             return
         keys = (
@@ -654,7 +651,7 @@ class _Offer:
                 self._carried(key, "batch.samples_per_step", why=why)
 
     def _carry_packing(self, packs: str) -> None:
-        """Where samples are packed, trl and ms-swift count packs."""
+        """trl and ms-swift count packs where samples are packed."""
         if is_off(self._value("packing")) and not self._is_unknown("packing"):
             self._needless(
                 "packing is always on and exact", "packing", "packing_length", "packing_strategy"
@@ -667,7 +664,7 @@ class _Offer:
             "lacking",
             f"a step is {packs} of {length} tokens; batch.samples_per_step counts samples: multiply by those in a pack",
         )
-        self._needless("told with packing", "packing_length")
+        self._needless("reported with packing", "packing_length")
         if self._value("packing_strategy") == "wrapped":
             self._record(
                 "packing_strategy", "lacking", "samples are joined and cut; taut cuts none"
@@ -707,7 +704,7 @@ class _Offer:
         self._needless("max_epochs holds", *(key for key in keys if key not in self.outcomes))
 
     def carry_schedule(self) -> None:
-        """The learning rate and how it rises and falls."""
+        """The learning rate, its schedule and warm-up."""
         self._carry_rate()
         framework = self.recipe.framework
         key = "lr_scheduler_type" if self.is_hf else "lr_scheduler"
@@ -779,17 +776,19 @@ class _Offer:
         if any(self._is_unknown(key) for key in keys):
             self._fill_in("optim.warmup_ratio", "WARMUP_RATIO")
             return
-        told = {key: self._value(key, default if len(keys) == 1 else None) or 0 for key in keys}
+        warmups = {key: self._value(key, default if len(keys) == 1 else None) or 0 for key in keys}
         if schedule == "constant":
             self.settings["optim.warmup_ratio"] = 0.0
             self._needless("a constant schedule has no warm-up there", *keys)
             return
-        if all(told.values()) and len(keys) == 2:
+        if all(warmups.values()) and len(keys) == 2:
             self._record(
-                "warmup_ratio", "lacking", "beside warmup_steps: which holds depends on the release"
+                "warmup_ratio",
+                "lacking",
+                "set as well as warmup_steps: which holds depends on the release",
             )
-            told["warmup_ratio"] = 0
-        value = max(told.values())
+            warmups["warmup_ratio"] = 0
+        value = max(warmups.values())
         if value >= 1:
             self.settings["optim.warmup_steps"] = int(value)
         else:
@@ -799,12 +798,15 @@ class _Offer:
             if key not in self.outcomes:
                 self._carried(key, name)
 
-    # the model's parts
+    # -- the model's parts
 
     def carry_adapters(self) -> None:
-        """LoRA: for trl where use_peft says so, for swift unless tuner_type says another, for OpenRLHF by the rank."""
+        """LoRA: in trl with use_peft, in swift unless tuner_type differs, in OpenRLHF with a rank above 0."""
         if self.is_swift:
-            has, defaults = self._swift_adapters(), (8, 32, 0.05)
+            tuner = self._value("tuner_type", "lora")
+            if tuner in ("full", "lora"):
+                self._carried("tuner_type", "lora.rank")
+            has, defaults = bool(tuner != "full"), (8, 32, 0.05)
             names = ("lora_rank", "lora_alpha", "lora_dropout")
             targets, saved = "target_modules", "modules_to_save"
         elif self.is_hf:
@@ -851,14 +853,8 @@ class _Offer:
                 self._needless("off", key)
         self._carry_modules(targets, saved)
 
-    def _swift_adapters(self) -> bool:
-        tuner = self._value("tuner_type", "lora")
-        if tuner in ("full", "lora"):
-            self._carried("tuner_type", "lora.rank")
-        return bool(tuner != "full")
-
     def _carry_modules(self, targets: str, saved: str) -> None:
-        """Which modules are adapted, and which are trained whole."""
+        """The modules with adapters, and those trained in full."""
         modules, regex = _names(self._value(targets)), self._value("target_regex")
         if regex:
             self.settings["lora.targets"] = [f"/{regex}/"]
@@ -911,7 +907,7 @@ class _Offer:
             self._carried("new_special_tokens", "tokens.add")
 
     def carry_parts(self) -> None:
-        """What of a vision-language model ms-swift trains, and how fast: of itself the language model alone."""
+        """The parts of a vision-language model that ms-swift trains (by default the language model), with rates."""
         keys = (*FREEZES, *RATES)
         if not self.is_swift or self.is_vision is False:
             self._needless("the model takes no pictures", *keys)
@@ -938,7 +934,7 @@ class _Offer:
                         self._record(
                             key,
                             "lacking",
-                            "parts of the model beside modules by name: lora.targets",
+                            "parts of the model as well as modules by name: lora.targets",
                         )
         for key in FREEZES:
             if key not in self.outcomes:
@@ -953,7 +949,7 @@ class _Offer:
                 self._needless(f"{part} is frozen", key)
 
     def carry_precision(self) -> None:
-        """Training in float32 all through; 16 bits are what taut computes in of itself."""
+        """Training entirely in float32; 16 bits are taut's default."""
         weights = self._value("torch_dtype" if self.is_swift else "dtype", "float32")
         is_mixed = self._value("bf16") is not False or bool(self._value("fp16"))
         if self.is_swift and self._value("bf16") is None:
@@ -964,7 +960,7 @@ class _Offer:
                 self._carried(key, "dtype")
 
     def carry_distribution(self) -> None:
-        """deepspeed and fsdp: shards are machine, offloading is lacking, what a file says is not read."""
+        """deepspeed and fsdp: sharding is machine, offloading is lacking, their files are not read."""
         known = {
             "deepspeed": {f"zero{stage}" for stage in range(4)},
             "fsdp": {"fsdp2", "full_shard", "shard_grad_op", "hybrid_shard", "auto_wrap", "true"},
@@ -984,10 +980,10 @@ class _Offer:
                 self._record(key, "lacking", "the settings in its file are not read")
 
     def finish(self) -> Carried:
-        """The outcomes of the options that no topic has read, from the table."""
+        """The outcomes of the remaining options, from the table."""
         for key, option in self.given.items():
             if key not in self.outcomes:
-                judged = judge_option(option, self._known())
+                judged = judge_option(option, self.known_options)
                 self._record(key, judged.outcome, judged.why, refuses=judged.refuses)
         settings = {key: value for key, value in self.settings.items() if key not in self.unfilled}
         return Carried(settings, self.unfilled, tuple(self.outcomes.values()), tuple(self.assumed))
@@ -1007,7 +1003,7 @@ def _present(key: str, value: Any) -> dict[str, Any]:
 
 
 def _swift_source(word: str, uses_hugging_face: bool) -> dict[str, Any] | str:
-    """One of ms-swift's ``dataset`` words (``HF::ID:SUBSET#COUNT``, a file), or why it cannot be named."""
+    """The source of a ``dataset`` word of ms-swift (``HF::ID:SUBSET#COUNT``, a file), or why taut cannot express it."""
     name, has_count, count = word.partition("#")
     if has_count:
         return f"{count} rows of {name}: write them to a JSONL file"
@@ -1020,13 +1016,13 @@ def _swift_source(word: str, uses_hugging_face: bool) -> dict[str, Any] | str:
 
 
 def _names(value: Any) -> list[str]:
-    """Names of modules, without the commas that stand between them in some published commands."""
+    """Names of modules, without the commas between them in some published commands."""
     words = value if isinstance(value, list) else [] if is_off(value) else [value]
     return [name for word in words for name in str(word).replace(",", " ").split()]
 
 
 def _written(value: Any) -> str:
-    """A value as TOML, or as it is where it is a text."""
+    """A value as TOML; a string without quotes where TOML would not read it as something else."""
     if not isinstance(value, str):
         return _toml(value)
     with suppress(tomllib.TOMLDecodeError):
@@ -1040,7 +1036,123 @@ def _toml(value: Any) -> str:
         names = {
             key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml(key) for key in value
         }
-        return f"{{{', '.join(f'{names[key]} = {_toml(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{names[key]} = {_toml(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(_toml(one) for one in value)}]"
+        return f"[{', '.join(_toml(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=False)
+
+
+# -- table/sft.toml
+
+
+class Judgement(NamedTuple):
+    """The outcome of one option."""
+
+    outcome: Outcome
+    why: str
+    refuses: bool = False
+    """taut does not do such a run, and no command is offered."""
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """An entry of ``[[lacking]]``."""
+
+    why: str
+    off: tuple[Any, ...]
+    """Values that switch the option off, in addition to empty and false ones."""
+    refuses: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """``table/sft.toml``."""
+
+    keys: Mapping[str, Mapping[str, str]]
+    """By framework (``hf``: those with transformers' options): option -> the key of taut with the same meaning."""
+    defaults: Mapping[str, Mapping[str, Any]]
+    """By framework: key of taut -> the framework's default."""
+    aside: Mapping[str, Judgement]
+    """Options with the outcome needless or machine, by name."""
+    lacking: Mapping[str, Lacking]
+    variables: tuple[str, ...]
+    """Prefixes of environment variables with the outcome machine."""
+    numbers: frozenset[str]
+    """Options that enter arithmetic; a value that is no number counts as unknown."""
+    columns: Mapping[str, str]
+    """ms-swift's name of a column -> taut's."""
+    peft_targets: Mapping[str, tuple[str, ...]]
+    """By model_type: the modules that peft adapts by default."""
+
+    def keys_of(self, framework: str) -> Mapping[str, str]:
+        """Options of a framework whose values have the same meaning in taut -> its keys."""
+        return self.keys.get(framework, self.keys["hf"])
+
+
+@cache
+def load_table() -> Table:
+    """Read the table. Raises ValueError where an option is in it twice."""
+    text = files("taut.migrate").joinpath("table/sft.toml").read_text(encoding="utf-8")
+    content = tomllib.loads(text)
+    aside = dict[str, Judgement]()
+    lacking = dict[str, Lacking]()
+    kinds: tuple[Outcome, ...] = ("needless", "machine", "lacking")
+    for kind in kinds:
+        for entry in content[kind]:
+            for name in entry["options"]:
+                if name in aside or name in lacking:
+                    raise ValueError(
+                        f"table/sft.toml names {name} twice; an option has one outcome"
+                    )
+                if kind == "lacking":
+                    off = tuple(entry["options"][name])
+                    lacking[name] = Lacking(entry["why"], off, entry.get("refuses", False))
+                else:
+                    aside[name] = Judgement(kind, entry["why"])
+    variables = tuple(name for entry in content["machine"] for name in entry.get("variables", ()))
+    peft_targets = {
+        model_type: tuple(entry["modules"])
+        for entry in content["peft_targets"]
+        for model_type in entry["model_types"]
+    }
+    return Table(
+        keys=content["keys"],
+        defaults=content["defaults"],
+        aside=aside,
+        lacking=lacking,
+        variables=variables,
+        numbers=frozenset(content["numbers"]),
+        columns=content["columns"],
+        peft_targets=peft_targets,
+    )
+
+
+def judge_option(option: Setting, known: frozenset[str]) -> Judgement:
+    """The outcome of an option that ``_Draft`` does not read. ``known``: the framework's own options."""
+    table, key = load_table(), option.key
+    names = (key, key.partition(".")[0])
+    for name in names:
+        if name in table.aside:
+            return table.aside[name]
+    for name in names:
+        if name in table.lacking:
+            entry = table.lacking[name]
+            if not option.obstacle and is_off(option.value, entry.off):
+                return Judgement("needless", "off, or what taut does in any case")
+            return Judgement("lacking", entry.why, entry.refuses)
+    if key.startswith("$") and key[1:].startswith(table.variables):
+        return Judgement("machine", "how processes and memory are organised")
+    if key.startswith("--"):
+        return Judgement("machine", "how the processes are started")
+    if key.startswith("$"):
+        return Judgement("lacking", "an environment variable that is not known here")
+    if names[0] in known or names[1] in known:
+        return Judgement("lacking", "nothing in taut is known to mean the same")
+    return Judgement("lacking", "no known option of the framework")
+
+
+def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
+    """Whether this value switches an option off."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value is None or value in (False, "", "none", [], {}, *off)

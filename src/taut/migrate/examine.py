@@ -1,9 +1,8 @@
-"""``examine("trl:recipe.yaml")``: which known traps a recipe of another framework walks into, and the same run in taut.
+"""``examine("trl:recipe.yaml")``: the traps that a recipe of another framework walks into, and the same run in taut.
 
-The recipe is named FRAMEWORK:FILE, FRAMEWORK==VERSION:FILE where the library is not the newest known, and
-FRAMEWORK.METHOD:FILE where a file of settings does not tell which method it is for.
-
-Imports the rest of ``compat``. The command line imports it.
+A recipe is named FRAMEWORK:FILE, FRAMEWORK==VERSION:FILE where the library is not the newest known, and
+FRAMEWORK.METHOD:FILE where a settings file may be for several methods. The report is text in 100 columns, or JSON with
+a named schema (docs/recipes.md).
 """
 
 from __future__ import annotations
@@ -11,51 +10,40 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from taut.config import home_path
 from taut.errors import ConfigError
 from taut.io.terminal import Terminal
-from taut.migrate import open_r1, openrlhf, swift, trl
-from taut.migrate.carry import carry
-from taut.migrate.dialect import Dialect, read
+from taut.migrate.carry import Carried, Option, carry
+from taut.migrate.dialects import DIALECTS, read_recipe
 from taut.migrate.facts import Facts
-from taut.migrate.report import RecipeReport
-from taut.migrate.traps import judge
+from taut.migrate.recipe import Recipe
+from taut.migrate.traps import Judged, State, judge
 
-DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect
-    for dialect in (trl.DIALECT, open_r1.DIALECT, swift.DIALECT, openrlhf.DIALECT)
-}
-WIDTH = 100
-"""Columns of a report that does not go to a terminal."""
 SPEC = re.compile(
     r"(?P<framework>[\w-]+)(?:\.(?P<method>\w+))?(?:==(?P<version>[^:]+))?:(?P<file>.+)"
 )
-
-
-def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
-    """Read a recipe and judge it. Raises ConfigError where there is none to be read.
-
-    ``num_processes``: how many processes it is started with, where the recipe does not say.
-    """
-    match = SPEC.fullmatch(spec)
-    if match is None:
-        raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
-    dialect = DIALECTS.get(match["framework"])
-    if dialect is None:
-        near = difflib.get_close_matches(match["framework"], DIALECTS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}" if near else f"expected one of {', '.join(DIALECTS)}"
-        raise ConfigError(f"recipe={spec}: unknown framework {match['framework']}; {hint}")
-    if match["version"] is not None:
-        _require_version(match["version"], spec)
-    path = home_path(match["file"])
-    recipe = read(dialect, path, match["method"], match["version"])
-    facts = Facts(recipe, path.parent)
-    carried = carry(recipe, facts, num_processes)
-    return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)
+SCHEMA = "taut.recipe/2"
+"""Raised when a field changes its meaning or is removed; docs/recipes.md describes it."""
+SECRET = re.compile(r"(?i)token$|key$|secret$")
+STYLES = {"wrong": "bold red", "late": "yellow", "slow": "cyan"}
+WIDTH = 100
+"""Columns of a report that does not go to a terminal."""
+LABEL_WIDTH = 9
+COMMAND_WIDTH = 88
+MAX_LINES = 8
+"""Lines of a list that are printed; JSON has all."""
 
 
 def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) -> int:
@@ -70,8 +58,231 @@ def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) 
     return report.exit_code
 
 
-def _require_version(text: str, spec: str) -> None:
+def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
+    """Read a recipe and judge it. Raises ConfigError where there is none.
+
+    ``num_processes``: the number of training processes, where the recipe does not say it.
+    """
+    match = SPEC.fullmatch(spec)
+    if match is None:
+        raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
+    dialect = DIALECTS.get(match["framework"])
+    if dialect is None:
+        near = difflib.get_close_matches(match["framework"], DIALECTS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}" if near else f"expected one of {', '.join(DIALECTS)}"
+        raise ConfigError(f"recipe={spec}: unknown framework {match['framework']}; {hint}")
+    if match["version"] is not None:
+        try:
+            Version(match["version"])
+        except InvalidVersion:
+            raise ConfigError(
+                f"recipe={spec}: {match['version']} is no version; expected e.g. 0.18.0"
+            ) from None
+    path = home_path(match["file"])
+    recipe = read_recipe(dialect, path, match["method"], match["version"])
+    facts = Facts(recipe, path.parent)
+    carried = carry(recipe, facts, num_processes)
+    return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)
+
+
+@dataclass(frozen=True)
+class RecipeReport:
+    """A recipe, the verdict on every trap of its framework and method, and the run in taut."""
+
+    recipe: Recipe
+    path: str
+    judged: tuple[Judged, ...]
+    carried: Carried | None
+
+    def having(self, state: State) -> list[Judged]:
+        """The traps that the recipe walks into, that are clear, or that are undecided."""
+        return [judged for judged in self.judged if judged.state == state]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where it walks into a trap that makes the result wrong, or has a setting that taut lacks."""
+        walks_in = any(judged.trap.severity == "wrong" for judged in self.having("walks_in"))
+        return int(walks_in or (self.carried is not None and bool(self.carried.having("lacking"))))
+
+    def print(self, console: Console) -> None:
+        """The report as text."""
+        recipe = self.recipe
+        console.print(
+            Text.assemble(
+                (self.path, "bold"),
+                f"  {recipe.framework} {recipe.method} ({recipe.method_reason})",
+            )
+        )
+        console.print(Text(f"{recipe.library} {recipe.version}: {recipe.version_reason}", "dim"))
+        for judged in self.having("walks_in"):
+            console.print(_trap_table(judged))
+        undecided = _by_reason(
+            ("; ".join(judged.because), judged.trap.id) for judged in self.having("undecided")
+        )
+        undecided_lines = [f"{why}: {', '.join(ids)}" for why, ids in undecided.items()]
+        _print_list(console, "Not decided:", undecided_lines)
+        unknown_lines = [
+            f"{unknown.place}: {unknown.key} is no option of {recipe.options_of} for {recipe.method}"
+            + (f"; did you mean {unknown.nearest}?" if unknown.nearest else "")
+            for unknown in recipe.unknown
+        ]
+        _print_list(console, "Unknown keys:", unknown_lines)
+        _print_list(console, "Not read:", list(recipe.unread))
+        _print_carried(console, recipe, self.carried)
+        counts = (
+            f"{len(self.having('walks_in'))} walked into, {len(self.having('clear'))} clear, "
+            f"{len(self.having('undecided'))} not decided"
+        )
+        style = STYLES["wrong"] if self.exit_code else "green"
+        console.print(Text(f"\n{len(self.judged)} known traps: {counts}", style))
+
+    def as_json(self) -> dict[str, Any]:
+        """The whole report for programs."""
+        recipe, carried = self.recipe, self.carried
+        return {
+            "schema": SCHEMA,
+            "taut": version("taut"),
+            "file": self.path,
+            "framework": recipe.framework,
+            "library": recipe.library,
+            "version": recipe.version,
+            "version_reason": recipe.version_reason,
+            "method": recipe.method,
+            "method_reason": recipe.method_reason,
+            "model": recipe.model,
+            "data": recipe.data,
+            "outcome": "failed" if self.exit_code else "passed",
+            "traps": [_trap_as_json(judged) for judged in self.judged],
+            "unknown_keys": [
+                {"key": unknown.key, "place": unknown.place, "nearest": unknown.nearest}
+                for unknown in recipe.unknown
+            ],
+            "unread": list(recipe.unread),
+            "carried": None
+            if carried is None
+            else {
+                "command": carried.command,
+                "settings": dict(carried.settings),
+                "unfilled": dict(carried.unfilled),
+                "assumed": list(carried.assumed),
+                "options": [
+                    {
+                        "key": option.key,
+                        "place": option.place or None,
+                        "value": _json_value(option),
+                        "outcome": option.outcome,
+                        "why": option.why,
+                        "keys": list(option.keys),
+                    }
+                    for option in carried.options
+                ],
+            },
+        }
+
+
+def _json_value(option: Option) -> Any:
+    """The option's value; ``***`` for a secret; a date, or a number that JSON cannot express, as text."""
+    if option.outcome == "machine" and SECRET.search(option.key):
+        return "***"
     try:
-        Version(text)
-    except InvalidVersion:
-        raise ConfigError(f"recipe={spec}: {text} is no version; expected e.g. 0.18.0") from None
+        json.dumps(option.value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(option.value)
+    return option.value
+
+
+def _trap_as_json(judged: Judged) -> dict[str, Any]:
+    trap = judged.trap
+    return {
+        "id": trap.id,
+        "state": judged.state,
+        "severity": trap.severity,
+        "because": list(judged.because),
+        "what": trap.what,
+        "why": trap.why,
+        "fix": trap.fix,
+        "taut": trap.taut,
+        "versions": trap.versions,
+        "versions_note": trap.versions_note,
+        "classes": list(trap.classes),
+        "threads": list(trap.threads),
+        "seen": list(trap.seen),
+        "source": trap.source,
+    }
+
+
+def _trap_table(judged: Judged) -> Table:
+    """A trap that the recipe walks into: what, why, where, which releases, what to do."""
+    trap, style = judged.trap, STYLES[judged.trap.severity]
+    table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(width=LABEL_WIDTH, overflow="fold")
+    table.add_column(overflow="fold")
+    table.add_row()
+    table.add_row(Text(trap.severity, style), Text(trap.what, style))
+    for place in judged.because:
+        table.add_row("", Text(place, "italic"))
+    classes = [name if isinstance(name, str) else f"class {name}" for name in trap.classes]
+    rows = {
+        "why": " ".join(trap.why.split()),
+        "fix": trap.fix,
+        "taut": trap.taut,
+        "releases": trap.affected,
+        "known as": f"{trap.id}: {', '.join([*classes, *trap.threads])}",
+    }
+    for name, text in rows.items():
+        table.add_row(Text(name, "dim"), Text(text, "bold" if name == "fix" else ""))
+    return table
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """(reason, name) pairs -> the names of each reason."""
+    names: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        names.setdefault(reason, []).append(name)
+    return names
+
+
+def _print_list(console: Console, title: str, lines: list[str], max_lines: int = MAX_LINES) -> None:
+    """A title and its lines, if there are any."""
+    if not lines:
+        return
+    console.print(Text(f"\n{title}", "bold"))
+    table = Table.grid(padding=(0, 1, 0, 2), pad_edge=True)
+    table.add_column(overflow="fold")
+    for line in lines[:max_lines]:
+        table.add_row(Text(line))
+    if len(lines) > max_lines:
+        table.add_row(Text(f"and {len(lines) - max_lines} more (--json)", "dim"))
+    console.print(table)
+
+
+def _print_carried(console: Console, recipe: Recipe, carried: Carried | None) -> None:
+    """The taut command to copy, every setting that taut lacks, and the other options by reason."""
+    if carried is None:
+        is_sft = recipe.method == "sft"
+        why = "the recipe names no model" if is_sft else "only recipes for SFT are written as one"
+        console.print(Text(f"\nIn taut: no command; {why}", "bold"))
+        return
+    lacking = sorted(carried.having("lacking"), key=lambda option: not option.refuses)
+    lacking_lines = [option.line for option in lacking]
+    if carried.command is None:
+        console.print(Text("\nIn taut: no command", "bold"))
+        _print_list(console, "Not in taut:", lacking_lines, len(lacking))
+        return
+    command_lines = ["taut sft"]  # broken between words, never within quotes
+    for word in map(shlex.quote, carried.words):
+        if len(command_lines[-1]) + len(word) < COMMAND_WIDTH:
+            command_lines[-1] += f" {word}"
+        else:
+            command_lines.append(word)
+    command = " \\\n      ".join(command_lines)
+    console.print(Text("\nIn taut:", "bold"))
+    console.print(Text(f"  {command}"), soft_wrap=True)
+    words = [f"{word}: a value for {key}" for key, word in carried.unfilled.items()]
+    _print_list(console, "To be filled in:", words, len(words))
+    _print_list(console, "Lacking:", lacking_lines, len(lacking))
+    _print_list(console, "Assumed:", list(carried.assumed), len(carried.assumed))
+    rest = [*carried.having("needless"), *carried.having("machine")]
+    keys_by_reason = _by_reason((option.why, option.key) for option in rest)
+    rest_lines = [f"{', '.join(keys)}: {why}" for why, keys in keys_by_reason.items()]
+    _print_list(console, "Left aside:", rest_lines)

@@ -1,9 +1,11 @@
-"""What a trap needs to know beyond the recipe: of the model's files, of the data's first row, of how it is started.
+"""What the recipe's text does not say: facts about the model's files, the first row of data, and the launch.
 
-A model is looked at where it is a directory here or lies in the Hugging Face cache; nothing is downloaded, no weight
-is read. What cannot be looked at has no answer, and says why. Only facts that a trap asks for are found out.
+A model is examined where it is a local directory or lies in the Hugging Face cache; nothing is downloaded and no
+weights are read. A fact that cannot be determined has the answer None and a reason. A fact is computed only when a trap
+needs it.
 
-May import ``data``, ``models``, errors and ``recipe.py``. ``conditions.py`` asks it.
+``count_processes`` reads the number of training processes from the launcher (torchrun, accelerate, deepspeed), the
+files that it names, and the environment: most frameworks multiply their batch size by it.
 """
 
 from __future__ import annotations
@@ -16,44 +18,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taut.config import home_path
-from taut.errors import TautError
+from taut.errors import ConfigError, TautError
 from taut.io import files
-from taut.migrate.recipe import Recipe
+from taut.migrate.dialects import find_near
+from taut.migrate.recipe import SUFFIXES, Recipe, Setting, parsed, read_settings, read_text
 
 if TYPE_CHECKING:
     from taut.data.render import Renderer
 
 STATE_MODELS = re.compile(r"mamba|jamba|rwkv|zamba")
-SPREAD = ("zero", "deepspeed", "fsdp")
-"""What is in the name of a file that has accelerate keep float32 weights beside the bfloat16 ones."""
+SHARDING_WORDS = ("zero", "deepspeed", "fsdp")
+"""Words in the name of a launcher file with which accelerate keeps float32 weights next to the bfloat16 ones."""
 GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
 class Answer(NamedTuple):
-    """Whether a fact holds; None: it could not be looked at."""
+    """Whether a fact holds; None: unknown."""
 
     holds: bool | None
     says: str
     """What was found, or why nothing was."""
 
 
+class NotKnown(Exception):
+    """A fact cannot be determined; the message is the reason."""
+
+
 class Facts:
-    """Answers by name, each found out once."""
+    """Answers by name, each computed once."""
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
-        """``directory``: where the recipe lies, which paths in it may be relative to."""
+        """``directory``: where the recipe lies, which its paths may be relative to."""
         self.recipe, self.directory = recipe, directory
         self._answers: dict[str, Answer] = {}
 
     def answer(self, name: str) -> Answer:
-        """Raises KeyError for a fact there is none of."""
+        """Raises KeyError for a name that is no fact."""
         if name not in self._answers:
-            self._answers[name] = FACTS[name](self)
+            try:
+                self._answers[name] = FACTS[name](self)
+            except NotKnown as error:
+                self._answers[name] = Answer(None, str(error))
         return self._answers[name]
 
     @cached_property
     def model(self) -> Path | None:
-        """The model's directory, where it is on this machine."""
+        """The model's directory, if it is on this machine."""
         name = self.recipe.model
         if name is None:
             return None
@@ -67,13 +77,6 @@ class Facts:
         cached = try_to_load_from_cache(name, "config.json")
         return Path(cached).parent if isinstance(cached, str) else None
 
-    @property
-    def missing(self) -> Answer:
-        """The answer where there is no model to look at."""
-        if self.recipe.model is None:
-            return Answer(None, "the recipe names no model that is known")
-        return Answer(None, f"could not look: the model {self.recipe.model} is not here")
-
     def file(self, name: str) -> Mapping[str, Any] | None:
         """A JSON file of the model; None where there is none."""
         path = None if self.model is None else self.model / name
@@ -83,16 +86,38 @@ class Facts:
         return content if isinstance(content, dict) else None
 
     @cached_property
+    def first_row(self) -> Mapping[str, Any] | Answer:
+        """The first row of the data, if they are a local JSON lines file."""
+        name = self.recipe.data
+        if name is None:
+            return Answer(None, "the recipe names no data that are known")
+        for base in (Path(), self.directory):
+            path = base / home_path(name.partition("#")[0])
+            if not path.is_file() or path.suffix not in (".jsonl", ".json"):
+                continue
+            with files.open_text(path) as lines:
+                first_line = next((line for line in lines if line.strip()), "")
+            try:
+                row = json.loads(first_line)
+            except json.JSONDecodeError:
+                return Answer(
+                    None, f"could not look: {path.name} does not begin with a row of JSON"
+                )
+            if isinstance(row, dict):
+                return row
+            return Answer(None, f"{path.name} has no rows of keys")
+        return Answer(None, f"could not look: the data {name} are no JSON lines here")
+
+    @cached_property
     def renderer(self) -> Renderer | Answer:
-        """The tokenizer with the template in use, or why there is none."""
+        """The tokenizer with the template that the recipe uses, or why there is none."""
         if self.model is None:
-            return self.missing
+            return Answer(None, str(self.missing_model))
         from taut.data.render import Renderer
         from taut.models.load import load_tokenizer
 
         try:
-            template = self._template_of_recipe()
-            renderer = Renderer(load_tokenizer(str(self.model)), template)
+            renderer = Renderer(load_tokenizer(str(self.model)), self._recipe_template())
             if renderer.template.template is None:
                 return Answer(None, f"{self.recipe.model} has no chat template")
             renderer.template.stop_ids  # noqa: B018 (it raises where there is no end)
@@ -100,8 +125,8 @@ class Facts:
             return Answer(None, f"could not look: {error}")
         return renderer
 
-    def _template_of_recipe(self) -> str | None:
-        """A template that the recipe gives in place of the model's."""
+    def _recipe_template(self) -> str | None:
+        """A template that the recipe sets in place of the model's."""
         for key in ("chat_template", "data.tokenizer_chat_template"):
             value = self.recipe.value(key)
             if isinstance(value, str) and "{" in value:
@@ -114,198 +139,303 @@ class Facts:
             return files.read_text(file)
         raise TautError(f"the chat template {path} is not here")
 
-    @cached_property
-    def first_row(self) -> Mapping[str, Any] | Answer:
-        """The first row of the data, where it is a JSON lines file here."""
-        name = self.recipe.data
-        if name is None:
-            return Answer(None, "the recipe names no data that are known")
-        for base in (Path(), self.directory):
-            path = base / home_path(name.partition("#")[0])
-            if path.is_file() and path.suffix in (".jsonl", ".json"):
-                return self._row(path)
-        return Answer(None, f"could not look: the data {name} are no JSON lines here")
+    @property
+    def missing_model(self) -> NotKnown:
+        """Why the model's files are not available."""
+        if self.recipe.model is None:
+            return NotKnown("the recipe names no model that is known")
+        return NotKnown(f"could not look: the model {self.recipe.model} is not here")
 
-    def _row(self, path: Path) -> Mapping[str, Any] | Answer:
-        with files.open_text(path) as lines:
-            line = next((one for one in lines if one.strip()), "")
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            return Answer(None, f"could not look: {path.name} does not begin with a row of JSON")
-        return row if isinstance(row, dict) else Answer(None, f"{path.name} has no rows of keys")
+    def require_config(self) -> Mapping[str, Any]:
+        """The model's config.json. Raises NotKnown."""
+        config = self.file("config.json")
+        if config is None:
+            raise self.missing_model
+        return config
+
+    def require_row(self) -> Mapping[str, Any]:
+        """``first_row``. Raises NotKnown."""
+        if isinstance(self.first_row, Answer):
+            raise NotKnown(self.first_row.says)
+        return self.first_row
+
+    def require_renderer(self) -> Renderer:
+        """``renderer``. Raises NotKnown."""
+        if isinstance(self.renderer, Answer):
+            raise NotKnown(self.renderer.says)
+        return self.renderer
+
+    def turn_ends(self) -> tuple[set[int], str]:
+        """The tokens that end a turn, and a phrase that names them. Raises NotKnown."""
+        renderer = self.require_renderer()
+        turn_ends = set(renderer.stop_ids)
+        return (
+            turn_ends,
+            f"the template ends turns with {renderer.template.quoted(list(turn_ends))}",
+        )
+
+    def recipe_eos(self) -> int | None:
+        """The eos token that the recipe trains with."""
+        tokenizer, token = self.require_renderer().tokenizer, self.recipe.value("eos_token")
+        is_set = isinstance(token, str)
+        eos = tokenizer.convert_tokens_to_ids(token) if is_set else tokenizer.eos_token_id
+        return eos if isinstance(eos, int) else None
+
+    def generation_ends(self) -> set[int]:
+        """The tokens at which generation_config.json stops."""
+        ids = (self.file("generation_config.json") or {}).get("eos_token_id") or []
+        return {*(ids if isinstance(ids, list) else [ids])}
 
 
-def _ends(facts: Facts) -> tuple[int | None, set[int], Renderer] | Answer:
-    """The eos in force, the tokens that end a turn, and who names them."""
-    renderer = facts.renderer
-    if isinstance(renderer, Answer):
-        return renderer
-    tokenizer = renderer.tokenizer
-    told = facts.recipe.value("eos_token")
-    eos = tokenizer.eos_token_id
-    if isinstance(told, str):
-        eos = tokenizer.convert_tokens_to_ids(told)
-    return (eos if isinstance(eos, int) else None), set(renderer.stop_ids), renderer
+def turn_end_is_not_eos(facts: Facts) -> Answer:
+    (turn_ends, says), eos = facts.turn_ends(), facts.recipe_eos()
+    quoted = facts.require_renderer().template.quoted([] if eos is None else [eos])
+    return Answer(eos not in turn_ends, f"{says}, eos is {quoted}")
 
 
-def _turn_end_is_not_eos(facts: Facts) -> Answer:
-    ends = _ends(facts)
-    if isinstance(ends, Answer):
-        return ends
-    eos, turns, renderer = ends
-    said = renderer.template.quoted([] if eos is None else [eos])
-    says = f"the template ends turns with {renderer.template.quoted(list(turns))}, eos is {said}"
-    return Answer(eos not in turns, says)
-
-
-def _turn_end_is_not_named(facts: Facts) -> Answer:
-    ends = _ends(facts)
-    if isinstance(ends, Answer):
-        return ends
-    eos, turns, renderer = ends
-    told = (facts.file("generation_config.json") or {}).get("eos_token_id") or []
-    named = {eos, *(told if isinstance(told, list) else [told])}
-    says = f"the template ends turns with {renderer.template.quoted(list(turns))}"
-    missing = not turns & named
+def turn_end_is_not_named(facts: Facts) -> Answer:
+    (turn_ends, says), eos = facts.turn_ends(), facts.recipe_eos()
+    missing = not turn_ends & {eos, *facts.generation_ends()}
     return Answer(missing, f"{says}, which {'nothing names' if missing else 'is named'} as an end")
 
 
-def _turn_end_is_new(facts: Facts) -> Answer:
-    """Whether the model, as it comes, does not stop at the template's end: a base model that has not met it."""
-    renderer = facts.renderer
-    if isinstance(renderer, Answer):
-        return renderer
-    told = (facts.file("generation_config.json") or {}).get("eos_token_id") or []
-    own = {renderer.tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])}
-    turns = set(renderer.stop_ids)
-    says = f"the template ends turns with {renderer.template.quoted(list(turns))}"
-    is_new = not turns & own
+def turn_end_is_new(facts: Facts) -> Answer:
+    """The model does not stop at the template's end: a base model that was not trained on it."""
+    turn_ends, says = facts.turn_ends()
+    eos = facts.require_renderer().tokenizer.eos_token_id
+    is_new = not turn_ends & {eos, *facts.generation_ends()}
     return Answer(is_new, f"{says}, which the model {'does not stop' if is_new else 'stops'} at")
 
 
-def _pad_is_eos(facts: Facts) -> Answer:
-    renderer = facts.renderer
-    if isinstance(renderer, Answer):
-        return renderer
-    tokenizer = renderer.tokenizer
+def pad_is_eos(facts: Facts) -> Answer:
+    tokenizer = facts.require_renderer().tokenizer
     is_same = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
     return Answer(is_same, f"pad is {tokenizer.pad_token}, eos is {tokenizer.eos_token}")
 
 
-def _template_has_no_generation(facts: Facts) -> Answer:
-    renderer = facts.renderer
-    if isinstance(renderer, Answer):
-        return renderer
-    has = GENERATION.search(str(renderer.template.template)) is not None
+def template_has_no_generation(facts: Facts) -> Answer:
+    template = str(facts.require_renderer().template.template)
+    has = GENERATION.search(template) is not None
     return Answer(not has, f"the template has {'' if has else 'no '}{{% generation %}}")
 
 
-def _template_thinks(facts: Facts) -> Answer:
-    renderer = facts.renderer
-    if isinstance(renderer, Answer):
-        return renderer
-    has = "enable_thinking" in str(renderer.template.template)
+def template_thinks(facts: Facts) -> Answer:
+    has = "enable_thinking" in str(facts.require_renderer().template.template)
     return Answer(has, f"the template {'can' if has else 'cannot'} switch thinking off")
 
 
-def _has_state_layers(facts: Facts) -> Answer:
-    config = facts.file("config.json")
-    if config is None:
-        return facts.missing
+def has_state_layers(facts: Facts) -> Answer:
+    config = facts.require_config()
     from taut.models.architecture import STATEFUL_TYPES
 
-    text = config.get("text_config", config)
-    types = sorted(STATEFUL_TYPES & set(text.get("layer_types") or ()))
-    kind = str(text.get("model_type", ""))
-    if STATE_MODELS.search(kind):
-        types.append(kind)
+    text_config = config.get("text_config", config)
+    types = sorted(STATEFUL_TYPES & set(text_config.get("layer_types") or ()))
+    model_type = str(text_config.get("model_type", ""))
+    if STATE_MODELS.search(model_type):
+        types.append(model_type)
     return Answer(bool(types), f"layers with state across tokens: {', '.join(types) or 'none'}")
 
 
-def _is_adapter(facts: Facts) -> Answer:
+def is_adapter(facts: Facts) -> Answer:
     if facts.model is None:
-        return facts.missing
+        raise facts.missing_model
     has = (facts.model / "adapter_config.json").is_file()
     return Answer(has, f"the model is {'an adapter' if has else 'no adapter'}")
 
 
-def _is_vision(facts: Facts) -> Answer:
-    config = facts.file("config.json")
-    if config is None:
-        return facts.missing
+def is_vision(facts: Facts) -> Answer:
+    config = facts.require_config()
     return Answer("vision_config" in config, f"model_type {config.get('model_type')}")
 
 
-def _is_qwen3_5(facts: Facts) -> Answer:
-    config = facts.file("config.json")
-    if config is None:
-        return facts.missing
-    kind = str(config.get("model_type", ""))
-    return Answer(kind.startswith("qwen3_5"), f"model_type {kind}")
+def is_qwen3_5(facts: Facts) -> Answer:
+    model_type = str(facts.require_config().get("model_type", ""))
+    return Answer(model_type.startswith("qwen3_5"), f"model_type {model_type}")
 
 
-def _columns(name: str, wanted: set[str]) -> Callable[[Facts], Answer]:
-    def ask(facts: Facts) -> Answer:
-        row = facts.first_row
-        if isinstance(row, Answer):
-            return row
-        return Answer(wanted <= row.keys(), f"the first row has {', '.join(row)}")
-
-    ask.__name__ = name
-    return ask
+def data_is_prompt_completion(facts: Facts) -> Answer:
+    row = facts.require_row()
+    return Answer({"prompt", "completion"} <= row.keys(), f"the first row has {', '.join(row)}")
 
 
-def _data_has_pictures(facts: Facts) -> Answer:
-    row = facts.first_row
-    if isinstance(row, Answer):
-        return row
-    return Answer(
-        not row.keys().isdisjoint(("image", "images")), f"the first row has {', '.join(row)}"
-    )
+def data_is_messages(facts: Facts) -> Answer:
+    row = facts.require_row()
+    return Answer("messages" in row, f"the first row has {', '.join(row)}")
 
 
-def _keeps_master_weights(facts: Facts) -> Answer:
+def data_has_pictures(facts: Facts) -> Answer:
+    row = facts.require_row()
+    has = not row.keys().isdisjoint(("image", "images"))
+    return Answer(has, f"the first row has {', '.join(row)}")
+
+
+def keeps_master_weights(facts: Facts) -> Answer:
     recipe = facts.recipe
-    spread = [*recipe.launcher, *(str(recipe.value(key, "")) for key in ("deepspeed", "fsdp"))]
-    spread += [str(recipe.value(key, "")) for key in ("accelerate_config", "config_file")]
-    found = [word for word in spread if any(name in word.lower() for name in SPREAD)]
-    if found:
-        return Answer(True, f"started with {found[0]}")
+    keys = ("deepspeed", "fsdp", "accelerate_config", "config_file")
+    words = [*recipe.launcher, *(str(recipe.value(key, "")) for key in keys)]
+    sharded = [word for word in words if any(name in word.lower() for name in SHARDING_WORDS)]
+    if sharded:
+        return Answer(True, f"started with {sharded[0]}")
     if not recipe.has_command:
-        return Answer(None, "the recipe does not say how it is started")
+        raise NotKnown("the recipe does not say how it is started")
     configs = [word for word in recipe.launcher if "config" in word]
     if configs:
-        return Answer(None, f"{' '.join(configs)}: what is in it is not known")
+        raise NotKnown(f"{' '.join(configs)}: what is in it is not known")
     return Answer(False, "started without deepspeed or FSDP")
 
 
-def _is_started_as_script(facts: Facts) -> Answer:
+def is_started_as_script(facts: Facts) -> Answer:
     if not facts.recipe.has_command:
-        return Answer(None, "the recipe does not say how it is started")
+        raise NotKnown("the recipe does not say how it is started")
     return Answer(facts.recipe.is_script, facts.recipe.place)
 
 
-def _has_unknown_keys_in_file(facts: Facts) -> Answer:
-    keys = [f"{one.key} ({one.place})" for one in facts.recipe.unknown if one.is_in_file]
+def has_unknown_keys_in_file(facts: Facts) -> Answer:
+    keys = [
+        f"{unknown.key} ({unknown.place})" for unknown in facts.recipe.unknown if unknown.is_in_file
+    ]
     return Answer(bool(keys), ", ".join(keys) or "every key is known")
 
 
 FACTS: Mapping[str, Callable[[Facts], Answer]] = {
-    "turn_end_is_not_eos": _turn_end_is_not_eos,
-    "turn_end_is_not_named": _turn_end_is_not_named,
-    "turn_end_is_new": _turn_end_is_new,
-    "pad_is_eos": _pad_is_eos,
-    "template_has_no_generation": _template_has_no_generation,
-    "template_thinks": _template_thinks,
-    "has_state_layers": _has_state_layers,
-    "is_adapter": _is_adapter,
-    "is_vision": _is_vision,
-    "is_qwen3_5": _is_qwen3_5,
-    "data_is_prompt_completion": _columns("data_is_prompt_completion", {"prompt", "completion"}),
-    "data_is_messages": _columns("data_is_messages", {"messages"}),
-    "data_has_pictures": _data_has_pictures,
-    "keeps_master_weights": _keeps_master_weights,
-    "is_started_as_script": _is_started_as_script,
-    "has_unknown_keys_in_file": _has_unknown_keys_in_file,
+    fact.__name__: fact
+    for fact in (
+        turn_end_is_not_eos,
+        turn_end_is_not_named,
+        turn_end_is_new,
+        pad_is_eos,
+        template_has_no_generation,
+        template_thinks,
+        has_state_layers,
+        is_adapter,
+        is_vision,
+        is_qwen3_5,
+        data_is_prompt_completion,
+        data_is_messages,
+        data_has_pictures,
+        keeps_master_weights,
+        is_started_as_script,
+        has_unknown_keys_in_file,
+    )
 }
+
+
+# -- processes
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+TRL_CONFIGS = {"single_gpu": 1} | dict.fromkeys(
+    ("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8
+)
+"""Processes of the configurations that ship with trl, by the name that ``--accelerate_config`` takes."""
+
+
+class Processes(NamedTuple):
+    """The number of processes, and what says so."""
+
+    number: int | None
+    """None: the recipe says it in a way that cannot be read."""
+    reason: str
+    stated_by: frozenset[str] = frozenset()
+    """Keys of the options that say it: of ``Recipe.settings``, ``$NAME`` or ``--NAME`` of the launcher."""
+    is_assumed: bool = False
+    """The recipe does not say it."""
+
+
+def launcher_options(recipe: Recipe) -> dict[str, Setting]:
+    """The options among the words before the framework's own, by ``--NAME``."""
+    options = dict[str, Setting]()
+    for word, after in zip(recipe.launcher, (*recipe.launcher[1:], "--"), strict=False):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.partition("=")
+        key = "--" + name.strip("-").replace("-", "_")
+        takes_next = not equals and not after.startswith("-") and not after.endswith(".py")
+        text = value if equals else after if takes_next else "true"
+        obstacle = text if "$" in text or "`" in text else ""
+        options[key] = Setting(key, parsed(text), recipe.place, obstacle)
+    return options
+
+
+def count_processes(recipe: Recipe, directory: Path, requested: int | None = None) -> Processes:
+    """The number of training processes. ``requested``: the user's number, which wins over the recipe."""
+    if requested is not None:
+        return Processes(requested, "as asked")
+    stated = {key.replace("--", ""): option for key, option in launcher_options(recipe).items()}
+    if recipe.framework == "trl":
+        own = ("num_processes", "accelerate_config", "config_file")
+        stated |= {key: recipe.settings[key] for key in own if key in recipe.settings}
+    variables = recipe.environment
+    if "nproc_per_node" in stated or "nnodes" in stated:
+        return _product(stated, ("nproc_per_node", "nnodes"))
+    if "num_processes" in stated:
+        return _product(stated, ("num_processes",))
+    for key in ("config_file", "accelerate_config"):
+        if key in stated:
+            return _from_accelerate_config(stated[key], directory)
+    if "num_gpus" in stated or "num_nodes" in stated:
+        return _product(stated, ("num_gpus", "num_nodes"))
+    if "include" in stated:
+        value = str(stated["include"].value)
+        number = len(value.rpartition(":")[2].split(","))
+        return Processes(number, f"--include {value}", frozenset({"--include"}))
+    if "hostfile" in stated:
+        return _from_hostfile(stated["hostfile"], directory)
+    if recipe.value("use_ray") is True:
+        return Processes(None, "the device groups of Ray", frozenset({"use_ray"}))
+    if recipe.framework == "swift":
+        if "NPROC_PER_NODE" in variables or "NNODES" in variables:
+            return _product(variables, ("NPROC_PER_NODE", "NNODES"))
+        if recipe.launcher[-2:-1] and recipe.launcher[-2].endswith("swift"):
+            return Processes(1, "swift starts one process where NPROC_PER_NODE is not set")
+    else:
+        for name in VISIBLE_DEVICES:
+            if name in variables and not variables[name].obstacle:
+                devices = str(variables[name].value)
+                number = len([device for device in devices.split(",") if device.strip()])
+                return Processes(number, f"{name}={devices}", frozenset({f"${name}"}))
+    return Processes(1, "the recipe does not say it", is_assumed=True)
+
+
+def _product(options: Mapping[str, Setting], names: tuple[str, ...]) -> Processes:
+    """The product of the options that are set."""
+    factors = [options[name] for name in names if name in options]
+    reason = " x ".join(f"{factor.key}={factor.obstacle or factor.value}" for factor in factors)
+    keys = frozenset(f"${one.key}" if one.key.isupper() else one.key for one in factors)
+    number = 1
+    for factor in factors:
+        value = parsed(factor.value) if isinstance(factor.value, str) else factor.value
+        if factor.obstacle or type(value) is not int:
+            return Processes(None, reason, keys)
+        number *= value
+    return Processes(number, reason, keys)
+
+
+def _from_accelerate_config(option: Setting, directory: Path) -> Processes:
+    """The number in accelerate's configuration file."""
+    name, keys = str(option.value), frozenset({option.key})
+    if name in TRL_CONFIGS:
+        return Processes(TRL_CONFIGS[name], f"{name} of trl", keys)
+    path = None if option.obstacle else find_near(directory / "recipe", name)
+    if path is None or path.suffix not in SUFFIXES:
+        return Processes(None, f"{option.key.strip('-')} {name}, which is not here", keys)
+    try:
+        settings, _ = read_settings(path)
+    except ConfigError as error:
+        return Processes(None, str(error), keys)
+    content: dict[str, Any] = {setting.key: setting.value for setting in settings}
+    if content.get("distributed_type") in ("NO", False):
+        return Processes(1, f"{name}: distributed_type NO", keys)
+    number = content.get("num_processes")
+    if type(number) is not int:
+        return Processes(None, f"{name}, which has no num_processes", keys)
+    return Processes(number, f"{name}: num_processes {number}", keys)
+
+
+def _from_hostfile(option: Setting, directory: Path) -> Processes:
+    """The slots in deepspeed's file of hosts."""
+    name, keys = str(option.value), frozenset({option.key})
+    path = None if option.obstacle else find_near(directory / "recipe", name)
+    if path is None:
+        return Processes(None, f"hostfile {name}, which is not here", keys)
+    slots = [int(number) for number in re.findall(r"(?m)^[^#\n]*\bslots=(\d+)", read_text(path))]
+    return Processes(sum(slots) or None, f"{name}: {sum(slots)} slots", keys)

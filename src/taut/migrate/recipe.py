@@ -1,9 +1,11 @@
-"""A recipe of another framework, in one shape: framework, method, and every setting with the place where it stands.
+"""A recipe of another framework in one form, and the reader of settings files.
 
-Values are what the framework's parser would make of the text: numbers, true and false, lists, tables. A table is a
-setting of its own and so is each thing in it (``gradient_checkpointing_kwargs.use_reentrant``).
+A ``Recipe`` has the framework, the method, and every setting with the place where it stands. Values are what the
+framework's own parser would make of the text: numbers, true and false, lists, tables. A table is a setting, and so is
+each of its entries (``gradient_checkpointing_kwargs.use_reentrant``).
 
-Imports errors only. Everything in ``compat`` imports it.
+``read_settings`` reads YAML and JSON with the line of each key. A key that occurs twice keeps its last value, as in
+every framework, and the repetition is reported.
 """
 
 from __future__ import annotations
@@ -12,11 +14,19 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from taut.errors import ConfigError
+from taut.io import files
 
 Framework = Literal["trl", "open-r1", "swift", "openrlhf"]
 Method = Literal["sft", "dpo", "grpo", "ppo", "kto", "rloo", "reward", "other"]
 
+SUFFIXES = (".yaml", ".yml", ".json")
+"""Of settings files."""
 WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -32,24 +42,24 @@ class Setting(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """A key that the framework has no option of."""
+    """A key that is no option of the framework."""
 
     key: str
     place: str
     nearest: str | None
     is_in_file: bool
-    """It stands in a file of settings, not on the command line."""
+    """In a settings file rather than on the command line."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a framework is asked to do."""
+    """One run of a framework: its method and settings."""
 
     framework: Framework
     library: str
     """The package whose code runs: open-r1 trains with trl."""
     options_of: str
-    """The release by whose options keys are known or not."""
+    """The release whose options decide which keys are unknown."""
     version: str
     """Of the library."""
     version_reason: str
@@ -65,7 +75,7 @@ class Recipe:
     is_script: bool = False
     """The training script was started directly, not by the framework's command."""
     has_command: bool = False
-    """The words that start it are known."""
+    """The command that starts the run is known."""
     environment: Mapping[str, Setting] = field(default_factory=dict)
     """Variables that the script or the file sets for the command, by name."""
     unread: tuple[str, ...] = ()
@@ -73,13 +83,13 @@ class Recipe:
     unknown: tuple[Unknown, ...] = ()
 
     def value(self, key: str, default: Any = None) -> Any:
-        """A setting's value; ``default`` where it is not set or not known."""
+        """A setting's value; ``default`` where it is not set or unknown."""
         setting = self.settings.get(key)
         return default if setting is None or setting.obstacle else setting.value
 
 
 def parsed(text: str) -> Any:
-    """The value that a word on a command line, or a text in YAML, stands for."""
+    """The value of a word on a command line, or of a string in YAML."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     for kind in (int, float):
@@ -92,20 +102,62 @@ def parsed(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a file, with the texts in it parsed (``1e-5`` is a text in YAML)."""
+    """A value of a file with its strings parsed (``1e-5`` is a string in YAML)."""
     if isinstance(value, str):
         return parsed(value)
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return value
 
 
 def flattened(setting: Setting) -> list[Setting]:
-    """The setting and, of a table, each thing in it."""
+    """The setting and, if it is a table, each of its entries."""
     if not isinstance(setting.value, dict):
         return [setting]
     inner = (
         Setting(f"{setting.key}.{key}", plain(value), setting.place)
         for key, value in setting.value.items()
     )
-    return [setting, *(one for part in inner for one in flattened(part))]
+    return [setting, *(entry for part in inner for entry in flattened(part))]
+
+
+def read_text(path: Path) -> str:
+    """The file's text. Raises ConfigError where there is none."""
+    try:
+        return files.read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"{path} cannot be read ({why}); expected a recipe: YAML, JSON or a shell script"
+        ) from error
+
+
+def read_settings(path: Path) -> tuple[list[Setting], list[str]]:
+    """The settings of a YAML or JSON file, and a line for each repeated key. Raises ConfigError otherwise."""
+    loader = yaml.SafeLoader(read_text(path))
+    loader.name = path.name
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}:1 holds no settings; expected `key: value` lines")
+        pairs = [
+            (str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)
+            for key, value in node.value
+        ]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark is not None else 1
+        what = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"{path}:{line} is not YAML ({' '.join(str(what).split())}); put the line right"
+        ) from error
+    finally:
+        loader.dispose()
+    settings: dict[str, Setting] = {}
+    unread = []
+    for key, value, line in pairs:
+        place = f"{path.name}:{line}"
+        if key in settings:
+            unread.append(f"{place}: {key} is given again; the value of line {line} holds")
+        settings[key] = Setting(key, plain(value), place)
+    return [entry for setting in settings.values() for entry in flattened(setting)], unread

@@ -1,11 +1,10 @@
-"""The commands of a shell script, as far as they can be known without running it.
+"""The commands of a shell script, as far as they are known without running it.
 
-Read: assignments (``NAME=value``, ``export``, lists), ``read -r -d '' NAME <<EOF``, ``bash -c "..."``, continued lines,
-quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``, and arithmetic over known integers:
-``$((A / B))``, ``$(expr A / B)``. Not read: conditions and loops (each of their commands counts as run), other command
-substitutions, ``$1``. A word that needs these carries the reason; nothing is guessed.
-
-Imports errors only. ``dialect.py`` imports it.
+Supported: assignments (``NAME=value``, ``export``, lists), ``read -r -d '' NAME <<EOF``, ``bash -c "..."``, continued
+lines, quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``, and arithmetic over known
+integers: ``$((A / B))``, ``$(expr A / B)``. Not supported: conditions and loops (all their commands count as run),
+other command substitutions, ``$1``. A word that needs one of these carries the reason in ``obstacle``; nothing is
+guessed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import NamedTuple
 from taut.errors import ConfigError
 
 LITERAL, QUOTED, CONTINUED = "\x01", "\x02", "\r"
-"""A dollar sign that means itself; one inside double quotes, whose value is not split into words; a line that goes on
-inside them."""
+"""A literal dollar sign; one inside double quotes, whose value is not split into words; a continued line inside double
+quotes."""
 OPEN, CLOSE = "\x03", "\x04"
 """Around a command substitution; the dollar signs inside are ``LITERAL``."""
 TOKEN = re.compile(
@@ -52,15 +51,15 @@ class Word(NamedTuple):
     text: str
     line: int
     obstacle: str = ""
-    """Why the text is not known: the part of it that would have to be run."""
+    """Why the text is unknown: the part of it that would have to be run."""
 
 
 class Command(NamedTuple):
-    """A command that would be run."""
+    """A command that the script runs."""
 
     words: list[Word]
     exported: Mapping[str, Word]
-    """Variables that the script has exported to it."""
+    """Variables that the script exports to it."""
 
 
 @dataclass
@@ -74,10 +73,10 @@ class _Command:
 
 def commands(text: str, place: str) -> list[Command]:
     """Every command of a script, expanded. Raises ConfigError where a quote is never closed."""
-    return _run(_commands(text, place), {}, {}, place)
+    return _expand_commands(_commands(text, place), {}, {}, place)
 
 
-def _run(
+def _expand_commands(
     parsed: list[_Command], values: dict[str, list[Word]], exported: dict[str, Word], place: str
 ) -> list[Command]:
     """Apply the assignments, expand the other commands."""
@@ -104,16 +103,17 @@ def _run(
         found.append(Command(expanded, dict(exported)))
         for shell, option, inner in zip(expanded, expanded[1:], expanded[2:], strict=False):
             if shell.text in ("bash", "sh") and option.text == "-c":
-                found += _run(_commands(inner.text, place, inner.line), values, exported, place)
+                inner_commands = _commands(inner.text, place, inner.line)
+                found += _expand_commands(inner_commands, values, exported, place)
     return found
 
 
 def _expanded(words: list[Word], values: dict[str, list[Word]]) -> list[Word]:
-    return [one for word in words for one in _expand(word, values)]
+    return [expanded for word in words for expanded in _expand(word, values)]
 
 
 def _expand(word: Word, values: dict[str, list[Word]]) -> list[Word]:
-    """A word with its variables put in; an unquoted one is split where its value has spaces."""
+    """A word with its variables replaced; an unquoted value is split at spaces."""
     match = EXPANSION.fullmatch(word.text)
     name = match and (match["name"] or match["braced"])
     if not match or name not in values:
@@ -123,9 +123,9 @@ def _expand(word: Word, values: dict[str, list[Word]]) -> list[Word]:
     if word.text.startswith(QUOTED):
         return [_joined(values[str(name)], word.line)]
     return [
-        Word(part[0], one.line + _num_lines(one.text[: part.start()]), one.obstacle)
-        for one in values[str(name)]
-        for part in re.finditer(r"(?s).+" if one.obstacle else r"\S+", one.text)
+        Word(part[0], value.line + _num_lines(value.text[: part.start()]), value.obstacle)
+        for value in values[str(name)]
+        for part in re.finditer(r"(?s).+" if value.obstacle else r"\S+", value.text)
     ]
 
 
@@ -216,7 +216,7 @@ def _marked(substitution: str) -> str:
 
 
 def _commands(text: str, place: str, first_line: int = 1) -> list[_Command]:
-    """The commands of a text, nothing expanded."""
+    """The commands of a text, not expanded."""
     return _Lexer(text.replace("\r\n", "\n"), place, first_line).run()
 
 
@@ -229,7 +229,7 @@ class _Lexer:
         self.word: str | None = None
         self.word_line = first_line
         self.items: list[Word] | None = None
-        """Of the list that is open."""
+        """The words of the open list; None outside a list."""
         self.end_of_body: str | None = None
         self.skips_word = self.awaits_body = False
 
@@ -317,7 +317,7 @@ class _Lexer:
             self.done[-1].words.append(word)
 
     def _take_body(self) -> None:
-        """The lines of a here-document, up to its end; they are words of what reads it."""
+        """The lines of a here-document up to its end, as words of the command that reads it."""
         lines = self.text[self.at :].splitlines(keepends=True)
         ends = (number for number, line in enumerate(lines) if line.strip() == self.end_of_body)
         number = next(ends, None)

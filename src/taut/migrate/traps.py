@@ -1,38 +1,52 @@
-"""The table of known traps: ``table/*.toml``, and which of them a recipe walks into.
+"""The table of known traps (``table/*.toml``), and which of them a recipe walks into.
 
-Each trap says when it closes (``conditions.py``), in which releases, what happens and why, what to set in that
-framework, how taut does it, where it is known from (classes of docs/failures.md, issue threads) and how far we saw
-it: in the source of the release named, in a thread, or in a run. Severities:
+Each trap has a condition, the releases it is known in, what happens and why, the fix in that framework, how taut does
+it, its origin (classes of docs/failures.md, issue threads) and how it was verified: in the source of the release, in a
+thread, or in a run. Severities:
 
-    wrong   what is trained is not what the recipe says, and nothing tells
-    late    it shows only later: refused or broken under way, at evaluation or when served
-    slow    right, but it costs time, memory or learning
+    wrong   what is trained is not what the recipe says, without any message
+    late    it fails later: refused or broken during training, at evaluation or when served
+    slow    correct, but it costs time, memory or learning
 
-A trap carries a recipe that walks in (``walks_in``) and changes that make it clear (``clear``): tests hold both.
+A trap carries a recipe that walks in (``walks_in``) and changes that make it clear (``clear``); tests check both.
 
-Imports ``conditions.py``, ``recipe.py`` and errors. ``examine.py`` imports it.
+Conditions compare settings and facts, with the answers yes, no and unknown:
+
+    {on = "packing"}                         truthy; ``default = true`` is the value where it is not set
+    {off = "use_cache"}                      set and false, or not set (unless ``default = true``)
+    {key = "loss_type", is = "grpo"}         also ``in``, ``not_in``, ``has`` (one of these is in the list or text),
+                                             ``lacks``, ``below``, ``above``; ``default`` as above
+    {set = "eos_token"}   {absent = "eos_token"}   {version = "<0.22"}
+    {fact = "pad_is_eos"}                    one of ``facts.FACTS``
+    {all = [...]}   {any = [...]}   {not = {...}}
+
+``all`` is no where one is no, ``any`` is yes where one is yes, whatever is unknown.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-from taut.migrate.conditions import Asks, Condition, decide, is_release
+from packaging.specifiers import SpecifierSet
+
+from taut.migrate.facts import Answer
 from taut.migrate.recipe import Recipe
 
 TABLE = ("trl_sft", "trl_rl", "swift", "openrlhf")
 Severity = Literal["wrong", "late", "slow"]
 State = Literal["walks_in", "clear", "undecided"]
+Condition = Mapping[str, Any]
 ORDER: tuple[Severity, ...] = ("wrong", "late", "slow")
 
 
 @dataclass(frozen=True)
 class Trap:
-    """One known way to go wrong without being told."""
+    """One known way in which a recipe goes wrong without an error."""
 
     id: str
     frameworks: tuple[str, ...]
@@ -53,17 +67,17 @@ class Trap:
     walks_in: dict[str, Any]
     clear: dict[str, Any]
     versions: str = ""
-    """Releases of the library it is known in; empty: every one that was looked at."""
+    """Affected releases of the library; empty: every one that was read."""
     versions_note: str = ""
-    """What is not known of them."""
+    """What is not known about the releases."""
     threads: tuple[str, ...] = ()
     """project#number."""
     source: str = ""
-    """Release and file in which it was read."""
+    """Release and file in which it was found."""
 
     @property
     def affected(self) -> str:
-        """The releases, for people."""
+        """The affected releases as text."""
         parts = [self.versions or "all that were read", self.versions_note]
         return "; ".join(part for part in parts if part)
 
@@ -74,43 +88,156 @@ class Judged(NamedTuple):
     trap: Trap
     state: State
     because: tuple[str, ...]
-    """What the answer rests on; of an undecided one, why it is not known."""
+    """The evidence; for an undecided one, why it is unknown."""
+
+
+class AnswersFacts(Protocol):
+    """``Facts``, or a test's stand-in."""
+
+    def answer(self, name: str) -> Answer: ...
 
 
 @cache
 def all_traps() -> tuple[Trap, ...]:
     """The table, in its order."""
-    found = []
+    lists = ("frameworks", "methods", "classes", "seen", "threads")
+    traps = []
     for name in TABLE:
         text = files("taut.migrate").joinpath(f"table/{name}.toml").read_text(encoding="utf-8")
-        found += [_trap(entry) for entry in tomllib.loads(text)["trap"]]
-    return tuple(found)
+        for entry in tomllib.loads(text)["trap"]:
+            values: dict[str, Any] = {
+                key: tuple(value) if key in lists else value for key, value in entry.items()
+            }
+            traps.append(Trap(**values))
+    return tuple(traps)
 
 
-def _trap(entry: dict[str, Any]) -> Trap:
-    lists = ("frameworks", "methods", "classes", "seen", "threads")
-    values: dict[str, Any] = {
-        key: tuple(value) if key in lists else value for key, value in entry.items()
-    }
-    return Trap(**values)
-
-
-def judge(recipe: Recipe, facts: Asks) -> list[Judged]:
-    """Every trap of the recipe's framework and method; the gravest first."""
-    concerned = [
-        trap
-        for trap in all_traps()
-        if recipe.framework in trap.frameworks and recipe.method in trap.methods
-    ]
-    judged = [_judge(trap, recipe, facts) for trap in concerned]
+def judge(recipe: Recipe, facts: AnswersFacts) -> list[Judged]:
+    """The verdict on every trap of the recipe's framework and method; the most severe first."""
+    judged = []
+    for trap in all_traps():
+        if recipe.framework not in trap.frameworks or recipe.method not in trap.methods:
+            continue
+        if trap.versions and not is_release(recipe.version, trap.versions):
+            why = f"{recipe.library} {recipe.version} is not one of {trap.versions}"
+            judged.append(Judged(trap, "clear", (why,)))
+            continue
+        verdict = decide(trap.when, recipe, facts)
+        if verdict.holds is None:
+            judged.append(Judged(trap, "undecided", verdict.unknown))
+        else:
+            state: State = "walks_in" if verdict.holds else "clear"
+            judged.append(Judged(trap, state, verdict.because))
     return sorted(judged, key=lambda one: ORDER.index(one.trap.severity))
 
 
-def _judge(trap: Trap, recipe: Recipe, facts: Asks) -> Judged:
-    if trap.versions and not is_release(recipe.version, trap.versions):
-        why = f"{recipe.library} {recipe.version} is not one of {trap.versions}"
-        return Judged(trap, "clear", (why,))
-    verdict = decide(trap.when, recipe, facts)
-    if verdict.holds is None:
-        return Judged(trap, "undecided", verdict.unknown)
-    return Judged(trap, "walks_in" if verdict.holds else "clear", verdict.because)
+# -- conditions
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a condition holds, with the evidence."""
+
+    holds: bool | None
+    because: tuple[str, ...] = ()
+    """Settings with their places, and what facts found."""
+    unknown: tuple[str, ...] = ()
+    """Why it is unknown."""
+
+
+def decide(condition: Condition, recipe: Recipe, facts: AnswersFacts) -> Verdict:
+    """Whether the condition holds for the recipe."""
+    for word, decisive in (("all", False), ("any", True)):
+        if word not in condition:
+            continue
+        verdicts = []
+        for part in condition[word]:
+            verdict = decide(part, recipe, facts)
+            if verdict.holds is decisive:
+                return verdict
+            verdicts.append(verdict)
+        because = tuple(dict.fromkeys(line for part in verdicts for line in part.because))
+        unknown = tuple(dict.fromkeys(line for part in verdicts for line in part.unknown))
+        if any(part.holds is None for part in verdicts):
+            return Verdict(None, because, unknown)
+        return Verdict(not decisive, because)
+    if "not" in condition:
+        inner = decide(condition["not"], recipe, facts)
+        holds = None if inner.holds is None else not inner.holds
+        return Verdict(holds, inner.because, inner.unknown)
+    if "version" in condition:
+        is_affected = is_release(recipe.version, condition["version"])
+        return Verdict(is_affected, (f"{recipe.library} {recipe.version}",))
+    if "fact" in condition:
+        answer = facts.answer(condition["fact"])
+        if answer.holds is None:
+            return Verdict(None, unknown=(answer.says,))
+        return Verdict(answer.holds, (answer.says,))
+    return _compare_setting(condition, recipe)
+
+
+def is_release(version: str, wanted: str) -> bool:
+    """Whether a version matches a specifier: ``>=0.17,<0.20``."""
+    return SpecifierSet(wanted, prereleases=True).contains(version)
+
+
+def _compare_setting(condition: Condition, recipe: Recipe) -> Verdict:
+    """A condition on one key."""
+    word = next(word for word in ("on", "off", "key", "set", "absent") if word in condition)
+    key = condition[word]
+    setting = recipe.settings.get(key)
+    default = condition.get("default")
+    if setting is None:
+        is_silent = word in ("set", "absent")
+        because = f"{key} is not set" + ("" if is_silent else f", so {_short(default)}")
+        value = default
+    else:
+        because = f"{setting.place}: {key} = {setting.obstacle or _short(setting.value)}"
+        value = setting.value
+    if word == "absent":
+        return Verdict(setting is None, (because,))
+    if setting is not None and setting.obstacle:
+        return Verdict(None, unknown=(f"{setting.place}: {key} is {setting.obstacle}",))
+    if word == "set":
+        return Verdict(setting is not None and value not in (None, "", []), (because,))
+    if word in ("on", "off"):
+        return Verdict(bool(value) == (word == "on"), (because,))
+    name, wanted = next((name, condition[name]) for name in COMPARISONS if name in condition)
+    return Verdict(COMPARISONS[name](value, wanted), (because,))
+
+
+def _short(value: Any) -> str:
+    text = "false" if value is None or value is False else "true" if value is True else str(value)
+    return " ".join(text.split())[:60]
+
+
+def _has(value: Any, wanted: Sequence[Any]) -> bool:
+    if isinstance(value, list):
+        return any(one in value for one in wanted)
+    return isinstance(value, str) and any(str(one) in value for one in wanted)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def _below(value: Any, wanted: float) -> bool:
+    number = _number(value)
+    return number is not None and number < wanted
+
+
+def _above(value: Any, wanted: float) -> bool:
+    number = _number(value)
+    return number is not None and number > wanted
+
+
+COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "is": lambda value, wanted: bool(value == wanted),
+    "in": lambda value, wanted: value in wanted,
+    "not_in": lambda value, wanted: value not in wanted,
+    "has": _has,
+    "lacks": lambda value, wanted: not _has(value, wanted),
+    "below": _below,
+    "above": _above,
+}

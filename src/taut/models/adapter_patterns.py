@@ -1,8 +1,8 @@
 """Whether peft can match the regular expressions of a saved adapter against a model's names in bounded time.
 
-adapter_config.json comes from whoever made the adapter, and peft hands its patterns to ``re`` as they are: ``(a+)+$``
-takes longer than anyone waits. Each is matched here first, in the form and on the names that peft matches it, in the
-process of ``taut.io.processes``. May import errors and bounded; ``lora.py`` calls it.
+adapter_config.json comes from the adapter's author, and peft passes its patterns to ``re`` as they are: ``(a+)+$`` runs
+practically forever. Each pattern is first matched here, in the form and on the names that peft uses, in the limited
+process of ``taut.io.processes``. That process imports this file, which therefore imports neither torch nor peft.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FORMS = {
 }
 """How peft completes the patterns of each setting."""
 LITERAL_IN_LISTS = ("target_modules", "exclude_modules")
-"""Settings whose entries are names when they are a list, and a pattern when they are a text."""
+"""Settings whose entries are plain names in a list, and a pattern in a string."""
 
 
 def require_bounded_patterns(place: str, settings: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise ModelError for a pattern in ``settings`` that is none, or whose matching on ``names`` takes too long."""
+    """Raise ModelError for an invalid pattern in ``settings``, or one whose matching on ``names`` takes too long."""
     for setting, form in FORMS.items():
-        given = settings.get(setting)
-        if isinstance(given, str):
-            patterns = [given]
+        value = settings.get(setting)
+        if isinstance(value, str):
+            patterns = [value]
         elif setting in LITERAL_IN_LISTS:
             continue
         else:
-            patterns = [pattern for pattern in given or () if isinstance(pattern, str)]
+            patterns = [pattern for pattern in value or () if isinstance(pattern, str)]
         if not patterns:
             continue
         try:
@@ -52,7 +52,7 @@ def require_bounded_patterns(place: str, settings: Mapping[str, Any], names: Seq
 
 
 def match_all(form: str, patterns: Sequence[str], names: Sequence[str]) -> int:
-    """How many pairs of a pattern and a name match. Expressions are looked up in ``re``'s cache, as peft does."""
+    """How many pairs of a pattern and a name match. Expressions come from ``re``'s cache, as in peft."""
     return sum(
         re.match(form.replace("{}", pattern), name) is not None
         for name in names

@@ -1,11 +1,18 @@
-"""What taut must know of a Hugging Face causal LM: its parts, its head, and what in it a layout
-cannot carry.
+"""The parts of a Hugging Face causal language model: backbone, layers, embedding, head, vision tower; and its FLOPs.
 
-Found by structure and configuration. The head is also proved (``heads.prove_head``), so an architecture whose head does
-something not listed here is refused, not guessed. A reward model has a scalar head (``heads.py``) and no output head.
+Parts are found by structure and configuration, at every call (wrapping by peft or FSDP moves them). The head is also
+verified (``heads.prove_head``), so an architecture whose head does something not listed here is refused, not guessed.
+A reward model has a scalar head (``heads.py``) and no output head.
 
-Parts are looked up anew by every call (wrapping by peft or FSDP moves them). Anyone above
-``types`` may import it.
+A vision-language model has three parts, found by the words of a parameter's name, which wrapping does not change:
+
+    vision_tower     patches and blocks that see the picture
+    projector        maps the tower's output to features of the language model: Qwen's mergers (deepstack's too), a
+                     connector, a multi_modal_projector, LLaVA's image_newline
+    language_model   the rest: decoder, embedding, output head; not a scalar head, which is new
+
+A pattern names parameters or modules: one of these words, a glob over whole names, or a regular expression between
+slashes.
 """
 
 from __future__ import annotations
@@ -43,20 +50,7 @@ STATEFUL_TYPES = frozenset(
         "rwkv",
     }
 )
-"""Layer types, in a config, with state from token to token."""
-SPARSE_TYPES = frozenset(
-    {
-        "indexed_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        "minimax_m3_sparse",
-        "window_attention",
-        "reference_sliding_attention",
-    }
-)
-"""Layer types whose attention is neither full nor a plain sliding window, so a layout does not
-describe it.
-"""
+"""Layer types of a config that carry state from token to token."""
 _STATEFUL_CLASS = re.compile(
     r"Mamba|SSM|Ssm|DeltaNet|DeltaAttention|ShortConv|Recurrent|RgLru|R[wW][kK][vV]|[Ll]ightningAttention|LinearAttention"
     r"|xLSTM|[ms]LSTM|RetNet|Hyena"
@@ -67,46 +61,11 @@ _DIVIDES = ("logits_scaling",)
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
-class Rows(NamedTuple):
-    """Rows of a frozen table that train by themselves, and stand in the place of the table's own."""
-
-    index_R: Tensor
-    """int64 [R]: which rows (here R counts rows)."""
-    weight_RD: nn.Parameter
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class HeadSpec:
-    """logits = softcap(scale * (hidden @ W^T + bias)) / temperature, softcap(x) = c * tanh(x / c); W is ``weight`` with
-    ``rows`` in place.
-    """
-
-    weight: nn.Parameter
-    """[V, D]; what it has at ``rows`` counts for nothing."""
-    bias: nn.Parameter | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-    rows: Rows | None = None
-    temperature: float = 1.0
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The equation above, the product in the dtype of ``hidden`` (or autocast's) and the rest in at least float32,
-        as the chunked head has it, for which this is the reference.
-        """
-        logits = nn.functional.linear(hidden, self.weight, self.bias)
-        if self.rows is not None:
-            index_R, weight_RD = self.rows
-            bias = None if self.bias is None else self.bias[index_R]
-            logits = logits.index_copy(-1, index_R, nn.functional.linear(hidden, weight_RD, bias))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits if self.scale == 1.0 else logits * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits if self.temperature == 1.0 else logits / self.temperature
+# -- backbone, layers and tables -------------------------------------------------------------------
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The library's causal LM inside a peft wrapper, or the model itself."""
+    """The library's model inside a peft wrapper, or the model itself."""
     wrapped: Any = model
     inner = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     if not isinstance(inner, PreTrainedModel):
@@ -122,8 +81,8 @@ def text_config(model: nn.Module) -> PreTrainedConfig:
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The backbone: its forward takes ``input_ids`` and gives ``last_hidden_state``, after the
-    final norm. Of a vision-language model, tower and projector included.
+    """The backbone: its forward maps ``input_ids`` to ``last_hidden_state``, after the final norm. A vision-language
+    model's includes tower and projector.
     """
     inner = unwrap(model)
     for name in (inner.base_model_prefix, "model", "transformer"):
@@ -142,10 +101,11 @@ def takes_pictures(config: PreTrainedConfig) -> bool:
 
 
 def language_model(model: nn.Module) -> nn.Module:
-    """The backbone without what looks at pictures."""
+    """The backbone without tower and projector."""
     backbone = decoder(model)
-    inner: Any = backbone
-    text: nn.Module = inner.get_decoder() if isinstance(backbone, PreTrainedModel) else backbone
+    if not isinstance(backbone, PreTrainedModel):
+        return backbone
+    text: nn.Module = backbone.get_decoder()  # type: ignore[no-untyped-call]
     return text
 
 
@@ -153,64 +113,41 @@ def layers(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks, in order."""
     text = language_model(model)
     depth = text_config(model).num_hidden_layers
-    found = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    children = [m for m in text.children() if any(m is other for other in found)]
-    for candidates in (children, found):
+    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    children = [m for m in lists if any(m is child for child in text.children())]
+    for candidates in (children, lists):
         if len(candidates) == 1:
-            blocks = candidates[0]
-            assert isinstance(blocks, nn.ModuleList)
-            return blocks
+            return candidates[0]
     raise ModelError(
-        f"{type(text).__name__} has {len(found)} lists of {depth} layers; expected one"
+        f"{type(text).__name__} has {len(lists)} lists of {depth} layers; expected one"
     )
 
 
 def embedding(model: nn.Module) -> nn.Module:
-    """The module that turns token ids into vectors (of an adapter's copy, where peft saves one)."""
-    found = unwrap(model).get_input_embeddings()
-    if not isinstance(found, nn.Module):
+    """The module that turns token ids into vectors (the adapter's copy, where peft trains one)."""
+    module = unwrap(model).get_input_embeddings()
+    if not isinstance(module, nn.Module):
         raise ModelError(f"{type(unwrap(model)).__name__} has no input embedding")
-    return found
-
-
-def has_head(model: nn.Module) -> bool:
-    """Whether there is an output head: reward models have none."""
-    inner: Any = unwrap(model)
-    return inner.get_output_embeddings() is not None
-
-
-def head(model: nn.Module) -> HeadSpec:
-    """The output head. Holds the parameters themselves, so call it again after wrapping or
-    resizing.
-    """
-    inner: Any = unwrap(model)
-    module = inner.get_output_embeddings()
-    weight = stored_table(module)
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
-        raise ModelError(
-            f"{type(inner).__name__} has no linear output head; expected an lm_head with a weight "
-            "[V, D]"
-        )
-    config = text_config(model)
-    scale = 1.0
-    for name in (*_MULTIPLIES, *_DIVIDES):
-        value = getattr(config, name, None)
-        if isinstance(value, int | float) and value:
-            scale = scale * value if name in _MULTIPLIES else scale / value
-    softcaps = [getattr(config, name) for name in _SOFTCAPS if getattr(config, name, None)]
-    bias = getattr(getattr(module, "original_module", module), "bias", None)
-    return HeadSpec(weight, bias, softcaps[0] if softcaps else None, scale, trained_rows(module))
+    return module
 
 
 def stored_table(module: Any) -> Tensor | None:
-    """The whole table of an embedding or head; where rows of it train by themselves, the frozen one beside them."""
+    """The whole table of an embedding or head; the frozen one, where some of its rows train on their own."""
     adapter = getattr(module, "token_adapter", None)
     weight = getattr(module if adapter is None else adapter.base_layer, "weight", None)
     return weight if isinstance(weight, Tensor) else None
 
 
+class Rows(NamedTuple):
+    """Rows of a frozen table that train on their own, in place of the table's."""
+
+    index_R: Tensor
+    """int64 [R]: which rows (here R counts rows)."""
+    weight_RD: nn.Parameter
+
+
 def trained_rows(module: Any) -> Rows | None:
-    """The rows of an embedding or head that train by themselves, where they are in force."""
+    """The rows of an embedding or head that train on their own, while they are active."""
     adapter = getattr(module, "token_adapter", None)
     if adapter is None or adapter.disable_adapters or adapter.merged:
         return None
@@ -234,10 +171,71 @@ def table_names(model: nn.Module) -> list[str]:
     return [names[id(table)] for table in tables]
 
 
-def layer_types(model: nn.Module) -> list[str]:
-    """Each decoder block's type, from the configuration; ``full_attention`` where it says
-    nothing.
+# -- the output head -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeadSpec:
+    """logits = softcap(scale * (hidden @ W^T + bias)) / temperature, softcap(x) = c * tanh(x / c); W is ``weight``
+    with ``rows`` in place.
     """
+
+    weight: nn.Parameter
+    """[V, D]; its values at ``rows`` are not used."""
+    bias: nn.Parameter | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    rows: Rows | None = None
+    temperature: float = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The equation above: the reference for the chunked head. The product is in the dtype of ``hidden`` (or
+        autocast's), the rest in at least float32.
+        """
+        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.rows is not None:
+            index_R, weight_RD = self.rows
+            bias = None if self.bias is None else self.bias[index_R]
+            logits = logits.index_copy(-1, index_R, nn.functional.linear(hidden, weight_RD, bias))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether there is an output head; reward models have none."""
+    inner: Any = unwrap(model)
+    return inner.get_output_embeddings() is not None
+
+
+def head(model: nn.Module) -> HeadSpec:
+    """The output head. It holds the parameters themselves, so call it again after wrapping or resizing."""
+    inner: Any = unwrap(model)
+    module = inner.get_output_embeddings()
+    weight = stored_table(module)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        raise ModelError(
+            f"{type(inner).__name__} has no linear output head; expected an lm_head with a weight "
+            "[V, D]"
+        )
+    config = text_config(model)
+    scale = 1.0
+    for name in (*_MULTIPLIES, *_DIVIDES):
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and value:
+            scale = scale * value if name in _MULTIPLIES else scale / value
+    softcaps = [getattr(config, name) for name in _SOFTCAPS if getattr(config, name, None)]
+    bias = getattr(getattr(module, "original_module", module), "bias", None)
+    return HeadSpec(weight, bias, softcaps[0] if softcaps else None, scale, trained_rows(module))
+
+
+# -- layers that limit packing ---------------------------------------------------------------------
+
+
+def layer_types(model: nn.Module) -> list[str]:
+    """Each decoder block's type, from the configuration; ``full_attention`` by default."""
     config = text_config(model)
     for name in ("layer_types", "layers_block_type"):
         types = getattr(config, name, None)
@@ -249,52 +247,34 @@ def layer_types(model: nn.Module) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of the decoder blocks whose forward calls the library's attention interface."""
-    return [m for m in layers(model).modules() if _calls_interface(type(m))]
-
-
 def attention_layer_count(model: nn.Module) -> int:
-    """How many attention calls one forward makes."""
-    return len(attention_modules(model))
+    """How many attention calls one forward makes: modules whose forward calls the library's attention interface."""
+    codes = [
+        getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        for module in layers(model).modules()
+    ]
+    return sum("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes if code is not None)
 
 
 def stateful_layers(model: nn.Module) -> list[str]:
-    """The names of decoder blocks (or modules in them) with state from token to token: a neighbour
-    in the same run reaches them whatever the layout says. By layer type, by class name, and by any
-    1-D convolution."""
-    found: dict[str, None] = {}
+    """Names of decoder blocks (or modules in them) that carry state from token to token, across the samples of a pack
+    whatever the layout says. They are found by layer type, by class name, and by any 1-D convolution.
+    """
+    names: list[str] = []
     types = layer_types(model)
     for index, block in enumerate(layers(model)):
         if types[index] in STATEFUL_TYPES:
-            found[f"layers.{index} ({types[index]})"] = None
+            names.append(f"layers.{index} ({types[index]})")
             continue
         for name, module in block.named_modules():
             if isinstance(module, nn.Conv1d) or _STATEFUL_CLASS.search(type(module).__name__):
-                found[f"layers.{index}.{name} ({type(module).__name__})"] = None
+                names.append(f"layers.{index}.{name} ({type(module).__name__})")
                 break
-    return list(found)
-
-
-def sparse_attention(model: nn.Module) -> list[str]:
-    """The names of decoder blocks whose attention chooses its keys in a way that no layout
-    describes.
-    """
-    return [
-        f"layers.{i} ({kind})" for i, kind in enumerate(layer_types(model)) if kind in SPARSE_TYPES
-    ]
-
-
-def chunked_attention(model: nn.Module) -> int | None:
-    """The chunk size of a model with chunked attention (Llama 4); None: it has none."""
-    size = getattr(text_config(model), "attention_chunk_size", None)
-    return int(size) if size and "chunked_attention" in layer_types(model) else None
+    return names
 
 
 def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:
-    """(kind, longest length of the first regime) where RoPE depends on the longest position of the
-    batch.
-    """
+    """(kind, longest length of the first regime) where RoPE depends on the longest position of the batch."""
     config = text_config(model)
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
@@ -307,38 +287,38 @@ def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:
     return None
 
 
+# -- training FLOPs --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Training FLOPs (forward and backward, nothing computed twice): what a step cannot do
-    without.
-    """
+    """Training FLOPs (forward and backward, without recomputation): the least that a step needs."""
 
     per_token: float
-    """Weights of the decoder blocks: 6 per active one that trains, 4 where it is frozen. A vision tower is not counted:
-    what it costs depends on how often a picture is shared."""
+    """Weights of the decoder blocks: 6 per active weight that trains, 4 per frozen one. A vision tower is not counted:
+    its cost depends on how often a picture is shared."""
     per_pair: float
-    """Per query and key that see each other, over the layers with full attention."""
+    """Per visible pair of query and key, over the layers with full attention."""
     per_window_pair: float
     """The same over the layers with a sliding window; count the pairs inside the window."""
     per_target: float
-    """The head's row for one target; 0 where there is no head."""
+    """The head for one target; 0 where there is no head."""
     window: int | None
     """The sliding window of those layers."""
 
 
 def flops(model: nn.Module) -> Flops:
-    """The cost of training ``model``, for balancing and for utilisation. State-space scans are not
-    counted.
-    """
+    """The cost of training ``model``, for balancing and for utilisation. State-space scans are not counted."""
     config = text_config(model)
-    num_experts = next(
-        (n for name in _EXPERTS if (n := getattr(config, name, None)) is not None), 0
-    )
-    used = (getattr(config, "num_experts_per_tok", None) or num_experts) / max(1, num_experts)
+    experts = num_experts(config)
+    used = (getattr(config, "num_experts_per_tok", None) or experts) / max(1, experts)
     per_token = 0.0
     for name, p in layers(model).named_parameters():
         if p.ndim >= 2:
-            share = used if num_experts and _is_expert(name, p, num_experts) else 1.0
+            is_stacked = p.ndim == 3 and p.shape[0] == experts
+            is_routed = "experts" in name and "shared" not in name
+            is_expert = experts and is_routed and (is_stacked or ".experts." in name)
+            share = used if is_expert else 1.0
             per_token += share * p.numel() * (6.0 if p.requires_grad else 4.0)
     per_pair = {"full": 0.0, "sliding": 0.0}
     for kind, size in zip(layer_types(model), head_sizes(config), strict=True):
@@ -356,10 +336,56 @@ def flops(model: nn.Module) -> Flops:
     )
 
 
-def _is_expert(name: str, parameter: nn.Parameter, num_experts: int) -> bool:
-    """An expert's weights: stacked over experts, or one of a list of experts."""
-    stacked = parameter.ndim == 3 and parameter.shape[0] == num_experts
-    return "experts" in name and "shared" not in name and (stacked or ".experts." in name)
+def num_experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer, by the language model's configuration; 0 for a dense model."""
+    return next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
+
+
+# -- patterns, and the parts of a vision-language model --------------------------------------------
+
+Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
+WORDS: tuple[Part, ...] = get_args(Part)
+_LANGUAGE = frozenset({"language_model", "text_model"})
+_PROJECTOR = frozenset(
+    {
+        "merger",
+        "deepstack_merger_list",
+        "multi_modal_projector",
+        "connector",
+        "image_newline",
+    }
+)
+_TOWER = frozenset({"visual", "vision_tower", "vision_model"})
+_SCALAR = "score"
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Whether the model is a vision-language model."""
+    return takes_pictures(unwrap(model).config)
+
+
+def part_of(name: str) -> Part | None:
+    """The part that a parameter or module of a vision-language model belongs to; None for a scalar head."""
+    words = set(name.split("."))
+    if not words.isdisjoint(_LANGUAGE):
+        return "language_model"
+    if not words.isdisjoint(_PROJECTOR):
+        return "projector"
+    if not words.isdisjoint(_TOWER):
+        return "vision_tower"
+    return None if _SCALAR in words else "language_model"
+
+
+def matching(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
+    """The ``names`` (of the model's parameters or modules) that a pattern matches. ``key``: the user's setting."""
+    if pattern not in WORDS:
+        return match_names(pattern, list(names))
+    if not has_parts(model):
+        raise ModelError(
+            f"{key}: {pattern!r} is a part of a vision-language model, and {type(unwrap(model)).__name__} is "
+            "none; expected names of its parameters; leave it out"
+        )
+    return [name for name in names if part_of(name) == pattern]
 
 
 def match_names(pattern: str, names: list[str]) -> list[str]:
@@ -376,107 +402,19 @@ def match_names(pattern: str, names: list[str]) -> list[str]:
 
 
 def suggest(pattern: str, names: list[str]) -> str:
-    """What a user who wrote ``pattern`` may have meant."""
-    around = [name for name in names if pattern.strip("*/.") and pattern.strip("*/.") in name]
+    """A suggestion for a user whose ``pattern`` matches nothing."""
+    word = pattern.strip("*/.")
+    around = [name for name in names if word and word in name]
     if around:
-        return (
-            f"did you mean '*{pattern.strip('*/.')}*' ({len(around)} names, {around[0]} for one)?"
-        )
+        return f"did you mean '*{word}*' ({len(around)} names, {around[0]} for one)?"
     close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
     return f"the nearest name is {close[0]}" if close else "there are no names"
 
 
-def _calls_interface(kind: type[nn.Module]) -> bool:
-    forward: Any = inspect.unwrap(kind.forward)
-    code = getattr(forward, "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-# --------------------------------------------------------------------------------------------------
-# The parts of a vision-language model by the names people use, for every family; and which parameters a pattern means.
-#
-#     vision_tower     what sees the picture: its patches and its blocks
-#     projector        what makes features of what the tower says: Qwen's mergers (deepstack's too), a connector, a
-#                      multi_modal_projector, LLaVA's image_newline
-#     language_model   the rest: decoder, embedding, output head; not a scalar head, which is new
-#
-# Found by the words of a name, which wrapping by peft or sharding does not change. A pattern is one of these words, a
-# glob over whole names, or a regular expression between slashes.
-#
-# May import errors, vision.towers and models.anatomy.
-
-Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
-WORDS: tuple[Part, ...] = get_args(Part)
-
-_LANGUAGE = frozenset({"language_model", "text_model"})
-_PROJECTOR = frozenset(
-    {
-        "merger",
-        "deepstack_merger_list",
-        "multi_modal_projector",
-        "connector",
-        "image_newline",
-    }
-)
-_TOWER = frozenset({"visual", "vision_tower", "vision_model"})
-_SCALAR = "score"
-
-
-def has_parts(model: nn.Module) -> bool:
-    """Whether it is a vision-language model."""
-    return takes_pictures(unwrap(model).config)
-
-
-def part_of(name: str) -> Part | None:
-    """The part that a parameter or module of a vision-language model belongs to; None: a scalar head, no part."""
-    words = set(name.split("."))
-    if not words.isdisjoint(_LANGUAGE):
-        return "language_model"
-    if not words.isdisjoint(_PROJECTOR):
-        return "projector"
-    if not words.isdisjoint(_TOWER):
-        return "vision_tower"
-    return None if _SCALAR in words else "language_model"
-
-
-def matching(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
-    """The ``names`` (of the model's parameters or modules) that a pattern means. ``key``: where the user wrote it."""
-    if pattern not in WORDS:
-        return match_names(pattern, list(names))
-    if not has_parts(model):
-        raise ModelError(
-            f"{key}: {pattern!r} is a part of a vision-language model, and {type(unwrap(model)).__name__} is "
-            "none; expected names of its parameters; leave it out"
-        )
-    return [name for name in names if part_of(name) == pattern]
-
-
-def freeze_unread(model: nn.Module) -> list[str]:
-    """Stop training what no feature of a picture depends on, and would have no gradient; returns the names."""
-    if not has_parts(model):
-        return []
-    unread = {id(parameter) for parameter in tower.unread(decoder(model))}
-    found = {name: p for name, p in model.named_parameters() if id(p) in unread}
-    for parameter in found.values():
-        parameter.requires_grad_(False)
-    return list(found)
-
-
-def unreached(model: nn.Module, trained: Iterable[str], silent: Collection[str]) -> list[Part]:
-    """The parts that pictures alone reach, of which something is ``trained`` and all of that is ``silent``."""
-    if not has_parts(model):
-        return []
-    reached = {name: name not in silent for name in trained}
-    found: dict[Part | None, list[bool]] = {}
-    for name, is_reached in reached.items():
-        found.setdefault(part_of(name), []).append(is_reached)
-    return [part for part in WORDS[:2] if part in found and not any(found[part])]
-
-
 def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:
-    """Parameter -> the one pattern that means it, of those that train. ``key``: where the user wrote them."""
+    """Trained parameter -> the one pattern that matches it. ``key``: the user's setting."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    found: dict[str, str] = {}
+    pattern_of: dict[str, str] = {}
     for pattern in patterns:
         matches = matching(model, pattern, names, key)
         if not matches:
@@ -484,26 +422,44 @@ def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str,
                 f"{key}: {pattern!r} matches no parameter that trains; expected one that does; "
                 + ("leave it out" if pattern in WORDS else suggest(pattern, names))
             )
-        twice = next((name for name in matches if name in found), None)
+        twice = next((name for name in matches if name in pattern_of), None)
         if twice is not None:
             raise ModelError(
-                f"{key}: {twice} is meant by {found[twice]!r} and by {pattern!r}; expected one of them for each "
+                f"{key}: {twice} is matched by {pattern_of[twice]!r} and by {pattern!r}; expected one of them for each "
                 "parameter; name fewer with one of the two"
             )
-        found |= dict.fromkeys(matches, pattern)
-    return found
+        pattern_of |= dict.fromkeys(matches, pattern)
+    return pattern_of
+
+
+def freeze_unread(model: nn.Module) -> list[str]:
+    """Freeze the tower's parameters that no feature depends on, and so have no gradient; returns their names."""
+    if not has_parts(model):
+        return []
+    unread = {id(parameter) for parameter in tower.unread(decoder(model))}
+    frozen = {name: p for name, p in model.named_parameters() if id(p) in unread}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    return list(frozen)
+
+
+def unreached(model: nn.Module, trained: Iterable[str], silent: Collection[str]) -> list[Part]:
+    """Tower or projector, where it has ``trained`` parameters and all of them are ``silent`` (no gradient)."""
+    if not has_parts(model):
+        return []
+    names = set(trained)
+    trains = {part_of(name) for name in names}
+    moves = {part_of(name) for name in names if name not in silent}
+    return [part for part in WORDS[:2] if part in trains and part not in moves]
 
 
 def counted(names: Iterable[str]) -> str:
-    """How many of each part, in words."""
+    """How many of the names are in each part, as text."""
     counts = Counter(part_of(name) or _SCALAR for name in names)
     return ", ".join(f"{counts[part]} in {part}" for part in (*WORDS, _SCALAR) if counts[part])
 
 
-# --------------------------------------------------------------------------------------------------
-# Flat tokens through a model's backbone: the way the scorer, an engine and a critic of its own run theirs.
-#
-# May import types, attention, vision.towers and models.anatomy.
+# -- running the backbone --------------------------------------------------------------------------
 
 
 def hidden_of(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
@@ -522,8 +478,8 @@ def hidden_states(
     layout: Layout | Decoding,
     media: Sequence[Media] = (),
 ) -> Tensor:
-    """The backbone's last hidden states [T, D], after the final norm, of tokens on the model's device. ``media``: the
-    pictures among them.
+    """The backbone's last hidden states [T, D], after the final norm. The tokens are on the model's device; ``media``
+    are the pictures among them.
     """
     backbone = decoder(model)
     states: Tensor = backbone(

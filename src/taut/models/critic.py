@@ -1,16 +1,14 @@
-"""The critic: V(s), what is still to be gained in the state in which a token is chosen (PPO, arXiv 1707.06347).
+"""The critic: V(s), the expected return of the state in which a token is chosen (PPO, arXiv 1707.06347).
 
-    shared   V(s) = w . h(s) + b, h(s) the policy's own hidden state; detached: the policy's trunk learns nothing of it
+    shared   V(s) = w . h(s) + b, h(s) the policy's own hidden state; detached: no gradient reaches the policy's trunk
     own      the same with the hidden state of another model, run over the same micro-batch, prefixes shared as there
 
 A state is a read of the micro-batch (``Packed.read_R``): the token that predicts the one chosen. Rows that share a
 prefix read its tokens once each, from one computation. The product is taken in at least float32.
 
 A critic is a part of the scorer (``Scorer.critic``), so that checkpoints, the optimizer and sharding hold it; the
-policy that is saved (``Scorer.model``) has nothing of it. ``methods/critic.py`` makes and saves it; returns and
-advantages are not its business.
-
-May import types and models.{anatomy,backbone,heads}.
+policy that is saved (``Scorer.model``) does not contain it. ``rl/critic.py`` builds and saves it; returns and
+advantages are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from taut.models.heads import scalar, scalar_head
 from taut.types import Packed
 
 PART = "critic"
-"""Its name in the scorer."""
+"""The critic's name in the scorer."""
 
 
 class SharedCritic(nn.Module):
-    """A head on the policy's hidden states. It begins at V = 0."""
+    """A head on the policy's hidden states. It starts at V = 0."""
 
     def __init__(self, policy: nn.Module, *, detach: bool = False) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class SharedCritic(nn.Module):
 
     @property
     def shards(self) -> list[nn.Module]:
-        """What is sharded by itself: nothing, it goes with the root."""
+        """Modules that are sharded separately: none, it is sharded with the root."""
         return []
 
     def forward(self, hidden_RD: Tensor) -> Tensor:
@@ -51,7 +49,7 @@ class SharedCritic(nn.Module):
 
 
 class OwnCritic(nn.Module):
-    """Another model with a scalar head, as ``models/reward.py`` loads it."""
+    """Another model with a scalar head, loaded by ``models/reward_model.py``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -59,7 +57,7 @@ class OwnCritic(nn.Module):
 
     @property
     def shards(self) -> list[nn.Module]:
-        """What is sharded by itself, inner parts first: an engine on the policy then gathers nothing of it."""
+        """Modules that are sharded separately, inner ones first, so that engines on the policy need not gather them."""
         return [*architecture.layers(self.model), self]
 
     def forward(self, packed: Packed) -> Tensor:
@@ -73,7 +71,7 @@ Critic = SharedCritic | OwnCritic
 
 @torch.no_grad()
 def begin_at_zero(head: nn.Linear) -> None:
-    """V = 0 everywhere: the first advantages are the returns themselves, and no noise is learned from."""
+    """Set V = 0 everywhere: the first advantages are the returns themselves, without noise."""
     head.weight.zero_()
     if head.bias is not None:
         head.bias.zero_()

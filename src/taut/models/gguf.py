@@ -1,15 +1,22 @@
-"""A Hugging Face tokenizer -> the tokenizer.* keys of a GGUF file, or one line why llama.cpp would give other ids.
+"""A model and its tokenizer -> one GGUF file for llama.cpp, verified by reading it back.
 
-llama.cpp knows how a text is cut before the merges by a name (tokenizer.ggml.pre). The name is looked up by what the
-tokenizer does, in an explicit table of byte-level BPE tokenizers; another structure is refused by what was found.
-Token types: control for added tokens that are special, user-defined for other added tokens, unused for rows of the
-embedding that are no token (written ``[PAD7]``, as llama.cpp's converter does), normal for the rest.
+Architectures: llama, mistral, qwen2, qwen3, whose graphs in llama.cpp equal the library's. llama.cpp rotates pairs of
+neighbours where the library rotates halves, so the rows of llama's query and key projections change places. Tied
+embeddings are written once. Norms, biases and RoPE's factors are float32, matrices ``dtype``. RoPE: default, linear,
+llama3 (as factors, rope_freqs.weight). What the format or llama.cpp's graph has no place for is refused by name: other
+RoPE, sliding windows, another activation, biases that the graph does not read.
+
+Verified before the file takes its name: every tensor is there once and no other, equals the model's (f32 exactly; bf16
+and f16 exactly as torch rounds; q8_0 within ``quantisation_bound``), and every key has its value.
+
+Tokenizer: llama.cpp knows how a text is cut before the merges by a name (tokenizer.ggml.pre). The name is looked up by
+what the tokenizer does, in an explicit table of byte-level BPE tokenizers; another structure is refused, with what was
+found. Sentencepiece-like vocabularies are not converted: their scores are not in tokenizer.json. Token types: control
+for added tokens that are special, user-defined for other added tokens, unused for rows of the embedding without a token
+(written ``[PAD7]``, as llama.cpp's converter does), normal for the rest.
 
 llama.cpp ends an answer at tokenizer.ggml.eos_token_id, eot_token_id, eom_token_id, and at tokens of well-known text,
 whatever their type. The stop set goes into these; one that does not fit is refused.
-
-Does not convert sentencepiece-like vocabularies: their scores are not in tokenizer.json. May import errors. Imported by
-``gguf.py``.
 """
 
 from __future__ import annotations
@@ -50,238 +57,15 @@ from taut.models import architecture
 Value: TypeAlias = str | bool | int | float | list[str] | list[int]
 Metadata: TypeAlias = dict[str, Value]
 """Keys of a GGUF file. An int is written as uint32, a float as float32."""
-Steps: TypeAlias = tuple[str, ...]
-
-REMEDY: Final = "convert it with llama.cpp's own convert_hf_to_gguf.py"
-
-_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-PRE_TOKENIZERS: Final[Mapping[tuple[Steps, bool], str]] = {
-    (("words",), False): "gpt-2",
-    (("digits", "words"), False): "smollm",
-    ((_WORDS + r"\p{N}" + _REST, "bytes"), False): "qwen2",
-    ((_WORDS + r"\p{N}{1,3}" + _REST, "bytes"), True): "llama-bpe",
-    ((_WORDS + r"\p{N}{1,3}" + _REST, "bytes"), False): "dbrx",
-}
-"""(how a text is cut, whether a word that is a token skips the merges) -> llama.cpp's name for it. ``digits``: each
-digit alone; ``words``: GPT-2's pattern; ``bytes``: nothing more; else the pattern it is cut by."""
-
-ENDS_BY_TEXT: Final = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|eom_id|> <|endoftext|> <|end_of_text|> <end_of_turn> "  # noqa: SIM905
-    "</s> <EOT> _<EOT>".split()
-)
-"""Tokens at which llama.cpp ends an answer by their text (llama-vocab.cpp), those that it has known for long."""
-
-
-def vocabulary(
-    tokenizer: PreTrainedTokenizerBase,
-    config: PreTrainedConfig,
-    stop_ids: Sequence[int],
-    num_rows: int,
-) -> Metadata:
-    """The tokenizer.* keys. ``stop_ids``: the turn end first; ``num_rows``: of the embedding."""
-    if not tokenizer.is_fast:
-        raise ModelError(
-            f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected a fast tokenizer; {REMEDY}"
-        )
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    tokens, types = _tokens(tokenizer, num_rows)
-    metadata: Metadata = {
-        Keys.Tokenizer.MODEL: "gpt2",
-        Keys.Tokenizer.PRE: pre_tokenizer_name(backend),
-        Keys.Tokenizer.LIST: tokens,
-        Keys.Tokenizer.TOKEN_TYPE: types,
-        Keys.Tokenizer.MERGES: _merges(backend),
-        **_ends(tokenizer, stop_ids),
-        **_specials(tokenizer, config),
-        **_templates(tokenizer),
-    }
-    return metadata
-
-
-def notes(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
-    """Where llama.cpp will do otherwise than this tokenizer and stop set, and no key says so."""
-    found = []
-    if json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"]:
-        found.append(
-            "llama.cpp does not bring text into Unicode's NFC form, as this tokenizer does: other ids where it is not"
-        )
-    known = tokenizer.get_vocab()
-    others = sorted(text for text in ENDS_BY_TEXT if known.get(text, stop_ids[0]) not in stop_ids)
-    if others:
-        found.append(f"llama.cpp also ends an answer at {', '.join(others)}, by its text")
-    if tokenizer.chat_template is None:
-        found.append("the tokenizer has no chat template: llama.cpp falls back to one of its own")
-    return found
-
-
-def pre_tokenizer_name(backend: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how this tokenizer.json cuts a text, or ModelError."""
-    model, normalizer = backend["model"], backend["normalizer"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        kind = (
-            "a sentencepiece-like BPE with byte fallback"
-            if model["type"] == "BPE"
-            else model["type"]
-        )
-        raise _unknown(kind)
-    if normalizer is not None and normalizer != {"type": "NFC"}:
-        raise _unknown(f"the normalizer {json.dumps(normalizer)}")
-    if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
-        raise _unknown("a BPE with marks on parts of words")
-    cut = backend["pre_tokenizer"] or {"type": "none"}
-    parts = cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]
-    steps = tuple(_step(part) for part in parts)
-    name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
-    if name is None:
-        raise _unknown(f"the pre-tokenizer {' then '.join(steps)}")
-    return name
-
-
-def _step(part: Mapping[str, Any]) -> str:
-    """A pre-tokenizer in the words of ``PRE_TOKENIZERS``; as JSON where they do not fit."""
-    kind = part["type"]
-    if kind == "ByteLevel" and not part["add_prefix_space"]:
-        return "words" if part["use_regex"] else "bytes"
-    if kind == "Digits" and part["individual_digits"]:
-        return "digits"
-    if kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
-        return str(part["pattern"].get("Regex", part["pattern"]))
-    return json.dumps(part)
-
-
-def _unknown(found: str) -> ModelError:
-    known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
-    return ModelError(
-        f"the tokenizer has {found[:300]}; expected a byte-level BPE that cuts text like one of {known}, or llama.cpp "
-        f"would give other ids; {REMEDY}"
-    )
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[list[str], list[int]]:
-    """A text and a type for each row of the embedding."""
-    texts = {index: text for text, index in tokenizer.get_vocab().items()}
-    if max(texts) >= num_rows:
-        raise ModelError(
-            f"the tokenizer has id {max(texts)} and the embedding {num_rows} rows; expected a row for each token; "
-            "copy the tokenizer of the base model"
-        )
-    added = tokenizer.added_tokens_decoder
-    for token in added.values():
-        if token.lstrip or token.rstrip or token.single_word:
-            raise ModelError(
-                f"the added token {token.content} takes white space beside it, or whole words only; expected one that "
-                f"does not, since llama.cpp cannot; {REMEDY}"
-            )
-    tokens, types = [], []
-    for row in range(num_rows):
-        tokens.append(texts.get(row, f"[PAD{row}]"))
-        if row not in texts:
-            kind = TokenType.UNUSED
-        elif row in added:
-            kind = TokenType.CONTROL if added[row].special else TokenType.USER_DEFINED
-        else:
-            kind = TokenType.NORMAL
-        types.append(int(kind))
-    if len(set(tokens)) != num_rows:
-        raise ModelError(
-            "two rows of the vocabulary have one text; expected them to differ; copy the tokenizer of the base model"
-        )
-    return tokens, types
-
-
-def _merges(backend: Mapping[str, Any]) -> list[str]:
-    return [
-        merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]
-    ]
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> Metadata:
-    """The stop set where llama.cpp looks for it."""
-    if not stop_ids:
-        raise ModelError(
-            "the tokenizer names no token that ends an answer; expected an eos token; set it in tokenizer_config.json"
-        )
-    further = [
-        index
-        for index in stop_ids[1:]
-        if tokenizer.convert_ids_to_tokens(index) not in ENDS_BY_TEXT
-    ]
-    keys = (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-    if len(further) > len(keys):
-        names = ", ".join(str(tokenizer.convert_ids_to_tokens(index)) for index in further)
-        raise ModelError(
-            f"the stop set has {names} beside its turn end; expected two at most, which is what llama.cpp has keys "
-            "for; take those that end no answer from eos_token_id in generation_config.json"
-        )
-    return {
-        Keys.Tokenizer.EOS_ID: int(stop_ids[0]),
-        **{key: int(index) for key, index in zip(keys, further, strict=False)},
-    }
-
-
-def _specials(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Metadata:
-    """bos, pad and unknown, and which of them a plain text gets."""
-    bos = tokenizer.bos_token_id
-    if bos is None:
-        bos = getattr(config.get_text_config(), "bos_token_id", None)
-    metadata: Metadata = {
-        key: int(index)
-        for key, index in (
-            (Keys.Tokenizer.BOS_ID, bos),
-            (Keys.Tokenizer.PAD_ID, tokenizer.pad_token_id),
-            (Keys.Tokenizer.UNK_ID, tokenizer.unk_token_id),
-        )
-        if index is not None
-    }
-    plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
-    if whole not in (plain, [bos, *plain]):
-        raise ModelError(
-            f"the tokenizer makes {whole} of 'a', and {plain} without special tokens; expected nothing or bos in "
-            f"front: an eos behind a prompt would end it; {REMEDY}"
-        )
-    metadata[Keys.Tokenizer.ADD_BOS] = whole != plain
-    metadata[Keys.Tokenizer.ADD_EOS] = False
-    metadata[Keys.Tokenizer.ADD_PREFIX] = False
-    return metadata
-
-
-def _templates(tokenizer: PreTrainedTokenizerBase) -> Metadata:
-    template = tokenizer.chat_template
-    named = template if isinstance(template, dict) else {"default": template}
-    others = sorted(name for name in named if name != "default")
-    metadata: Metadata = {}
-    if named.get("default"):
-        metadata[Keys.Tokenizer.CHAT_TEMPLATE] = str(named["default"])
-    for name in others:
-        metadata[Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name)] = str(named[name])
-    if others:
-        metadata[Keys.Tokenizer.CHAT_TEMPLATES] = others
-    return metadata
-
-
-# --------------------------------------------------------------------------------------------------
-# A model and its tokenizer -> one GGUF file, proven by reading it back.
-#
-# Architectures: llama, mistral, qwen2, qwen3, whose graphs in llama.cpp are the library's own. llama.cpp rotates
-# pairs of neighbours where the library rotates halves, so the rows of llama's query and key projections change
-# places. Tied embeddings are written once. Norms, biases and RoPE's factors are float32, matrices ``dtype``.
-#
-# RoPE: default, linear, llama3 (as factors, rope_freqs.weight). What the format or llama.cpp's graph has no place for
-# is refused by name: other RoPE, sliding windows, another activation, biases the graph does not read.
-#
-# The proof, before the file takes its name: every tensor is there once and none besides, equals the model's (f32
-# exactly; bf16 and f16 exactly as torch rounds; q8_0 within ``quantisation_bound``), and every key has the value
-# given.
-#
-# May import errors, anatomy, load and ``gguf_vocabulary``. The command line's export imports it.
-
 Dtype: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
 Matrix: TypeAlias = NDArray[np.float32]
 
+REMEDY: Final = "convert it with llama.cpp's own convert_hf_to_gguf.py"
+
+
+# -- the model -------------------------------------------------------------------------------------
 BLOCK: Final = 32
-"""Numbers of a row that share a scale in q8_0."""
+"""Consecutive numbers of a row that share a scale in q8_0."""
 _TYPES: Final = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -311,17 +95,17 @@ _FREQUENCIES: Final = f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight"
 
 @dataclass(frozen=True)
 class Written:
-    """What was written and proven."""
+    """The file that was written and verified."""
 
     path: Path
     num_tensors: int
     num_bytes: int
     largest_error: float
-    """Of a weight as stored, in units of the largest of its tensor: 0 but for q8_0."""
+    """Largest error of a stored weight relative to its tensor's largest weight: 0 except for q8_0."""
 
 
 def require_convertible(config: PreTrainedConfig) -> None:
-    """Raise ModelError for what cannot be carried over; looks at the configuration only."""
+    """Raise ModelError for a configuration that cannot be converted."""
     text: Any = config.get_text_config()
     kind = str(config.model_type)
     if architecture.takes_pictures(config):
@@ -367,7 +151,7 @@ def architecture_metadata(config: PreTrainedConfig, dtype: Dtype, name: str) -> 
         Keys.General.FILE_TYPE: int(_TYPES[dtype][1]),
         Keys.General.QUANTIZATION_VERSION: 2,
     }
-    of_architecture: Metadata = {
+    templates: Metadata = {
         Keys.LLM.VOCAB_SIZE: int(text.vocab_size),
         Keys.LLM.CONTEXT_LENGTH: int(text.max_position_embeddings),
         Keys.LLM.EMBEDDING_LENGTH: int(text.hidden_size),
@@ -382,16 +166,16 @@ def architecture_metadata(config: PreTrainedConfig, dtype: Dtype, name: str) -> 
         Keys.Rope.FREQ_BASE: float(rope["rope_theta"]),
     }
     if rope["rope_type"] == "linear":
-        of_architecture[Keys.Rope.SCALING_TYPE] = str(RopeScalingType.LINEAR.value)
-        of_architecture[Keys.Rope.SCALING_FACTOR] = float(rope["factor"])
-    return metadata | {key.format(arch=arch): value for key, value in of_architecture.items()}
+        templates[Keys.Rope.SCALING_TYPE] = str(RopeScalingType.LINEAR.value)
+        templates[Keys.Rope.SCALING_FACTOR] = float(rope["factor"])
+    return metadata | {key.format(arch=arch): value for key, value in templates.items()}
 
 
 def write_gguf(model: PreTrainedModel, metadata: Metadata, dtype: Dtype, path: Path) -> Written:
-    """Write ``path``, beside its place at first, and prove it.
+    """Write ``path`` through a temporary file next to it, verified before it takes the name.
 
-    ``metadata``: ``architecture_metadata`` and ``vocabulary`` of the model. Raises CheckFailed where what is read back
-    is not what was to be written.
+    ``metadata``: ``architecture_metadata`` and ``vocabulary`` of the model. Raises CheckFailed where the file does not
+    read back as it should.
     """
     config = model.config
     tensors = {name: (source, tensor) for name, source, tensor in _named_tensors(model)}
@@ -410,7 +194,7 @@ def write_gguf(model: PreTrainedModel, metadata: Metadata, dtype: Dtype, path: P
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        largest = _prove(partial, config, metadata, tensors, stored)
+        largest = _verify(partial, config, metadata, tensors, stored)
         partial.replace(path)
     except OSError as error:
         raise OutputError(
@@ -426,7 +210,7 @@ def _head_dim(text: Any) -> int:
 
 
 def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, str, Tensor]]:
-    """(name in the file, name in the model, tensor), every one of the model's once."""
+    """(name in the file, name in the model, tensor) of every tensor of the model, once."""
     config: Any = model.config
     names = get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
     for source, tensor in model.state_dict().items():
@@ -445,7 +229,7 @@ def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _frequency_factors(config: Any) -> Tensor:
-    """By what llama3's scaling divides each of RoPE's frequencies."""
+    """The factors by which llama3's scaling divides RoPE's frequencies."""
     rope, dim = config.rope_parameters, _head_dim(config)
     frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -456,7 +240,7 @@ def _frequency_factors(config: Any) -> Tensor:
 
 
 def _permuted(config: Any, source: str, numbers: Matrix, *, is_inverse: bool = False) -> Matrix:
-    """Rows of llama's query and key projections: halves of a head to pairs of neighbours."""
+    """llama's query and key projections with their rows reordered: halves of a head to pairs of neighbours."""
     module = source.rpartition(".")[0].rpartition(".")[2]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     if _ARCHITECTURES[config.model_type] is not MODEL_ARCH.LLAMA or module not in heads:
@@ -472,7 +256,7 @@ def _numbers(tensor: Tensor) -> Matrix:
 
 
 def _type_of(name: str, tensor: Tensor, dtype: Dtype) -> GGMLQuantizationType:
-    """How a tensor is stored: what has one axis is float32, as llama.cpp's kernels want it."""
+    """How a tensor is stored: vectors as float32, as llama.cpp's kernels require, matrices as ``dtype``."""
     largest = float(tensor.abs().max())
     if not math.isfinite(largest):
         raise ModelError(f"{name} has numbers that are not finite; expected a sound model")
@@ -503,19 +287,19 @@ def _add(writer: GGUFWriter, key: str, value: Value) -> None:
     writer.add_key_value(key, value, kinds[type(value)])
 
 
-def _prove(
+def _verify(
     path: Path,
     config: Any,
     metadata: Metadata,
     tensors: Mapping[str, tuple[str, Tensor]],
     stored: Mapping[str, GGMLQuantizationType],
 ) -> float:
-    """Read the file back; the largest error of a weight relative to its tensor's largest."""
+    """Read the file back and compare; returns the largest error of a weight relative to its tensor's largest."""
     reader = GGUFReader(path)
     for key, value in metadata.items():
-        found = reader.fields[key].contents() if key in reader.fields else None
-        if found != (float(np.float32(value)) if isinstance(value, float) else value):
-            raise _failed(key, f"the value {str(found)[:80]}", str(value)[:80])
+        actual = reader.fields[key].contents() if key in reader.fields else None
+        if actual != (float(np.float32(value)) if isinstance(value, float) else value):
+            raise _failed(key, f"the value {str(actual)[:80]}", str(value)[:80])
     names = sorted(tensor.name for tensor in reader.tensors)
     if names != sorted(tensors):
         odd = sorted(set(names) ^ set(tensors)) or names
@@ -524,28 +308,218 @@ def _prove(
     for tensor in reader.tensors:
         source, original = tensors[tensor.name]
         kind = stored[tensor.name]
-        wanted = _numbers(original.to(_ROUNDED.get(kind, torch.float32)))
+        expected = _numbers(original.to(_ROUNDED.get(kind, torch.float32)))
         if tensor.tensor_type != kind:
             raise _failed(tensor.name, tensor.tensor_type.name, kind.name)
-        found = dequantize(tensor.data, kind).reshape(wanted.shape)
-        error = np.abs(_permuted(config, source, found, is_inverse=True) - wanted)
+        stored_as = dequantize(tensor.data, kind).reshape(expected.shape)
+        error = np.abs(_permuted(config, source, stored_as, is_inverse=True) - expected)
         is_quantised = kind == GGMLQuantizationType.Q8_0
-        if not (error <= (quantisation_bound(wanted) if is_quantised else 0.0)).all():
+        if not (error <= (quantisation_bound(expected) if is_quantised else 0.0)).all():
             raise _failed(tensor.name, f"an error of {error.max():.3g}", "no more than rounding")
-        largest = max(largest, float(error.max() / (np.abs(wanted).max() or 1.0)))
+        largest = max(largest, float(error.max() / (np.abs(expected).max() or 1.0)))
     return largest
 
 
-def quantisation_bound(wanted: Matrix) -> Matrix:
-    """q8_0's largest error: half a step of the block, a step being its largest number / 127, and what a scale in
-    half precision adds at 127 steps (127 * 2^-11 of a step; 127 * 2^-25 where the scale is subnormal)."""
-    blocks = np.abs(wanted).reshape(-1, BLOCK).max(axis=1) / np.float32(127)
+def quantisation_bound(numbers: Matrix) -> Matrix:
+    """q8_0's largest error: half a step of the block (a step is its largest number / 127), and the error of a scale in
+    half precision at 127 steps (127 * 2^-11 of a step; 127 * 2^-25 where the scale is subnormal).
+    """
+    blocks = np.abs(numbers).reshape(-1, BLOCK).max(axis=1) / np.float32(127)
     bound = blocks * np.float32(0.5 + 127 * 2.0**-11 + 1e-4) + np.float32(127 * 2.0**-25)
-    return np.repeat(bound, BLOCK).reshape(wanted.shape).astype(np.float32)
+    return np.repeat(bound, BLOCK).reshape(numbers.shape).astype(np.float32)
 
 
-def _failed(place: str, found: str, expected: str) -> CheckFailed:
+def _failed(place: str, actual: str, expected: str) -> CheckFailed:
     return CheckFailed(
-        f"the file reads back with {found} at {place}; expected {expected}; it was not kept: check the "
+        f"the file reads back with {actual} at {place}; expected {expected}; it was not kept: check the "
         "disk and export again"
     )
+
+
+# -- the tokenizer ---------------------------------------------------------------------------------
+_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS: Final[Mapping[tuple[tuple[str, ...], bool], str]] = {
+    (("words",), False): "gpt-2",
+    (("digits", "words"), False): "smollm",
+    ((_WORDS + r"\p{N}" + _REST, "bytes"), False): "qwen2",
+    ((_WORDS + r"\p{N}{1,3}" + _REST, "bytes"), True): "llama-bpe",
+    ((_WORDS + r"\p{N}{1,3}" + _REST, "bytes"), False): "dbrx",
+}
+"""(how a text is cut, whether a word that is a token skips the merges) -> llama.cpp's name for it. ``digits``: each
+digit alone; ``words``: GPT-2's pattern; ``bytes``: no further cut; else a pattern."""
+ENDS_BY_TEXT: Final = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|eom_id|> <|endoftext|> <|end_of_text|> <end_of_turn> "  # noqa: SIM905
+    "</s> <EOT> _<EOT>".split()
+)
+"""Tokens at which llama.cpp ends an answer by their text (llama-vocab.cpp), in old versions too."""
+
+
+def vocabulary(
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    stop_ids: Sequence[int],
+    num_rows: int,
+) -> Metadata:
+    """The tokenizer.* keys. ``stop_ids``: the end of turn first; ``num_rows``: of the embedding."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected a fast tokenizer; {REMEDY}"
+        )
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokens, types = _tokens(tokenizer, num_rows)
+    merges = backend["model"]["merges"]
+    metadata: Metadata = {
+        Keys.Tokenizer.MODEL: "gpt2",
+        Keys.Tokenizer.PRE: pre_tokenizer_name(backend),
+        Keys.Tokenizer.LIST: tokens,
+        Keys.Tokenizer.TOKEN_TYPE: types,
+        Keys.Tokenizer.MERGES: [m if isinstance(m, str) else " ".join(m) for m in merges],
+        **_ends(tokenizer, stop_ids),
+    }
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        bos = getattr(config.get_text_config(), "bos_token_id", None)
+    for key, index in (
+        (Keys.Tokenizer.BOS_ID, bos),
+        (Keys.Tokenizer.PAD_ID, tokenizer.pad_token_id),
+        (Keys.Tokenizer.UNK_ID, tokenizer.unk_token_id),
+    ):
+        if index is not None:
+            metadata[key] = int(index)
+    plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
+    if whole not in (plain, [bos, *plain]):
+        raise ModelError(
+            f"the tokenizer makes {whole} of 'a', and {plain} without special tokens; expected nothing or bos in "
+            f"front: an eos behind a prompt would end it; {REMEDY}"
+        )
+    metadata[Keys.Tokenizer.ADD_BOS] = whole != plain
+    metadata[Keys.Tokenizer.ADD_EOS] = False
+    metadata[Keys.Tokenizer.ADD_PREFIX] = False
+    template = tokenizer.chat_template
+    templates = template if isinstance(template, dict) else {"default": template}
+    others = sorted(name for name in templates if name != "default")
+    if templates.get("default"):
+        metadata[Keys.Tokenizer.CHAT_TEMPLATE] = str(templates["default"])
+    for name in others:
+        metadata[Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name)] = str(templates[name])
+    if others:
+        metadata[Keys.Tokenizer.CHAT_TEMPLATES] = others
+    return metadata
+
+
+def notes(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
+    """Differences between llama.cpp and this tokenizer and stop set that no key can express."""
+    differences = []
+    if json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"]:
+        differences.append(
+            "llama.cpp does not bring text into Unicode's NFC form, as this tokenizer does: other ids where it is not"
+        )
+    known = tokenizer.get_vocab()
+    others = sorted(text for text in ENDS_BY_TEXT if known.get(text, stop_ids[0]) not in stop_ids)
+    if others:
+        differences.append(f"llama.cpp also ends an answer at {', '.join(others)}, by its text")
+    if tokenizer.chat_template is None:
+        differences.append(
+            "the tokenizer has no chat template: llama.cpp falls back to one of its own"
+        )
+    return differences
+
+
+def pre_tokenizer_name(backend: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how this tokenizer.json cuts a text, or ModelError."""
+    model, normalizer = backend["model"], backend["normalizer"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        kind = (
+            "a sentencepiece-like BPE with byte fallback"
+            if model["type"] == "BPE"
+            else model["type"]
+        )
+        raise _unknown(kind)
+    if normalizer is not None and normalizer != {"type": "NFC"}:
+        raise _unknown(f"the normalizer {json.dumps(normalizer)}")
+    if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
+        raise _unknown("a BPE with marks on parts of words")
+    cut = backend["pre_tokenizer"] or {"type": "none"}
+    parts = cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]
+    steps = tuple(_step(part) for part in parts)
+    name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
+    if name is None:
+        raise _unknown(f"the pre-tokenizer {' then '.join(steps)}")
+    return name
+
+
+def _step(part: Mapping[str, Any]) -> str:
+    """A pre-tokenizer in the words of ``PRE_TOKENIZERS``; others as JSON."""
+    kind = part["type"]
+    if kind == "ByteLevel" and not part["add_prefix_space"]:
+        return "words" if part["use_regex"] else "bytes"
+    if kind == "Digits" and part["individual_digits"]:
+        return "digits"
+    if kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
+        return str(part["pattern"].get("Regex", part["pattern"]))
+    return json.dumps(part)
+
+
+def _unknown(actual: str) -> ModelError:
+    known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
+    return ModelError(
+        f"the tokenizer has {actual[:300]}; expected a byte-level BPE that cuts text like one of {known}, or llama.cpp "
+        f"would give other ids; {REMEDY}"
+    )
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[list[str], list[int]]:
+    """A text and a type for each row of the embedding."""
+    texts = {index: text for text, index in tokenizer.get_vocab().items()}
+    if max(texts) >= num_rows:
+        raise ModelError(
+            f"the tokenizer has id {max(texts)} and the embedding {num_rows} rows; expected a row for each token; "
+            "copy the tokenizer of the base model"
+        )
+    added = tokenizer.added_tokens_decoder
+    for token in added.values():
+        if token.lstrip or token.rstrip or token.single_word:
+            raise ModelError(
+                f"the added token {token.content} takes white space next to it, or whole words only; expected one that "
+                f"does not, since llama.cpp cannot; {REMEDY}"
+            )
+    tokens, types = [], []
+    for row in range(num_rows):
+        tokens.append(texts.get(row, f"[PAD{row}]"))
+        if row not in texts:
+            kind = TokenType.UNUSED
+        elif row in added:
+            kind = TokenType.CONTROL if added[row].special else TokenType.USER_DEFINED
+        else:
+            kind = TokenType.NORMAL
+        types.append(int(kind))
+    if len(set(tokens)) != num_rows:
+        raise ModelError(
+            "two rows of the vocabulary have one text; expected them to differ; copy the tokenizer of the base model"
+        )
+    return tokens, types
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> Metadata:
+    """The stop set, under the keys that llama.cpp reads."""
+    if not stop_ids:
+        raise ModelError(
+            "the tokenizer names no token that ends an answer; expected an eos token; set it in tokenizer_config.json"
+        )
+    further = [
+        index
+        for index in stop_ids[1:]
+        if tokenizer.convert_ids_to_tokens(index) not in ENDS_BY_TEXT
+    ]
+    keys = (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+    if len(further) > len(keys):
+        names = ", ".join(str(tokenizer.convert_ids_to_tokens(index)) for index in further)
+        raise ModelError(
+            f"the stop set has {names} besides its end of turn; expected two at most, which is what llama.cpp has keys "
+            "for; take those that end no answer from eos_token_id in generation_config.json"
+        )
+    return {
+        Keys.Tokenizer.EOS_ID: int(stop_ids[0]),
+        **{key: int(index) for key, index in zip(keys, further, strict=False)},
+    }

@@ -1,13 +1,20 @@
-"""Heads: the output head proved, and the scalar head, one number at a token, as reward models and critics have it.
+"""The scalar head of reward models and critics, and the check that a model's head is the one taut computes.
 
 Models of transformers' sequence and token classification call the scalar head ``score``: a linear layer with one output
-on the last hidden state. Where it is read is the sample's business (its last token, or each step's), never searched for
-by id.
+on the last hidden state. The sample decides where it is read (at its last token, or at each step); no id is searched
+for.
 
-Both heads are proved: the model's own logits on random hidden states are compared with what ``score.py`` computes, so
-that an architecture whose head does something else is refused, not guessed.
+Both kinds of head are verified: the model's own logits on random hidden states are compared with taut's (``HeadSpec``,
+``scalar``), so that an architecture whose head does something else is refused, not guessed.
 
-May import errors and models.anatomy.
+Transformers implements the classification models as mixins over any family, and lists few families that take pictures.
+``list_with_library`` applies the same mixins to a family's own base class and lists the result with the library's
+automatic classes, so that loading, saving and wrapping need no special case:
+
+    Qwen2_5_VLForSequenceClassification    model.* as in the family's other models, and score.weight [1, D]
+
+A program can open such a model with the library's own ``AutoModelForSequenceClassification`` after it has called
+``list_with_library``.
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def scalar_head(model: nn.Module) -> nn.Linear:
-    """The head itself (of an adapter's copy, where peft trains one). Raises ModelError where there is none."""
+    """The head itself (the adapter's copy, where peft trains one). Raises ModelError where there is none."""
     module: Any = getattr(unwrap(model), "score", None)
     copies = getattr(module, "modules_to_save", None)
     if copies is not None:
@@ -52,39 +59,36 @@ def scalar_head(model: nn.Module) -> nn.Linear:
 
 
 def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
-    """The scalar head's value at each of ``hidden`` [..., D]: its product is taken in at least float32, whatever the
-    backbone's.
-    """
+    """The scalar head's value at each of ``hidden`` [..., D], in at least float32 whatever the backbone's dtype."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
-        value = (
-            hidden.to(wide) @ spec.weight.to(wide)[0]
-        )  # no view: FSDP hooks what the root returns
+        # a product, not a view: FSDP puts hooks on what the root returns
+        value = hidden.to(wide) @ spec.weight.to(wide)[0]
         return value if spec.bias is None else value + spec.bias.to(wide)
 
 
 @torch.no_grad()
 def prove_head(model: nn.Module) -> float:
-    """The largest difference between ``anatomy.head(model)`` and the model's own logits on random hidden states.
+    """The largest difference between ``architecture.head(model)`` and the model's own logits on random hidden states.
 
     Raises ModelError where the two differ by more than rounding.
     """
     spec = head(model)
     hidden = _random_hidden(spec.weight)
     theirs, ours = _own_logits(model, hidden), spec.logits(hidden)
-    return _require_equal(model, (theirs, ours), hidden.dtype, "softcap(scale * lm_head(hidden))")
+    return _require_equal(model, hidden.dtype, theirs, ours, "softcap(scale * lm_head(hidden))")
 
 
 @torch.no_grad()
 def prove_scalar_head(model: nn.Module) -> float:
-    """The same for the scalar head: of a sequence class the last token's number, of a token class each one's."""
+    """The same for the scalar head: a sequence class gives the last token's number, a token class every token's."""
     spec = scalar_head(model)
     hidden = _random_hidden(spec.weight)
-    with torch.autocast(hidden.device.type, enabled=False):  # as ``scalar`` has it
+    with torch.autocast(hidden.device.type, enabled=False):  # as in ``scalar``
         theirs, ours = _own_logits(model, hidden), scalar(hidden, spec)
     if theirs.shape[:-1] != ours.shape:
         ours = ours[:, -1]
-    return _require_equal(model, (theirs.squeeze(-1), ours), hidden.dtype, "score(hidden)")
+    return _require_equal(model, hidden.dtype, theirs.squeeze(-1), ours, "score(hidden)")
 
 
 def _random_hidden(weight: Tensor) -> Tensor:
@@ -95,8 +99,8 @@ def _random_hidden(weight: Tensor) -> Tensor:
 
 
 def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """What the model's own forward makes of these hidden states: the backbone is replaced by them for one call, so
-    neither attention nor layout takes part.
+    """The model's own logits of these hidden states, which replace the backbone for one call: neither attention nor
+    layout takes part.
     """
     inner: Any = unwrap(model)
     backbone = decoder(model)
@@ -117,9 +121,8 @@ def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _require_equal(
-    model: nn.Module, pair: tuple[Tensor, Tensor], dtype: torch.dtype, formula: str
+    model: nn.Module, dtype: torch.dtype, theirs: Tensor, ours: Tensor, formula: str
 ) -> float:
-    theirs, ours = pair
     tolerance = TOLERANCE.get(dtype, 1e-9)
     error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
     if not error <= tolerance * (1.0 + float(ours.abs().max())):
@@ -130,44 +133,32 @@ def _require_equal(
     return error
 
 
-# --------------------------------------------------------------------------------------------------
-# Models with a scalar head of families that take pictures: the classes that transformers lacks.
-#
-# Transformers has its classes for a sequence's and for each token's number as mixins over any family, and lists few
-# families that take pictures. Here the same mixins are put over a family's own base class and listed with the
-# library's automatic classes, so that loading, saving and wrapping know nothing of it:
-#
-#     Qwen2_5_VLForSequenceClassification    model.* as in the family's other models, and score.weight [1, D]
-#
-# A program that has not imported this module cannot open what is saved; one that calls ``list_with_library`` first
-# can, with the library's own ``AutoModelForSequenceClassification``. May import vision.towers; models.reward does.
-
-_MIXINS: dict[Any, tuple[type, str]] = {
-    AutoModelForSequenceClassification: (
-        GenericForSequenceClassification,
-        "ForSequenceClassification",
-    ),
-    AutoModelForTokenClassification: (GenericForTokenClassification, "ForTokenClassification"),
-}
-
-
 def list_with_library(config: PreTrainedConfig) -> None:
-    """Let the library's automatic classes know a family's models with a scalar head, where they do not."""
+    """Register a family's models with a scalar head with the library's automatic classes, where they have none."""
     if config.model_type not in tower.FAMILIES:
         return
-    listed: Any = AutoModel
-    backbone = listed._model_mapping[type(config)]
+    backbones: Any = AutoModel
+    backbone = backbones._model_mapping[type(config)]
     base = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
-    for auto, (mixin, name) in _MIXINS.items():
-        if type(config) not in auto._model_mapping:
-            family = backbone.__name__.removesuffix("Model")
-            made = type(family + name, (mixin, base), {"__module__": __name__})
-            auto.register(
-                type(config), made, exist_ok=True
-            )  # else a config of the library's own is passed over
-            library: Any = conversions
-            renamed = library.get_checkpoint_conversion_mapping(f"{family}ForConditionalGeneration")
-            if renamed is not None:  # weights have other names in its files
-                library.register_checkpoint_conversion_mapping(
-                    family + name, renamed, overwrite=True
-                )
+    family = backbone.__name__.removesuffix("Model")
+    mixins: tuple[tuple[Any, type, str], ...] = (
+        (
+            AutoModelForSequenceClassification,
+            GenericForSequenceClassification,
+            f"{family}ForSequenceClassification",
+        ),
+        (
+            AutoModelForTokenClassification,
+            GenericForTokenClassification,
+            f"{family}ForTokenClassification",
+        ),
+    )
+    for auto, mixin, name in mixins:
+        if type(config) in auto._model_mapping:
+            continue
+        model_class = type(name, (mixin, base), {"__module__": __name__})
+        auto.register(type(config), model_class, exist_ok=True)  # else library configs are ignored
+        library: Any = conversions
+        renamed = library.get_checkpoint_conversion_mapping(f"{family}ForConditionalGeneration")
+        if renamed is not None:  # its files have other names for the weights
+            library.register_checkpoint_conversion_mapping(name, renamed, overwrite=True)

@@ -10,9 +10,7 @@ twice. Each (seed, step, sample, layer) seeds a generator of its own; depth is t
 
 A shared prefix would need the noise of several samples at once, so noise wants unshared layouts
 (``Packed.spans``). It is off in eval mode and without gradients; a training forward before ``set``
-is an error. Dropout inside the model itself is refused elsewhere.
-
-May import types, errors, config and models.{anatomy,parts}.
+is an error. Dropout inside the model itself is refused by ``models/load.py``.
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ class NoiseConfig:
     """Noise added in training."""
 
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """NEFTune's alpha: noise on the embeddings, 5 to 15 in the paper; 0 is off."""
+    """NEFTune's alpha: scale of the noise on the embeddings, 5 to 15 in the paper. 0 disables it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What the noise of one micro-batch is drawn from."""
+    """The micro-batch that the noise belongs to."""
 
     step: int
     sample_ids: tuple[str, ...]
@@ -51,14 +49,14 @@ class _Key:
 
 
 def install_noise(model: nn.Module, config: NoiseConfig, seed: int) -> Noise | None:
-    """The model's noise, attached; None where it has none (and prefixes may be shared)."""
+    """Attach the model's noise; None where it has none, and prefixes may be shared."""
     noise = Noise(config.neftune_alpha, seed)
     noise.attach(model)
     return noise if noise.is_on else None
 
 
 def silence(model: nn.Module) -> float:
-    """Take the dropout of every adapter out: one that is trained on may bring its own. The largest there was."""
+    """Remove the dropout of every adapter (a loaded one may have its own); returns the largest rate."""
     largest = 0.0
     for holder, adapter, _ in _dropouts_of(model):
         largest = max(largest, holder[adapter].p)
@@ -67,7 +65,7 @@ def silence(model: nn.Module) -> float:
 
 
 def _dropouts_of(model: nn.Module) -> list[tuple[Any, str, str]]:
-    """Adapters' dropouts that are on: what holds each, its key there, and the holder's name."""
+    """Adapters' active dropouts: the module that holds each, its key there, and the module's name."""
     return [
         (module, adapter, name)
         for name, module in model.named_modules()
@@ -78,7 +76,7 @@ def _dropouts_of(model: nn.Module) -> list[tuple[Any, str, str]]:
 
 
 class Noise:
-    """All noise of one model: the hook on its embedding, and the key its dropouts draw from."""
+    """All noise of one model: the hook on its embedding, and the key from which its dropouts draw."""
 
     def __init__(self, alpha: float, seed: int) -> None:
         self.alpha = alpha
@@ -93,9 +91,7 @@ class Noise:
         return self._hook is not None or self._dropouts > 0
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the embedding (alpha > 0) and put keyed dropout in the place of every adapter's
-        own.
-        """
+        """Hook the embedding (alpha > 0) and replace every adapter's dropout by keyed dropout."""
         if self.alpha > 0:
             self._hook = architecture.embedding(model).register_forward_hook(self._add_to_embedding)
         for holder, adapter, name in _dropouts_of(model):
@@ -111,15 +107,13 @@ class Noise:
             self._dropouts += 1
 
     def detach(self) -> None:
-        """Remove the embedding's hook. Keyed dropouts stay: without them an adapter's own would
-        come back.
-        """
+        """Remove the embedding's hook. Keyed dropouts stay: without them an adapter's own would return."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def set(self, step: int, packed: Packed) -> None:
-        """What the next forward draws from, and its backward (recomputed layers draw again)."""
+        """Set the micro-batch that the next forward draws for, and its backward (recomputed layers draw again)."""
         if len(packed.spans) != packed.num_samples:
             raise ModelError(
                 "noise (noise.neftune_alpha, lora.dropout) needs a layout without shared prefixes; "

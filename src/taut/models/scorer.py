@@ -8,18 +8,18 @@ layout as a keyword; ``lm_head`` runs on predictors only, in chunks, and [N, V] 
 
 log-softmax is taken in at least float32. Two ways through the head:
 
-- ``linear_N`` given (the loss is sum of linear_N * logp_N, as in SFT): the gradient is formed in the forward, three
+- with ``linear_N`` (the loss is sum of linear_N * logp_N, as in SFT) the gradient is formed in the forward, with three
   matrix products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
-- otherwise the logits are computed again in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
+- otherwise the logits are recomputed in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
 
-Where the divergence from a teacher is wanted, the teacher says what it says of the micro-batch before the backbone
-runs, and its share of the head (models/divergence.py) takes the place of both; ``linear_N`` is then [2, N], the
-coefficients of ``logp_N`` and of ``divergence_N``.
+Where a loss wants the divergence from a teacher, the teacher scores the micro-batch before the backbone runs, and its
+version of the head (models/teacher.py) replaces both; ``linear_N`` is then [2, N], the coefficients of ``logp_N`` and
+of ``divergence_N``.
 
-Where a scalar is wanted it is the critic's, if there is one (models/critic.py), else that of the model's own scalar
-head; one forward gives it beside the log-probabilities.
+Where a loss wants a scalar, it comes from the critic if there is one (models/critic.py), else from the model's own
+scalar head; one forward computes it together with the log-probabilities.
 
-The Scorer is the root of sharding; nobody calls inner modules from outside.
+The Scorer is the root of sharding: inner modules are not called from outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,26 +46,26 @@ CHUNK_ELEMENTS = 2**24
 """Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
 
 
-class Lesson(Protocol):
-    """What a teacher says of a micro-batch."""
+class TeacherScores(Protocol):
+    """A teacher's distributions at the targets of one micro-batch."""
 
     def score(
         self, hidden_ND: Tensor, target_N: Tensor, spec: HeadSpec, linear_2N: Tensor | None
     ) -> Scores:
-        """What the student's head says, ``divergence_N`` included; with ``linear_2N``, the way to the gradient."""
+        """The student's scores with ``divergence_N``; with ``linear_2N`` also ``linear_sum``, which carries the
+        gradient.
+        """
 
 
 class Teacher(Protocol):
-    """What a student is compared with. No module, so that it is neither trained nor sharded nor saved."""
+    """The distribution that a student is compared with. It is no module, so it is not trained, sharded or saved."""
 
-    def lesson(self, packed: Packed, how: Divergence) -> Lesson:
-        """What it says of a micro-batch, without gradient."""
+    def run(self, packed: Packed, how: Divergence) -> TeacherScores:
+        """Score a micro-batch, without gradient."""
 
 
 class Scorer(nn.Module):
-    """Scores micro-batches with a Hugging Face causal language model loaded with a taut
-    attention.
-    """
+    """Scores micro-batches with a Hugging Face causal language model that has a taut attention."""
 
     def __init__(
         self, model: nn.Module, teacher: Teacher | None = None, critic: Critic | None = None
@@ -86,10 +86,10 @@ class Scorer(nn.Module):
         wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
     ) -> Scores:
         """Scores of the N listed targets and the R reads; see the module docstring for ``linear_N``."""
-        lesson = None
+        teacher_scores = None
         if wants.divergence is not None:
             assert self.teacher is not None, "a divergence is wanted, and there is no teacher"
-            lesson = self.teacher.lesson(packed, wants.divergence)
+            teacher_scores = self.teacher.run(packed, wants.divergence)
         scalar_R, critic = None, self.critic
         if wants.scalar and isinstance(critic, OwnCritic):
             scalar_R = critic(packed)
@@ -106,9 +106,9 @@ class Scorer(nn.Module):
         if linear_N is not None:
             linear_N = linear_N.to(self.device)
         spec = replace(head(self.model), temperature=wants.temperature)
-        if lesson is not None:
-            assert not wants.entropy, "entropy is not computed beside a divergence"
-            scores = lesson.score(hidden_ND, packed.target_N, spec, linear_N)
+        if teacher_scores is not None:
+            assert not wants.entropy, "entropy is not computed together with a divergence"
+            scores = teacher_scores.score(hidden_ND, packed.target_N, spec, linear_N)
         else:
             scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
         return scores._replace(scalar_R=scalar_R)
@@ -125,8 +125,9 @@ class Scorer(nn.Module):
         read_R: Tensor,
         media: Sequence[Media] = (),
     ) -> Tensor:
-        """Logits [R, V] of what follows each token in ``read_R``, in at least float32: an engine's
-        way in. ``media``: the pictures among the tokens.
+        """Logits [R, V] of the token after each in ``read_R``, in at least float32, for engines.
+
+        ``media``: the pictures among the tokens.
         """
         device = self.device
         ids_T, position_ids = ids_T.to(device), position_ids.to(device)
@@ -145,24 +146,11 @@ def score_hidden(
     rows = None if spec.rows is None else spec.rows.weight_RD
     inputs = (hidden_ND, spec.weight, spec.bias, rows)
     if linear_N is None:
-        logp_N, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-            *inputs, _Asked(spec, target_N, with_entropy=with_entropy)
-        )
+        logp_N, entropy_N = _Head.apply(*inputs, spec, target_N, with_entropy)  # type: ignore[no-untyped-call]
         return Scores(logp_N, entropy_N if with_entropy else None)
     assert not with_entropy, "entropy is not computed where the gradient is formed in the forward"
-    total, logp_N = LinearHead.apply(  # type: ignore[no-untyped-call]
-        *inputs, _Asked(spec, target_N, linear_N)
-    )
+    total, logp_N = LinearHead.apply(*inputs, spec, target_N, linear_N)  # type: ignore[no-untyped-call]
     return Scores(logp_N, linear_sum=total)
-
-
-class _Asked(NamedTuple):
-    """What is asked of the head, nothing of which has a gradient."""
-
-    spec: HeadSpec
-    target_N: Tensor
-    linear_N: Tensor | None = None
-    with_entropy: bool = False
 
 
 class Chunks:
@@ -186,13 +174,13 @@ class Chunks:
         self.index = None if spec.rows is None else spec.rows.index_R
         self.num_rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
         shape = (min(self.num_rows, hidden.shape[0]), weight.shape[0])
-        # Written anew by each chunk: fresh memory of this size costs more than what is computed in it.
+        # Reused by each chunk: fresh memory of this size costs more than the arithmetic in it.
         self._logits = hidden.new_empty(shape, dtype=self.wide)
         self._log_probs = torch.empty_like(self._logits)
         self.slices = self.slices_of(self.num_rows)
 
     def slices_of(self, num_rows: int | None) -> list[slice]:
-        """The chunks where they may have at most so many rows."""
+        """The chunks, of at most ``num_rows`` rows."""
         rows = min(self.num_rows, num_rows or self.num_rows)
         return [slice(at, at + rows) for at in range(0, max(1, self.hidden.shape[0]), rows)]
 
@@ -221,20 +209,16 @@ class Chunks:
         return torch.log_softmax(z, dim=-1, out=self._log_probs[: z.shape[0]])
 
     def to_raw(self, grad: Tensor, z: Tensor) -> Tensor:
-        """The gradient with respect to ``h W^T + b`` from the one with respect to the logits
-        ``z``; in place.
-        """
-        warmth = self.spec.temperature
+        """The gradient with respect to ``h W^T + b`` from the one with respect to the logits ``z``; in place."""
+        temperature = self.spec.temperature
         if self.spec.softcap is not None:
-            grad.mul_(1 - (z * (warmth / self.spec.softcap)) ** 2)
-        factor = self.spec.scale / warmth
+            grad.mul_(1 - (z * (temperature / self.spec.softcap)) ** 2)
+        factor = self.spec.scale / temperature
         return grad.mul_(factor) if factor != 1.0 else grad
 
 
 class Sums:
-    """Gradients of hidden, weight, bias and the rows that train by themselves, accumulated over chunks; only those
-    that are needed.
-    """
+    """Gradients of hidden, weight, bias and the rows that train on their own, accumulated over chunks where needed."""
 
     def __init__(self, chunks: Chunks, needs: tuple[bool, ...], weight: Tensor) -> None:
         wide = chunks.wide
@@ -252,7 +236,7 @@ class Sums:
     def like(
         self, hidden: Tensor, weight: Tensor, trained: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """All of them, in the dtypes of what they are the gradients of."""
+        """All of them, in the dtypes of their inputs."""
         return (
             _cast(self.hidden, hidden),
             _cast(self.weight, weight),
@@ -261,29 +245,29 @@ class Sums:
         )
 
     def add(self, rows: slice, grad: Tensor) -> None:
-        """``grad`` [rows, V]: gradient with respect to h W^T + b; it is used up."""
+        """``grad`` [rows, V]: gradient with respect to h W^T + b; its memory is reused."""
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(self.chunks.dtype)
-        apart, trained = self._take_trained(narrow, rows), self.chunks.trained
+        taken, trained = self._take_trained(narrow, rows), self.chunks.trained
         if self.hidden is not None:
             product_into(self.hidden[rows], narrow, self.chunks.weight.T)
-            if apart is not None and trained is not None:
-                self.hidden[rows] += apart @ trained
+            if taken is not None and trained is not None:
+                self.hidden[rows] += taken @ trained
         if self.weight is not None:
             self._add_weight(narrow, self.chunks.hidden[rows])
         self.is_first = False
 
     def _take_trained(self, grad: Tensor, rows: slice) -> Tensor | None:
-        """The columns of ``grad`` that belong to the rows that train by themselves; what is left has zeros there."""
+        """The columns of ``grad`` of the rows that train on their own; ``grad`` has zeros there afterwards."""
         if self.trained is None:
             return None
         index = self.chunks.index
         assert index is not None
-        apart = grad.index_select(1, index)
-        self.trained += apart.T @ self.chunks.hidden[rows]
+        taken = grad.index_select(1, index)
+        self.trained += taken.T @ self.chunks.hidden[rows]
         grad.index_fill_(1, index, 0.0)
-        return apart
+        return taken
 
     def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
         """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
@@ -298,7 +282,7 @@ class Sums:
 
 
 class _Head(torch.autograd.Function):
-    """logp and entropy of the targets; the logits are computed again in backward."""
+    """logp and entropy of the targets; the logits are recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -307,10 +291,11 @@ class _Head(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         trained: Tensor | None,
-        asked: _Asked,
+        spec: HeadSpec,
+        target: Tensor,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
-        target, with_entropy = asked.target_N, asked.with_entropy
+        chunks = Chunks(hidden, weight, bias, trained, spec)
         logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
         entropy = torch.zeros_like(logp)
         for rows in chunks.slices:
@@ -319,7 +304,7 @@ class _Head(torch.autograd.Function):
             if with_entropy:
                 entropy[rows] = -(every.exp() * every).sum(1)
         ctx.save_for_backward(hidden, weight, bias, trained, entropy)
-        ctx.asked, ctx.dtype = asked, chunks.dtype
+        ctx.spec, ctx.target, ctx.dtype = spec, target, chunks.dtype
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -328,7 +313,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, trained, entropy = ctx.saved_tensors
-        target = ctx.asked.target_N
+        target = ctx.target
         grad_logp, grad_entropy = grads
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
@@ -338,7 +323,7 @@ class _Head(torch.autograd.Function):
             dtype=ctx.dtype if is_narrow else None,
             enabled=is_narrow,
         ):
-            chunks = Chunks(hidden, weight, bias, trained, ctx.asked.spec)
+            chunks = Chunks(hidden, weight, bias, trained, ctx.spec)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
         for rows in chunks.slices:
             z = chunks.logits(rows)
@@ -352,7 +337,7 @@ class _Head(torch.autograd.Function):
                 grad -= grad_entropy[rows, None] * p * (every + entropy[rows, None])
             grad.scatter_add_(1, target[rows, None], share)
             sums.add(rows, chunks.to_raw(grad, z))
-        return (*sums.like(hidden, weight, trained), None)
+        return (*sums.like(hidden, weight, trained), None, None, None)
 
 
 class LinearHead(torch.autograd.Function):
@@ -365,12 +350,13 @@ class LinearHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         trained: Tensor | None,
-        asked: _Asked,
+        spec: HeadSpec,
+        target: Tensor,
+        linear: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
+        chunks = Chunks(hidden, weight, bias, trained, spec)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
-        assert asked.linear_N is not None
-        target, linear = asked.target_N, asked.linear_N.to(chunks.wide)
+        linear = linear.to(chunks.wide)
         logp = torch.empty_like(linear)
         for rows in chunks.slices:
             z = chunks.logits(rows)
@@ -386,12 +372,15 @@ class LinearHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        factor = grads[0]
-        is_one = factor.device.type == "cpu" and float(factor) == 1.0  # no pass over [V, D] for it
-        scaled = [
-            grad if grad is None or is_one else grad.mul_(factor) for grad in ctx.saved_tensors
-        ]
-        return (*scaled, None)
+        return scaled_grads(ctx, grads[0])
+
+
+def scaled_grads(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward of a head that saved its gradients in the forward."""
+    is_one = factor.device.type == "cpu" and float(factor) == 1.0  # no pass over [V, D] for it
+    saved = ctx.saved_tensors
+    scaled = [grad if grad is None or is_one else grad.mul_(factor) for grad in saved]
+    return (*scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled)))
 
 
 def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:

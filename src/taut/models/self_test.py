@@ -1,16 +1,18 @@
-"""Proofs on the loaded model, before it trains: a fraction of a second on a few dozen tokens.
+"""Self-test of the loaded model before it trains: a fraction of a second on a few dozen tokens.
 
-- every attention layer calls the chosen function, once, and no mask of the library's says more
-than the layers ask for; - a sample's log-probs do not change when its neighbour in the pack does
-(a neighbour longer than the sample included),
-  nor when a later token of its own does;
-- the chunked head, or the scalar head, gives the model's own logits.
+- Every attention layer calls the chosen function, once, and no mask of the library's demands more than the layers ask
+  for.
+- A sample's log-probs do not change when its neighbour in the pack does (a neighbour longer than the sample included),
+  nor when a later token of its own does.
+- The chunked head, or the scalar head, gives the model's own logits.
 
-Of a model with a scalar head its numbers at each token stand for log-probs.
+For a model with a scalar head, its number at each token takes the place of log-probs.
 
-A model whose layers carry state across tokens fails the neighbour proof; it is then run one sample
-at a time, which the caller records. Anything else that fails is an error that names the layer or
-the number.
+A model whose layers carry state across tokens fails the neighbour test; it then runs one sample at a time, which the
+caller records. Any other failure is an error that names the layer or the number.
+
+``library_logps`` and ``library_scalars`` compute the same numbers through the library's own attention, for comparisons
+elsewhere.
 """
 
 from __future__ import annotations
@@ -37,15 +39,14 @@ from taut.types import Packed, Sample, Wants
 from taut.vision import tower
 
 LENGTHS = (24, 40)
-"""Tokens of the two probe samples: the neighbour is the longer one. Fewer where all samples are shorter."""
-
+"""Tokens of the two probe samples; the neighbour is the longer one. Fewer where all samples are shorter."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.5}
 """Largest difference of a log-prob (nats) that is rounding, by compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was measured."""
+    """What the self-test measured."""
 
     num_attention_layers: int
     windows: tuple[int, ...]
@@ -54,9 +55,7 @@ class Proof:
     future: float
     """Largest change of a log-prob when a later token changes."""
     head: float
-    """Largest difference between the chunked head's log-probs and those from the model's own
-    logits.
-    """
+    """Largest difference between the chunked head's log-probs and those of the model's own logits."""
     one_sample: str | None
     """Why this model must run one sample at a time; None: it packs."""
 
@@ -67,12 +66,14 @@ def prove(
     dtype: torch.dtype,
     max_length: int,
 ) -> Proof:
-    """Run the proofs. Raises AttentionError or ModelError for what cannot be trained exactly."""
-    reasons = [*one_sample_reasons(scorer.model, max_length)]
+    """Run the self-test. Raises AttentionError or ModelError for what cannot be trained exactly."""
+    name = type(scorer.model).__name__
+    reasons = one_sample_reasons(scorer.model, max_length)
     was_training = scorer.training
     scorer.eval()
     with torch.no_grad(), compute:
-        seen = _observe(scorer)
+        with observe() as seen:
+            _outputs(scorer, pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
         neighbour, future = _perturb(scorer, max_length)
         head = _head_difference(scorer)
     scorer.train(was_training)
@@ -80,31 +81,26 @@ def prove(
     _require_calls(scorer.model, seen)
     if not head <= limit:
         raise ModelError(
-            f"the head of {type(scorer.model).__name__} is not understood: its logits differ from "
-            f"taut's by {head:.3g} "
-            f"nats (at most {limit:g} is rounding); the architecture does more after the last "
-            "layer than scale, bias and "
-            "softcap; please report it"
+            f"the head of {name} is not understood: its logits differ from taut's by {head:.3g} nats (at most "
+            f"{limit:g} is rounding); the architecture does more after the last layer than scale, bias and softcap; "
+            "please report it"
         )
     if not future <= limit:
         raise AttentionError(
-            f"a later token changes an earlier log-prob by {future:.3g} nats in "
-            f"{type(scorer.model).__name__}; "
-            "taut trains causal language models"
+            f"a later token changes an earlier log-prob by {future:.3g} nats in {name}; taut trains causal language "
+            "models"
         )
     if not neighbour <= limit and not reasons:
         raise AttentionError(
-            f"packed samples see each other in {type(scorer.model).__name__} ({neighbour:.3g} "
-            "nats) and no layer with "
-            "state across tokens was found to explain it; the model cannot be packed; please "
-            "report it"
+            f"packed samples see each other in {name} ({neighbour:.3g} nats) and no layer with state across tokens "
+            "was found to explain it; the model cannot be packed; please report it"
         )
     windows = tuple(sorted(window for window in seen.windows_called if window is not None))
     return Proof(len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None)
 
 
 def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
-    """What in this architecture forbids packing."""
+    """What in this architecture prevents packing."""
     reasons = []
     stateful = architecture.stateful_layers(model)
     if stateful:
@@ -122,36 +118,25 @@ def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
     return reasons
 
 
-def _observe(scorer: Scorer) -> Observation:
-    """One sample alone, seen by ``observe``."""
-    with observe() as seen:
-        _numbers(scorer, pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
-    return seen
-
-
 def _require_calls(model: nn.Module, seen: Observation) -> None:
-    expected = architecture.attention_layer_count(model)
+    """Require that each attention layer called the chosen function once, and asked for every window that is masked."""
+    name, expected = type(model).__name__, architecture.attention_layer_count(model)
     if len(seen.layers) != expected or len(set(seen.layers)) != expected:
         raise AttentionError(
-            f"{len(set(seen.layers))} of {expected} attention layers of {type(model).__name__} "
-            "called the chosen attention "
-            f"({len(seen.layers)} calls); expected each of them once; the model does not use the "
-            "library's attention "
+            f"{len(set(seen.layers))} of {expected} attention layers of {name} called the chosen attention "
+            f"({len(seen.layers)} calls); expected each of them once; the model does not use the library's attention "
             "interface throughout and cannot be trained exactly"
         )
-    unasked = seen.windows_masked - seen.windows_called
-    if expected and unasked - {None}:
+    unasked = {w for w in seen.windows_masked - seen.windows_called if w is not None}
+    if expected and unasked:
         raise AttentionError(
-            f"{type(model).__name__} masks a sliding window of {max(w for w in unasked if w is not None)} that "
-            "no attention layer asks "
-            "for by keyword; it would be dropped, so the model is refused"
+            f"{name} masks a sliding window of {max(unasked)} that no attention layer asks for by keyword; it would "
+            "be dropped, so the model is refused"
         )
 
 
 def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
-    """How much the second sample's log-probs move when its neighbour, and when its own last token,
-    changes.
-    """
+    """The largest change of a sample's log-probs when its neighbour changes, and when its own last token does."""
     shorter, longer = (max(3, min(length, max_length)) for length in LENGTHS)
     long, short = _probe("a", longer, scorer, seed=1), _probe("b", shorter, scorer, seed=2)
     other = _probe("a", longer, scorer, seed=3)
@@ -159,15 +144,16 @@ def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
     changed[-1] = (changed[-1] + 1) % architecture.text_config(scorer.model).vocab_size
     late = replace(short, ids_T=changed)
     with_long, with_other, with_late = (
-        _numbers(scorer, pack(pair, ALONE))
+        _outputs(scorer, pack(pair, ALONE))
         for pair in ((long, short), (other, short), (long, late))
     )
-    alone = _numbers(scorer, pack([short], ALONE))
+    alone = _outputs(scorer, pack([short], ALONE))
     neighbour = max(_gap(with_long, with_other), _gap(with_long, alone))
     return neighbour, _gap(with_long[:-1], with_late[:-1])
 
 
 def _head_difference(scorer: Scorer) -> float:
+    """The largest difference between the head's log-probs (or scalars) and the model's own."""
     if not architecture.has_head(scorer.model):
         return prove_scalar_head(scorer.model)
     packed = pack([_probe("a", LENGTHS[0], scorer, seed=4)], ALONE)
@@ -184,9 +170,30 @@ def _head_difference(scorer: Scorer) -> float:
     return _gap(ours, every.gather(1, on_device.target_N[:, None]).squeeze(1))
 
 
+def _outputs(scorer: Scorer, packed: Packed) -> Tensor:
+    """The model's output for the last sample: log-probs of its targets, or its scalar head at their predictors."""
+    has_head = architecture.has_head(scorer.model)
+    scores = scorer(packed, wants=Wants(logp=has_head, scalar=not has_head))
+    outputs, row = (scores.logp_N, packed.row_N) if has_head else (scores.scalar_R, packed.row_R)
+    last: Tensor = outputs[row.to(outputs.device) == packed.num_samples - 1]
+    return last
+
+
+def _gap(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+def _probe(name: str, length: int, scorer: Scorer, seed: int) -> Sample:
+    """Random tokens, all of them targets, and reads at their predictors."""
+    vocabulary = architecture.text_config(scorer.model).vocab_size
+    ids_T = np.random.default_rng(seed).integers(0, vocabulary, length)
+    at = np.arange(1, length)
+    return Sample(name, ids_T, at, np.ones(length - 1), read_at_R=at - 1)
+
+
 def library_logps(model: nn.Module, sample: Sample, device: torch.device) -> Tensor:
     """logp_N of one sample alone, through the library's own attention and the model's own head; on the CPU."""
-    with _library(model) as plain:
+    with _with_library_attention(model) as plain:
         logits = plain(
             **_inputs(plain, sample, device),
             logits_to_keep=torch.from_numpy(sample.target_at_N - 1).to(device),
@@ -197,56 +204,35 @@ def library_logps(model: nn.Module, sample: Sample, device: torch.device) -> Ten
 
 
 def library_scalars(model: nn.Module, sample: Sample, device: torch.device) -> Tensor:
-    """The scalar head where one sample alone is read, through the library's own attention; on the CPU."""
-    with _library(model) as plain:
+    """The scalar head at the reads of one sample alone, through the library's own attention; on the CPU."""
+    with _with_library_attention(model) as plain:
         inputs = _inputs(plain, sample, device)
         hidden_TD = architecture.decoder(plain)(**inputs).last_hidden_state[0]
     at = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R.tolist()
     return scalar(hidden_TD[at], scalar_head(model)).cpu()
 
 
-def _inputs(plain: PreTrainedModel, sample: Sample, device: torch.device) -> dict[str, Any]:
-    """What the library is given for one sample: its tower, positions and masks are its own too."""
-    ids_T = torch.from_numpy(sample.ids_T).to(device)
-    pictures = tower.library_arguments(architecture.decoder(plain), sample.media, ids_T)
-    return {"input_ids": ids_T[None], "use_cache": False, **pictures}
-
-
 @contextmanager
-def _library(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The model with the library's own attention."""
+def _with_library_attention(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The model, unwrapped, with the library's own attention inside the block."""
     plain = architecture.unwrap(model)
-    ours = architecture.text_config(model)._attn_implementation
+    attention = architecture.text_config(model)._attn_implementation
     set_attention(plain, library_attention(plain))
     try:
         yield plain
     finally:
-        set_attention(plain, ours)
+        set_attention(plain, attention)
 
 
 def library_attention(model: PreTrainedModel) -> str:
-    """The library's implementation that honours everything this model asks of attention."""
+    """The library's implementation that supports everything this model needs of attention."""
     text = architecture.text_config(model)
     is_plain = model._supports_sdpa and not getattr(text, "attn_logit_softcapping", None)
     return "sdpa" if is_plain else "eager"
 
 
-def _numbers(scorer: Scorer, packed: Packed) -> Tensor:
-    """What the model says of the last sample: log-probs of its targets, or its scalar head at each token before one."""
-    has_head = architecture.has_head(scorer.model)
-    scores = scorer(packed, wants=Wants(logp=has_head, scalar=not has_head))
-    every, row = (scores.logp_N, packed.row_N) if has_head else (scores.scalar_R, packed.row_R)
-    last: Tensor = every[row.to(every.device) == packed.num_samples - 1]
-    return last
-
-
-def _gap(left: Tensor, right: Tensor) -> float:
-    return float((left - right).abs().max())
-
-
-def _probe(name: str, length: int, scorer: Scorer, seed: int) -> Sample:
-    """Random tokens, all targets; a scalar head is read where they are predicted."""
-    vocabulary = architecture.text_config(scorer.model).vocab_size
-    ids_T = np.random.default_rng(seed).integers(0, vocabulary, length)
-    at = np.arange(1, length)
-    return Sample(name, ids_T, at, np.ones(length - 1), read_at_R=at - 1)
+def _inputs(plain: PreTrainedModel, sample: Sample, device: torch.device) -> dict[str, Any]:
+    """The library's arguments for one sample: tower, positions and masks are its own too."""
+    ids_T = torch.from_numpy(sample.ids_T).to(device)
+    pictures = tower.library_arguments(architecture.decoder(plain), sample.media, ids_T)
+    return {"input_ids": ids_T[None], "use_cache": False, **pictures}

@@ -1,4 +1,4 @@
-"""How far a student's next-token distribution is from its teacher's, at each target, inside the chunked head.
+"""The divergence of a student's next-token distribution from its teacher's, at each target, inside the chunked head.
 
 With logits z_s, z_t of student and teacher and a temperature T, over the rows both vocabularies have,
 
@@ -9,178 +9,132 @@ With logits z_s, z_t of student and teacher and a temperature T, over the rows b
     js        b KL(p_t || m) + (1 - b) KL(p_s || m),   m = b p_t + (1 - b) p_s,   0 < b < 1   (GKD, arXiv 2306.13649)
 
 js / b tends to forward as b goes to 0, and js / (1 - b) to reverse as b goes to 1; js itself tends to 0 at both ends,
-so these are kinds of their own. A term of no probability counts 0. ``divergence_N`` is this number; the factor T^2,
-which keeps gradients alike whatever T is, is the loss's (losses/distill.py).
+so these are kinds of their own. A term of probability 0 counts 0. ``divergence_N`` is this number; the factor T^2,
+which keeps gradients alike whatever T is, belongs to the loss (losses/supervised.py).
 
-A list of the teacher's k likeliest tokens and their log-probabilities takes the teacher's place for the forward kind:
+For the forward kind, a list of the teacher's k likeliest tokens and their log-probabilities can replace the teacher:
 
     bucket         all other tokens are one outcome: sum over listed p_t (t - s)  +  r_t (log r_t - log r_s), where r is
-                   what is left of 1. At most the whole divergence, and 0 only where the student gives every listed
-                   token what the teacher gives it. T = 1: what is left at another T is not in a list
+                   the remaining mass. At most the whole divergence, and 0 only where the student gives every listed
+                   token the teacher's probability. T = 1: a list does not determine the remaining mass at another T
     renormalise    the teacher has the listed tokens only, softmax(t / T) over them; the student keeps all of its own,
                    so it learns to give the others nothing
 
 A row is [V] of student and teacher, and exists in chunks only. The gradient with respect to the student's logits is
-formed in the forward (score.LinearHead), of the divergence and of log-probabilities at T = 1 together:
+formed in the forward (as in scorer.LinearHead), of the divergence and of log-probabilities at T = 1 together:
 
     d forward = p_s - p_t
     d reverse = p_s (s - t - reverse)
     d js      = (1 - b) p_s (s - log m - sum p_s (s - log m))                                              each over T
 
-The teacher has a backbone and a head of its own, of any width, and runs on the same micro-batch in the same layout,
-just before the student does: nothing of it is kept from one micro-batch to the next. It is no module: each rank holds
-all of it. Where its vocabulary has more or fewer rows, both distributions are over the tokenizer's ids.
-
-May import anatomy and score.
+The teacher has its own backbone and head, of any width, and runs on the same micro-batch in the same layout, just
+before the student: nothing of it is kept between micro-batches. It is no module: each rank holds all of it. Where its
+vocabulary has more or fewer rows, both distributions are over the tokenizer's ids.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from taut.models.architecture import HeadSpec, head
-from taut.models.scorer import Chunks, LinearHead, Scorer, Sums
+from taut.models.scorer import Chunks, Scorer, Sums, scaled_grads
 from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed, Scores
 
 ROUNDING = 8
-"""Mass below so many times the dtype's epsilon is no more than the error of a sum that should be 1: none is left."""
+"""Remaining mass below this many times the dtype's epsilon is the rounding error of a sum that should be 1."""
 
 
 class ModelTeacher:
-    """A model, frozen. ``num_rows``: the rows that its vocabulary and the student's have in common; None: all."""
+    """A frozen model. ``num_rows``: the rows that its vocabulary and the student's have in common; None: all."""
 
     def __init__(self, model: nn.Module, num_rows: int | None = None) -> None:
         self.scorer = Scorer(model).eval().requires_grad_(requires_grad=False)
         self.num_rows = num_rows
 
     @torch.no_grad()
-    def lesson(self, packed: Packed, how: Divergence) -> Lesson:
+    def run(self, packed: Packed, how: Divergence) -> WholeDistribution:
         packed, hidden_TD = self.scorer.hidden(packed)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         spec = head(self.scorer.model)
         chunks = Chunks(hidden_ND, spec.weight, spec.bias, None, spec)
-        return Lesson(_Whole(chunks, how, self.num_rows))
+        return WholeDistribution(how, chunks, self.num_rows)
 
 
 class ListedTeacher:
-    """What a teacher said once of every target: streams of the micro-batch."""
+    """A teacher's likeliest tokens at each target, stored with the data: streams of the micro-batch."""
 
-    def lesson(self, packed: Packed, how: Divergence) -> Lesson:
+    def run(self, packed: Packed, how: Divergence) -> LikeliestTokens:
         assert how.kind == "forward", (
             "a list of the likeliest tokens has the forward divergence only"
         )
-        return Lesson(_Listed(packed.streams[TOP_IDS].long(), packed.streams[TOP_LOGP], how))
+        return LikeliestTokens(how, packed.streams[TOP_IDS].long(), packed.streams[TOP_LOGP])
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a teacher says of a micro-batch."""
+class _TeacherScores:
+    """A teacher's distributions at the targets of one micro-batch."""
 
-    against: _Whole | _Listed
-    """What the student is compared with, chunk by chunk."""
+    how: Divergence
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the vocabulary that are compared; None: all."""
+        return None
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Limit on the rows of a chunk; None: the student's."""
+        return None
+
+    def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
+        """The divergence of each row from ``s`` [rows, V], and its gradient with respect to the logits over T."""
+        raise NotImplementedError
 
     def score(
         self, hidden_ND: Tensor, target_N: Tensor, spec: HeadSpec, linear_2N: Tensor | None
     ) -> Scores:
         """``logp_N`` and ``divergence_N``, numbers; with the coefficients of both, ``linear_sum`` with its gradient."""
         rows = None if spec.rows is None else spec.rows.weight_RD
-        asked = _Asked(spec, target_N, linear_2N, self.against)
         inputs = (hidden_ND, spec.weight, spec.bias, rows)
         if linear_2N is None:
             with torch.no_grad():
-                logp_N, divergence_N = _compared(Chunks(*inputs, spec), asked, None)
+                logp_N, divergence_N = _compared(Chunks(*inputs, spec), target_N, self)
             return Scores(logp_N, divergence_N=divergence_N)
-        total, logp_N, divergence_N = _ComparedHead.apply(*inputs, asked)  # type: ignore[no-untyped-call]
+        total, logp_N, divergence_N = _DivergenceHead.apply(
+            *inputs, spec, target_N, linear_2N, self
+        )  # type: ignore[no-untyped-call]
         return Scores(logp_N, linear_sum=total, divergence_N=divergence_N)
 
 
-class _Asked(NamedTuple):
-    """What is asked of the head, nothing of which has a gradient."""
-
-    spec: HeadSpec
-    target_N: Tensor
-    linear_2N: Tensor | None
-    against: _Whole | _Listed
-
-
-class _ComparedHead(LinearHead):
-    """sum of the coefficients times logp_N and divergence_N, with its gradient formed in the forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        trained: Tensor | None,
-        asked: Any,
-    ) -> Any:
-        chunks = Chunks(hidden, weight, bias, trained, asked.spec)
-        linear_2N = asked.linear_2N.to(chunks.wide)
-        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
-        logp, divergence = _compared(chunks, asked._replace(linear_2N=linear_2N), sums)
-        ctx.save_for_backward(*sums.like(hidden, weight, trained))
-        ctx.mark_non_differentiable(logp, divergence)
-        return (linear_2N[0] * logp).sum() + (linear_2N[1] * divergence).sum(), logp, divergence
-
-
-def _compared(chunks: Chunks, asked: _Asked, sums: Sums | None) -> tuple[Tensor, Tensor]:
-    """logp and divergence of every target; with ``sums``, their gradient is added to it."""
-    against, target = asked.against, asked.target_N
-    logp = chunks.hidden.new_empty(target.shape[0], dtype=chunks.wide)
-    divergence = torch.empty_like(logp)
-    for rows in chunks.slices_of(against.chunk_rows):
-        z = chunks.logits(rows)
-        every = chunks.log_probs(z)
-        logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
-        divergence[rows], grad = against.compare(rows, _softened(every, against))
-        if sums is not None:
-            assert asked.linear_2N is not None
-            share_2N = asked.linear_2N[:, rows]
-            grad *= share_2N[1, :, None] / against.how.temperature
-            sums.add(rows, chunks.to_raw(_with_logp(grad, every, target[rows], share_2N[0]), z))
-    return logp, divergence
-
-
-def _with_logp(grad: Tensor, every: Tensor, target: Tensor, share: Tensor) -> Tensor:
-    """``grad``, on all rows of the vocabulary, and the gradient of ``share`` times logp; ``every`` is used up."""
-    if not share.any():
-        missing = every.shape[1] - grad.shape[1]
-        return nn.functional.pad(grad, (0, missing)) if missing else grad
-    whole = every.exp_().mul_(-share[:, None])
-    whole.scatter_add_(1, target[:, None], share[:, None])
-    whole[:, : grad.shape[1]] += grad
-    return whole
-
-
-def _softened(every: Tensor, against: _Whole | _Listed) -> Tensor:
-    """The student's log-probabilities at the temperature, over the rows compared; ``every`` stays as it is."""
-    temperature, num_rows = against.how.temperature, against.num_rows
-    if temperature == 1.0 and num_rows in (None, every.shape[1]):
-        return every
-    return (every[:, :num_rows] / temperature).log_softmax(-1)
-
-
 @dataclass(frozen=True)
-class _Whole:
-    """All of the teacher's distribution."""
+class WholeDistribution(_TeacherScores):
+    """The teacher's distribution over the whole vocabulary."""
 
     chunks: Chunks
-    how: Divergence
-    num_rows: int | None
+    vocabulary: int | None = None
+    """Rows of the vocabulary that the student's has too; None: all."""
+
+    @property
+    def num_rows(self) -> int | None:
+        return self.vocabulary
 
     @property
     def chunk_rows(self) -> int:
         return self.chunks.num_rows
 
     def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence of each row from ``s`` [rows, V], and its gradient with respect to the logits over T."""
-        t = self._log_probs(rows).to(s.dtype)
+        z = self.chunks.logits(rows)
+        if self.how.temperature != 1.0:
+            z /= self.how.temperature
+        t = self.chunks.log_probs(z)
+        if self.num_rows not in (None, t.shape[1]):
+            t = t[:, : self.num_rows].log_softmax(-1)
+        t = t.to(s.dtype)
         assert t.shape == s.shape, "teacher and student are compared over the same rows"
         p_s, p_t = s.exp(), t.exp()
         if self.how.kind == "forward":
@@ -195,31 +149,15 @@ class _Whole:
         grad = each.sub_(p_s.mul_(students[:, None])).mul_(1 - beta)
         return beta * teachers + (1 - beta) * students, grad
 
-    def _log_probs(self, rows: slice) -> Tensor:
-        """[rows, V] of the teacher at the temperature, over the rows compared; valid until the next chunk's."""
-        z = self.chunks.logits(rows)
-        if self.how.temperature != 1.0:
-            z /= self.how.temperature
-        every = self.chunks.log_probs(z)
-        return (
-            every
-            if self.num_rows in (None, every.shape[1])
-            else every[:, : self.num_rows].log_softmax(-1)
-        )
-
 
 @dataclass(frozen=True)
-class _Listed:
+class LikeliestTokens(_TeacherScores):
     """The teacher's likeliest tokens at each target."""
 
     ids_Nk: Tensor
     logp_Nk: Tensor
-    how: Divergence
-    num_rows: None = None
-    chunk_rows: None = None
 
     def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
-        """As of ``_Whole``."""
         ids, t = self.ids_Nk[rows].to(s.device), self.logp_Nk[rows].to(s)
         listed = s.gather(1, ids)
         if self.how.tail == "renormalise":
@@ -238,7 +176,7 @@ class _Listed:
 
 
 def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of each row of p times value, and that product, in value's place; 0 where p is 0, whatever the value."""
+    """The sum of p times value over each row, and the products, in value's memory; 0 wherever p is 0."""
     each = value.mul_(p)
     total = each.sum(1)
     if not torch.isfinite(total).all():
@@ -246,10 +184,72 @@ def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return total, each
 
 
+class _DivergenceHead(torch.autograd.Function):
+    """sum of the coefficients times logp_N and divergence_N, with its gradient formed in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        trained: Tensor | None,
+        spec: HeadSpec,
+        target: Tensor,
+        linear_2N: Tensor,
+        teacher: _TeacherScores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chunks = Chunks(hidden, weight, bias, trained, spec)
+        linear_2N = linear_2N.to(chunks.wide)
+        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
+        logp, divergence = _compared(chunks, target, teacher, linear_2N, sums)
+        ctx.save_for_backward(*sums.like(hidden, weight, trained))
+        ctx.mark_non_differentiable(logp, divergence)
+        return (linear_2N[0] * logp).sum() + (linear_2N[1] * divergence).sum(), logp, divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return scaled_grads(ctx, grads[0])
+
+
+def _compared(
+    chunks: Chunks,
+    target: Tensor,
+    teacher: _TeacherScores,
+    linear_2N: Tensor | None = None,
+    sums: Sums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """logp and divergence of every target; with ``linear_2N``, their gradient is added to ``sums``."""
+    temperature, num_rows = teacher.how.temperature, teacher.num_rows
+    logp = chunks.hidden.new_empty(target.shape[0], dtype=chunks.wide)
+    divergence = torch.empty_like(logp)
+    for rows in chunks.slices_of(teacher.chunk_rows):
+        z = chunks.logits(rows)
+        every = chunks.log_probs(z)
+        logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+        s = every
+        if temperature != 1.0 or num_rows not in (None, every.shape[1]):
+            s = (every[:, :num_rows] / temperature).log_softmax(-1)
+        divergence[rows], grad = teacher.compare(rows, s)
+        if linear_2N is None or sums is None:
+            continue
+        grad *= linear_2N[1, rows, None] / temperature
+        share = linear_2N[0, rows, None]
+        if share.any():  # the gradient of logp, on all rows of the vocabulary
+            whole = every.exp_().mul_(-share)
+            whole.scatter_add_(1, target[rows, None], share)
+            whole[:, : grad.shape[1]] += grad
+            grad = whole
+        elif missing := every.shape[1] - grad.shape[1]:
+            grad = nn.functional.pad(grad, (0, missing))
+        sums.add(rows, chunks.to_raw(grad, z))
+    return logp, divergence
+
+
 @torch.no_grad()
 def likeliest(hidden_ND: Tensor, spec: HeadSpec, num: int, num_ids: int) -> tuple[Tensor, Tensor]:
-    """The likeliest ``num`` of the first ``num_ids`` tokens at each row of ``hidden_ND``, and their log-probabilities
-    among all: what a listed teacher says.
+    """The ``num`` likeliest of the first ``num_ids`` tokens at each row of ``hidden_ND``, and their log-probabilities
+    among all tokens: the streams of a ``ListedTeacher``.
     """
     rows = None if spec.rows is None else spec.rows.weight_RD
     chunks = Chunks(hidden_ND, spec.weight, spec.bias, rows, spec)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from taut.methods.method import RunConfig
 from taut.plan.footprint import PARTS, Parts
 from taut.plan.measuring import (
     Footprint,
@@ -27,16 +28,7 @@ from taut.plan.measuring import (
 )
 from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
 from taut.plan.steps import Supply, Workload, without_data, workload
-from taut.plan.tracing import (
-    FUSED,
-    Kernels,
-    Traced,
-    reference_bytes,
-    require_foretold,
-    skeleton,
-    trace,
-)
-from taut.run.config import Run
+from taut.plan.tracing import FUSED, Kernels, Traced, require_foretold, skeleton, trace
 from taut.types import Packed
 
 __all__ = [
@@ -61,7 +53,6 @@ __all__ = [
     "measured_parts",
     "predict",
     "predict_steps",
-    "reference_bytes",
     "require_foretold",
     "skeleton",
     "stages",
@@ -88,7 +79,7 @@ class Prediction:
 
 
 def predict(
-    run: Run,
+    run: RunConfig,
     config: PreTrainedConfig,
     kernels: Kernels,
     packed: Packed,
@@ -105,7 +96,12 @@ def predict(
 
 
 def predict_steps(
-    run: Run, config: PreTrainedConfig, kernels: Kernels, work: Workload, *, num_ranks: int = 1
+    run: RunConfig,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    work: Workload,
+    *,
+    num_ranks: int = 1,
 ) -> Prediction:
     """Memory of the first steps: of the micro-batch that needs most."""
     first, later = work.first, work.later

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from taut.losses import Loss
-from taut.methods.reference import STREAM, Other, Start
+from taut.methods.reference import STREAM
 from taut.models import architecture
 from taut.plan.footprint import Ledger, Parts
 from taut.plan.tracing import Sizes, Traced
@@ -177,15 +177,9 @@ def _there(built: Built) -> list[Tensor]:
 
 def _beside(built: Built) -> list[Tensor]:
     """What a reference holds. One that is kept in a file is gone before the first step."""
-    reference = built.run.objective.reference
-    if reference is None or reference.file is not None:
+    if built.run.models().reference_file is not None:
         return []
-    return [
-        tensor
-        for role in built.job.roles
-        if isinstance(role, Start | Other)
-        for tensor in role.tensors()
-    ]
+    return [tensor for role in built.job.roles for tensor in role.tensors()]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

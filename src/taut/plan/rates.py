@@ -35,20 +35,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
 from taut.losses.supervised import CrossEntropy
+from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import quiet_library
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer, score_hidden
-from taut.plan.tracing import (
-    Kernels,
-    Traced,
-    adapted,
-    passes_of,
-    period,
-    planned_model,
-    with_layers,
-)
-from taut.run.config import Run
+from taut.plan.tracing import Kernels, Traced, adapted, period, planned_model, with_layers
 from taut.train.optim import build_optimizer
 from taut.types import Packed
 
@@ -189,7 +181,7 @@ def _again(is_full: bool) -> float:
 
 
 def calibrate(
-    run: Run,
+    run: RunConfig,
     config: PreTrainedConfig,
     kernels: Kernels,
     packed: Packed,
@@ -208,7 +200,7 @@ def calibrate(
 
 
 def _time_layers(
-    run: Run,
+    run: RunConfig,
     config: PreTrainedConfig,
     kernels: Kernels,
     packed: Packed,
@@ -220,7 +212,7 @@ def _time_layers(
     flops, scorer, small = architecture.flops(model), Scorer(model), _with_few_targets(packed)
     seconds = fastest(lambda: _step(scorer, small, kernels.dtype))
     done = work_of(small, flops.window).layers(flops)
-    optimizer = build_optimizer(scorer, run.optim_in_force)
+    optimizer = build_optimizer(scorer, run.resolved_optim)
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
     done *= 1 + _again(is_full) * run.activation_checkpointing
@@ -241,7 +233,7 @@ def _with_few_targets(packed: Packed) -> Packed:
     )
 
 
-def _shortened(run: Run, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
+def _shortened(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
     """The configuration with a few layers, one round of their kinds at least, and a small vocabulary."""
     model = planned_model(run, config, kernels)
     every, count = period(model), len(architecture.layers(model))
@@ -254,7 +246,7 @@ def _shortened(run: Run, config: PreTrainedConfig, kernels: Kernels) -> PreTrain
 
 
 def _random_model(
-    run: Run, config: PreTrainedConfig, kernels: Kernels, device: torch.device
+    run: RunConfig, config: PreTrainedConfig, kernels: Kernels, device: torch.device
 ) -> Any:
     wide = torch.float64 if kernels.dtype == torch.float64 else torch.float32
     build: Any = AutoModelForCausalLM.from_config
@@ -282,7 +274,7 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _head_step(
-    run: Run,
+    run: RunConfig,
     config: PreTrainedConfig,
     kernels: Kernels,
     packed: Packed,
@@ -293,7 +285,7 @@ def _head_step(
     model = planned_model(run, config, kernels)
     if not architecture.has_head(model):
         return partial(_embedding_step, model, packed)
-    passes, is_linear = passes_of(run), run.objective.loss.linear_weights(packed) is not None
+    passes, is_linear = run.extra_forwards(), run.loss().linear_weights(packed) is not None
     planned, table = (
         architecture.head(model),
         architecture.stored_table(architecture.embedding(model)),

@@ -18,6 +18,8 @@ from taut.data.batching import assign, layouts, samples_of
 from taut.data.packing import ALONE, PackPolicy, num_distinct_tokens, pack
 from taut.data.prompts import PromptRow
 from taut.errors import ConfigError
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import context_length
 from taut.models.self_test import one_sample_reasons
@@ -29,9 +31,9 @@ from taut.rl.advantages import paths_of
 from taut.rl.online import Online, Phase
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
 from taut.rl.sampler import Episode
-from taut.run.config import Inputs, Run, command_of
-from taut.run.setup import build_budget, build_method, build_policy
+from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
+from taut.train.trainer import StepSource
 from taut.types import IntArray, Packed, Sample, Tree
 
 NUM_STEPS = 5
@@ -100,7 +102,7 @@ class Workload(NamedTuple):
         return max(found, key=lambda packed: packed.num_tokens)
 
 
-def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
+def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     """The first steps, on so many ranks; of a run that generates, if its completions are as long as they may be."""
     model = skeleton(run, inputs.config)
     window = architecture.flops(model).window
@@ -110,17 +112,13 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     policy, _ = build_policy(run, one_sample, has_noise=has_noise)
     ranks = Ranks(0, num_ranks, torch.device("cpu"))
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    method, num_steps, _ = build_method(run, inputs.train)
+    method, num_steps, _ = run.plan(inputs.train)
     first: list[Packed] = []
     later: list[Packed] = []
     steps: list[list[Work]] = []
     trees: list[Tree] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
-        some = (
-            prepared(method, inputs.config, step)
-            if isinstance(method, Online)
-            else method.prepare(step)
-        )
+        some = prepared(method, inputs.config, step) if run.generates else method.prepare(step)
         trees += some
         shares = [
             [p for one in rank for p in layouts(one, policy, budget.tokens_per_microbatch)]
@@ -139,7 +137,7 @@ def workload(run: Run, inputs: Inputs, num_ranks: int) -> Workload:
     fullest = largest if most <= largest.num_tokens else supply.filled(most)
     fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
-    if isinstance(method, Online):
+    if run.generates:
         source = f"training of {source}, all completions as long as they may be; generation is not foretold"
     begin = max(first, key=lambda packed: packed.num_tokens)
     return Workload(begin, _largest(later), fullest, steps, supply, source)
@@ -149,13 +147,13 @@ def _largest(packs: Sequence[Packed]) -> Packed | None:
     return max(packs, key=lambda packed: packed.num_tokens, default=None)
 
 
-def without_data(run: Run, config: PreTrainedConfig, num_ranks: int) -> Workload:
+def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Workload:
     """Samples of one length, every token a target, in micro-batches that fill the token budget. Raises ConfigError for
     a run whose rows are more than that.
     """
-    if run.objective.kind != "sft":
+    if run.row_kind != "sft":
         raise ConfigError(
-            f"data.train is not set: what the rows of {command_of(run.method)} share is not guessed; expected data; "
+            f"data.train is not set: what the rows of {run.command()} share is not guessed; expected data; "
             "set data.train=FILE"
         )
     budget = run.batch.tokens_per_microbatch
@@ -207,8 +205,9 @@ def _made_up(length: int) -> Sample:
 # Imports build and below. ``steps`` calls it.
 
 
-def prepared(method: Online, config: PreTrainedConfig, step: int) -> list[Tree]:
+def prepared(method: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
     """The trees of a step (counted from 1)."""
+    assert isinstance(method, Online), "the source of steps of a run that generates"
     number = (step - 1) // method.config.updates
     if method.phase is None or method.phase.number != number:
         trees = _assumed(method, config, number)

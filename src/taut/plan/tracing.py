@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -40,15 +40,15 @@ from taut.attention.layout import Call, Layout
 from taut.attention.select import PREFIX
 from taut.errors import ModelError
 from taut.losses import Loss
+from taut.methods.method import RunConfig
 from taut.models import architecture
-from taut.models.load import freeze, load_config, load_skeleton, quiet_library
+from taut.models.load import freeze, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
 from taut.models.reward_model import reward_skeleton
 from taut.models.scorer import Scorer
 from taut.plan.footprint import PARTS, History, Ledger, Parts, Shares, fullest
-from taut.run.config import Run, command_of
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
@@ -122,37 +122,15 @@ class Traced:
         return fullest(found, shares)
 
 
-def skeleton(run: Run, config: PreTrainedConfig) -> PreTrainedModel:
+def skeleton(run: RunConfig, config: PreTrainedConfig) -> PreTrainedModel:
     """The model a run starts from, on the meta device: with its language model's head, or a scalar one."""
-    head, config = run.objective.head, copy.deepcopy(config)
+    head, config = run.new_head(), copy.deepcopy(config)
     if head is None:
         return load_skeleton(run.model, config, run.trust_remote_code)
     return reward_skeleton(run.model, config, head, run.trust_remote_code)
 
 
-def reference_bytes(run: Run, trained: Sequence[Tensor]) -> int:
-    """What a reference holds: another model whole, or the tensors that train as they were; in a file, nothing."""
-    reference = run.objective.reference
-    if reference is None or reference.file is not None:
-        return 0
-    if reference.model is None:
-        return sum(tensor.nbytes for tensor in trained)
-    config = load_config(reference.model, run.trust_remote_code, needs_weights=False)
-    other = load_skeleton(reference.model, config, run.trust_remote_code)
-    itemsize = max((tensor.element_size() for tensor in trained), default=4)
-    return itemsize * sum(parameter.numel() for parameter in other.parameters())
-
-
-def passes_of(run: Run) -> int:
-    """Forwards of a step beside the one that is trained through."""
-    objective = run.objective
-    has_reference = objective.reference is not None and objective.reference.file is None
-    again = 1 + (has_reference and objective.is_mismatched)
-    is_asked_first = objective.online is not None and objective.online.make_credit().asked.policy
-    return int(has_reference) + int(is_asked_first) + (again if objective.loss.observes else 0)
-
-
-def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
+def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
     """The model a run trains, on the meta device: adapters on, what is frozen frozen."""
     base = skeleton(run, config)
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
@@ -161,7 +139,7 @@ def planned_model(run: Run, config: PreTrainedConfig, kernels: Kernels) -> nn.Mo
     return adapted(run, base)
 
 
-def adapted(run: Run, base: PreTrainedModel) -> nn.Module:
+def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
     """A model with the run's adapters, without what is frozen, in train mode."""
     model = apply_lora(base, run.lora, run.seed)
     if run.freeze:
@@ -171,18 +149,12 @@ def adapted(run: Run, base: PreTrainedModel) -> nn.Module:
     return model.train()
 
 
-def require_foretold(run: Run, config: PreTrainedConfig) -> None:
+def require_foretold(run: RunConfig, config: PreTrainedConfig) -> None:
     """Raise ModelError for a run with something whose bytes are not known here."""
-    if run.objective.teacher is not None:
+    if (name := run.unpredicted_memory) is not None:
         raise ModelError(
-            f"found a run of {command_of(run.method)}: what a teacher takes is not foretold; expected one "
-            "without a teacher; measure it with a short run instead"
-        )
-    online = run.objective.online
-    if online is not None and online.critic is not None:
-        raise ModelError(
-            f"found a run of {command_of(run.method)}: what a critic takes is not foretold; expected one "
-            "without a critic; measure it with a short run instead"
+            f"found a run of {run.command()}: what a {name} takes is not foretold; expected one "
+            f"without a {name}; measure it with a short run instead"
         )
     if architecture.takes_pictures(config):
         raise ModelError(
@@ -192,7 +164,7 @@ def require_foretold(run: Run, config: PreTrainedConfig) -> None:
 
 
 def trace(
-    run: Run, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
+    run: RunConfig, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
     """What one micro-batch holds. ``is_first``: no gradient is there before it."""
     require_foretold(run, config)
@@ -213,9 +185,9 @@ def trace(
         weights=_sizes(model, model.parameters()),
         trained=_sizes(model, trained),
         optimizer=2 * sum(p.nbytes for p in trained),
-        reference=reference_bytes(run, trained),
-        passes=passes_of(run),
-        is_linear=run.objective.loss.linear_weights(packed) is not None,
+        reference=run.reference_bytes(trained),
+        passes=run.extra_forwards(),
+        is_linear=run.loss().linear_weights(packed) is not None,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in trained),
         flops=architecture.flops(model),
@@ -245,7 +217,7 @@ def period(model: nn.Module) -> int:
     return next(n for n in range(1, count + 1) if alike[n:] == alike[: count - n])
 
 
-def _depths(run: Run, model: nn.Module) -> tuple[int, ...]:
+def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
     """How many layers are run: all, or two smaller numbers."""
     count, every = len(architecture.layers(model)), period(model)
     names_layers = run.freeze or run.lora.adapter or run.lora.targets != "all-linear"
@@ -253,7 +225,7 @@ def _depths(run: Run, model: nn.Module) -> tuple[int, ...]:
 
 
 def _history(
-    run: Run, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+    run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
 ) -> History:
     """What happens in a forward and a backward on fake tensors."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -270,7 +242,7 @@ def _history(
 
 
 def _run(
-    run: Run, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+    run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
 ) -> Ledger:
     """Forward and backward inside a fake mode; the book of it."""
     _to_empty(model)
@@ -291,7 +263,8 @@ def _run(
     ledger = _Shapes(known, vocabulary)
     del known
     ledger.watch_gradients(parameters)
-    loss, linear = run.objective.loss, run.objective.loss.linear_weights(packed)
+    loss = run.loss()
+    linear = loss.linear_weights(packed)
     with ledger:
         with compute_context(dtype, CPU):
             total = say(scorer, packed, loss, linear)

@@ -22,9 +22,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError, DataError, SandboxError
-from taut.rewards.verifier import Answered, Decision, Place, Verifier
+from taut.rewards.verifier import Answered, Place, Verifier
 from taut.sandbox import Limits, MechanismName, Ran, Remote, open_remote, shared
 from taut.sandbox.limits import Trial
 
@@ -225,9 +225,9 @@ class Code(Verifier):
             if self.remote.service is not None:
                 with closing(open_remote(self.remote, self.limits)) as proved:
                     where = proved.mechanism
-                return self, ("sandbox", where.name, where.reason)
+                return self, Decision("sandbox", where.name, where.reason)
             found = shared(self.mechanism, self.packages).mechanism
-        return replace(self, mechanism=found.name), ("sandbox", found.name, found.reason)
+        return replace(self, mechanism=found.name), Decision("sandbox", found.name, found.reason)
 
     def prepare(self) -> None:
         """SandboxError where programs cannot be held here."""

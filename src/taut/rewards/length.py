@@ -21,9 +21,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import configclass, fields_of
+from taut.config import Decision, configclass, fields_of
 from taut.errors import ConfigError, DataError
-from taut.rewards.verifier import Answered, Decision, Judged, Place, Verifier
+from taut.rewards.verifier import Answered, Judged, Place, Verifier
 
 
 @configclass

@@ -19,12 +19,12 @@ import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError, UserCodeError
 from taut.io import http
 from taut.rewards.http import Client
 from taut.rewards.registry import Part, RewardSpec, read_parts
-from taut.rewards.verifier import Answered, Decision, Judged, Score, Verifier, reason, scored
+from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
 

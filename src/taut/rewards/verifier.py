@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from taut.config import Decision
 from taut.errors import DataError, UserCodeError
 
 if TYPE_CHECKING:
@@ -63,10 +64,6 @@ it takes too long, at a server, or as a model beside the one that trains."""
 Judged: TypeAlias = Literal["correctness", "form"]
 """What a reward judges: correctness (right answers score higher than wrong ones), or form (length, style, format),
 which says nothing about right and wrong."""
-
-
-Decision: TypeAlias = tuple[str, str, str]
-"""(name, value, reason) of what was chosen for the user."""
 
 
 class Score(NamedTuple):

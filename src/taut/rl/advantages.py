@@ -7,7 +7,7 @@
 
 Wiring: the maths is in losses. What was sampled is trained on token for token.
 
-May import losses, rollout and its neighbours. online.method calls it, training.py makes it.
+May import losses, rollout and its neighbours. online.method calls it, methods make it.
 """
 
 from __future__ import annotations
@@ -116,6 +116,10 @@ class Credit:
         reads = {"has_reads": self.asked.values, "has_bootstrap": self.asked.bootstrap}
         return _trees([(p.group, sample_of(p.episode, p.name, **reads)) for p in paths])
 
+    estimator: Estimator | None = None
+    """How advantages are estimated from the rewards of a group, where they are."""
+    is_plain = True
+    """Whether rewards are compared as they are: neither shaped nor with a penalty."""
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""
 
@@ -365,6 +369,8 @@ class PolicyCredit(Credit):
     def __init__(self, loss: Loss, ways: Ways) -> None:
         super().__init__(loss)
         self.ways, self.asked = ways, ways.asked
+        self.estimator = ways.estimate if isinstance(ways.estimate, Estimator) else None
+        self.is_plain = ways.shaping == ShapingConfig() and ways.penalty is None
         self._scale = Scale()
         self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
 

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.errors import ConfigError, ModelError, OutputError
 from taut.models import architecture
 from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, begin_at_zero
@@ -48,9 +48,6 @@ NEW_HEAD = NewHead()
 
 LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
 """Taken where neither ``critic.learning_rate`` nor ``optim.learning_rate`` is set."""
-
-Reason = tuple[str, str, str]
-"""A decision: what, its value, why."""
 
 
 @configclass
@@ -121,7 +118,7 @@ class Setting(NamedTuple):
     trust_remote_code: bool = False
 
 
-def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
+def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]]:
     """The critic, and why it is this one. Shard its ``shards`` before the scorer.
 
     The caller sees to it that ``config.model`` has the policy's tokenizer and its length of context.
@@ -133,10 +130,13 @@ def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[R
         initialise(shared.score, setting.seed)
     reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
     reason += "; checkpoints have it, and it is not saved beside the model"
-    return shared, [("critic", "a head on the policy's hidden states", reason), _head(config)]
+    return shared, [
+        Decision("critic", "a head on the policy's hidden states", reason),
+        _head(config),
+    ]
 
 
-def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
+def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]]:
     path = setting.path if config.model is None else config.model
     model, has_head = _load(path, setting)
     if config.head == "normal":
@@ -150,11 +150,11 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Reason]]:
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
-    reasons = [("critic", path + how, named), _head(config, has_head=has_head)]
+    reasons = [Decision("critic", path + how, named), _head(config, has_head=has_head)]
     idle = architecture.freeze_unread(adapted)
     if idle:
         reason = "no feature of a picture depends on them"
-        reasons.append(("critic.frozen", f"{len(idle)} tensors", reason))
+        reasons.append(Decision("critic.frozen", f"{len(idle)} tensors", reason))
     return OwnCritic(adapted), reasons
 
 
@@ -181,12 +181,12 @@ def _load(path: str, setting: Setting) -> tuple[PreTrainedModel, bool]:
     return model, has_head
 
 
-def _head(config: CriticConfig, *, has_head: bool = False) -> Reason:
+def _head(config: CriticConfig, *, has_head: bool = False) -> Decision:
     if config.head is not None:
-        return "critic.head", config.head, "asked for by name"
+        return Decision("critic.head", config.head, "asked for by name")
     if has_head:
-        return "critic.head", "as it is", "the reward model's own"
-    return "critic.head", "zero", "a new head: V = 0 at the start"
+        return Decision("critic.head", "as it is", "the reward model's own")
+    return Decision("critic.head", "zero", "a new head: V = 0 at the start")
 
 
 def save_critic(

@@ -31,7 +31,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.chat_template import PROBE
 from taut.data.json_io import shown
 from taut.data.messages import Message, Tool, read_conversation, read_tools
@@ -40,7 +40,6 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.tool_calls import CallFormat, ToolCall, derive_call_format
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError, TautError, UserCodeError
-from taut.inference.open import Decision
 from taut.rewards.verifier import read_number
 from taut.rl.turns import Bridge
 from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
@@ -634,8 +633,10 @@ def _call_format(
         if offered:
             raise RenderError(f"{place}{error}") from None
         reason = str(error).partition(";")[0]
-        return None, [("tool calls", "none are read", reason)]
-    return calls, [("tool calls", " ".join(calls.example.split()), "as the template writes a call")]
+        return None, [Decision("tool calls", "none are read", reason)]
+    return calls, [
+        Decision("tool calls", " ".join(calls.example.split()), "as the template writes a call")
+    ]
 
 
 def _require_whole(calls: CallFormat, stop: Sequence[str]) -> None:
@@ -672,9 +673,9 @@ def _proofs(bridge: Bridge, calls: CallFormat | None, offered: Sequence[Tool]) -
     written = [bridge.rewrites(turn, said, offered) for turn, said in pairs]
     other = next((text for text in written if text is not None), None)
     if other is None:
-        return [("history", "as sampled", "the template leaves earlier turns as they are")]
+        return [Decision("history", "as sampled", "the template leaves earlier turns as they are")]
     reason = (
         f"the template would write earlier turns differently (from {other} on); what was sampled is kept, since that "
         "is what the policy saw"
     )
-    return [("history", "as sampled", reason)]
+    return [Decision("history", "as sampled", reason)]

@@ -29,6 +29,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from taut.config import Decision
 from taut.data.batching import Cursor, Order, Rows
 from taut.data.prompts import PromptSet
 from taut.losses import Loss
@@ -247,6 +248,15 @@ class Online:
         """How many prompts had been asked after a step, those of refills not counted."""
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
+
+    def open(self) -> Sequence[Decision]:
+        """Open engine, rewards and environment."""
+        return self.roller.settled
+
+    @property
+    def state(self) -> Online:
+        """Itself: trees that are not used up, groups to be replayed, and what controllers have learned."""
+        return self
 
     def close(self) -> None:
         """End what generates and judges."""

@@ -25,7 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from taut.config import configclass
+from taut.config import Decision, configclass
 from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, DataError, TautError
 from taut.inference.engine import Engine, Sampling
@@ -205,8 +205,8 @@ class Roller:
     """Whether anything can be learned from a group."""
     needs_one: bool = False
     """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever refills say."""
-    settled: Sequence[tuple[str, str, str]] = ()
-    """(name, value, reason) of what was chosen for the user when it was opened."""
+    settled: Sequence[Decision] = ()
+    """What was chosen for the user when it was opened."""
 
     def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
         """The judged groups of these prompts. Every rank calls it, and has the same in the end."""

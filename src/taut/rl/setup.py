@@ -1,6 +1,6 @@
 """Engine, rewards and environment of a run that generates, opened when they are first needed.
 
-May import rollout, rewards and its neighbours. build hands over what is asked for here.
+May import rollout, rewards and its neighbours. ``methods.online`` fills in the ``Setting``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from taut.config import Decision
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.errors import ConfigError, DataError, EngineError
-from taut.evals.answers import prompts_of
 from taut.inference.engine import require_text, require_usable
 from taut.inference.local import LocalEngine
 from taut.inference.reward_model import open_rater
 from taut.inference.vllm import ServerEngine
 from taut.inference.weight_sync import Trained
 from taut.models.scorer import Scorer
-from taut.rewards.panel import Panel, open_panel
+from taut.rewards.in_process import require_judgeable
+from taut.rewards.panel import Panel, PanelConfig, open_panel
+from taut.rewards.registry import RewardSpec
+from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentConfig, World, open_world
-from taut.rl.recipe import Recipe, require_judgeable
-from taut.rl.rollout import RESERVED, Roller
+from taut.rl.rollout import RESERVED, Roller, RolloutConfig
 from taut.sandbox import shared
 from taut.train.distributed import Ranks
 
@@ -33,6 +35,14 @@ from taut.train.distributed import Ranks
 class Setting(NamedTuple):
     """What a run has to generate with."""
 
+    config: RolloutConfig
+    rewards: str | Sequence[str | RewardSpec]
+    grading: PanelConfig
+    credit: Credit
+    is_judged: bool
+    """Whether rewards are what is learned from."""
+    decisions: Sequence[Decision]
+    """(key, value, reason) of what was chosen for the user about the loss."""
     prompts: Sequence[PromptRow]
     make_local: Callable[..., LocalEngine]
     renderer: Renderer
@@ -47,21 +57,21 @@ class Setting(NamedTuple):
     ranks: Ranks
 
 
-def open_roller(recipe: Recipe, setting: Setting) -> Roller:
+def open_roller(setting: Setting) -> Roller:
     """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
-    config, credit = recipe.rollout, recipe.make_credit()
-    require_judgeable(recipe.rewards, setting.ranks.size, ahead=config.ahead)
-    prompts = prompts_of(setting.prompts)
+    config, credit, rewards = setting.config, setting.credit, setting.rewards
+    require_judgeable(rewards, setting.ranks.size, ahead=config.ahead)
+    prompts = [row.as_prompt() for row in setting.prompts]
     if config.engine == "server":
         require_text(prompts)
     ranks = setting.ranks.apart() if config.ahead else setting.ranks
     panel: Panel | None = None
-    if ranks.is_writer and recipe.rewards:
-        panel = open_panel(recipe.rewards, recipe.panel, reserved=RESERVED, open_rater=open_rater)
+    if ranks.is_writer and rewards:
+        panel = open_panel(rewards, setting.grading, reserved=RESERVED, open_rater=open_rater)
     engine = None
     try:
-        without = [] if panel is None else _require_answers(panel, recipe, setting.prompts)
-        engine = _engine(recipe, setting, ranks)
+        without = [] if panel is None else _require_answers(panel, config, setting.prompts)
+        engine = _engine(setting, ranks)
         require_usable(prompts, engine.context)
         tokens = setting.stops.ids, engine.context
         world = open_world(
@@ -88,10 +98,10 @@ def open_roller(recipe: Recipe, setting: Setting) -> Roller:
         world=world,
         seed=setting.seed,
         ranks=ranks,
-        is_judged=recipe.is_judged,
+        is_judged=setting.is_judged,
         is_useful=credit.is_useful,
         needs_one=credit.needs_one,
-        settled=[*without, *_settled(recipe, panel, engine, world)],
+        settled=[*without, *_settled(setting, panel, engine, world)],
     )
 
 
@@ -105,41 +115,44 @@ def _require_no_cut(config: EnvironmentConfig, world: World | None) -> None:
 
 
 def _settled(
-    recipe: Recipe, panel: Panel | None, engine: LocalEngine | ServerEngine, world: World | None
-) -> list[tuple[str, str, str]]:
-    """(name, value, reason) of what was chosen for the user."""
-    found = [*recipe.decisions, *(world.decisions if world is not None else [])]
+    setting: Setting,
+    panel: Panel | None,
+    engine: LocalEngine | ServerEngine,
+    world: World | None,
+) -> list[Decision]:
+    """What was chosen for the user."""
+    found = [*setting.decisions, *(world.decisions if world is not None else [])]
     if isinstance(engine, ServerEngine):
         found += engine.decisions
     if panel is not None:
         found += panel.decisions
-    environment = recipe.rollout.environment
+    environment = setting.config.environment
     if "python" in environment.tools:
         chosen = shared(remote=environment.remote).mechanism
-        found.append(("sandbox", chosen.name, chosen.reason))
+        found.append(Decision("sandbox", chosen.name, chosen.reason))
     return list(dict.fromkeys(found))
 
 
 def _require_answers(
-    panel: Panel, recipe: Recipe, prompts: Sequence[PromptRow]
-) -> list[tuple[str, str, str]]:
+    panel: Panel, config: RolloutConfig, prompts: Sequence[PromptRow]
+) -> list[Decision]:
     """What is decided about rows that rewards say nothing of. Raises DataError where that is all of them."""
     needing = [part.label for part in panel.parts if part.verifier.needs_reference]
     without = [row for row in prompts if not row.references]
     if not needing or not without:
         return []
     is_all = len(without) == len(prompts) and len(needing) == len(panel.parts)
-    if is_all and not recipe.rollout.environment.is_on:
+    if is_all and not config.environment.is_on:
         raise DataError(
             f"{without[0].place}: the row has no right answer, nor has any other, and {needing[0]} holds answers to "
             "one; expected a column such as answer; name it with rollout.reference, or take other rewards"
         )
     value = f"nothing of {len(without):,} of {len(prompts):,} rows"
-    return [(needing[0], value, f"they have no right answer ({without[0].place} is one)")]
+    return [Decision(needing[0], value, f"they have no right answer ({without[0].place} is one)")]
 
 
-def _engine(recipe: Recipe, setting: Setting, ranks: Ranks) -> LocalEngine | ServerEngine:
-    config = recipe.rollout
+def _engine(setting: Setting, ranks: Ranks) -> LocalEngine | ServerEngine:
+    config = setting.config
     if config.engine == "local":
         return setting.make_local(config=config.local)
     assert config.url is not None

@@ -4,15 +4,18 @@ A checkpoint holds the identity of its run: the configuration, hashes of model, 
 source of data, and what it runs on. On resume each difference is of one of five kinds:
 
 - it changes what is learned (the data, the model, the loss, AdamW's betas): refused, by key, with both values;
-- it changes the learning rate of the steps to come (``SCHEDULE``), which is a pure function of the step and keeps no
-  state: done, from the next step on, and the log says so, with both values;
+- it changes the learning rate of the steps to come (``may_change.schedule``), which is a pure function of the step and
+  keeps no state: done, from the next step on, and the log says so, with both values;
 - it is the address of a server that a reward asks (``ADDRESS``): done, and the log says so, with both. Whether the same
   model answers there is the user's word, as it is of ``rollout.url``;
 - it changes numbers by rounding only (threads, ranks, the token budget): the promise of equality bit for bit becomes
   ``TOLERANCE``, and the log says so;
-- it has no part in the steps (``FREE``), or says only how many there are (steps, epochs; a schedule follows them).
+- it has no part in the steps (``may_change.freely``), or says only how many there are (steps, epochs; a schedule
+  follows them).
 
-May import run and what is below it.
+Which keys are of which kind is for the method to say (``RunConfig.may_change``).
+
+May import methods and what is below them.
 """
 
 from __future__ import annotations
@@ -34,71 +37,15 @@ from taut.data.dataset import DataConfig
 from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
 from taut.io import files as durable
-from taut.losses.policy import PolicyGradient
+from taut.methods import METHODS
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
 from taut.rewards.judge import RewardModel
 from taut.rewards.registry import REWARDS
-from taut.rl.recipe import models_of
-from taut.run.config import Inputs, Method, Run
-from taut.run.online_runs import PpoRun
-from taut.run.training import METHODS
 from taut.train.distributed import Ranks
 
-FREE = (
-    "out",
-    "resume",
-    "overwrite",
-    "steps",
-    "epochs",
-    "check",
-    "checks",
-    "log",
-    "checkpoint",
-    "contract",
-    "save",
-    "divergence",
-    "stop",
-    "eval",
-    "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
-    "model",  # its files are hashed, wherever they lie
-    "data.cache",
-    "data.apply_chat_template",  # what it makes of the data is compared
-    "data.eval",
-    "reference.model",  # hashed as the model is
-    "distill.teacher",  # these are hashed, wherever they lie
-    "distill.top_logprobs",
-    "distill.eval_top_logprobs",
-    "critic.model",
-    "grading",
-    "guard",
-    "rollout.url",  # where an engine is, and how it is asked
-    "rollout.server",
-    "dtype",  # what came of it is compared
-)
-"""Keys that a resume may change."""
-ROUNDING = (
-    "config.device",
-    "config.attention",
-    "config.activation_checkpointing",
-    "config.batch.tokens_per_microbatch",
-    "config.batch.share_prefixes",
-    "config.batch.min_saved_tokens",
-    "config.reference.file",
-    "config.rollout.local",
-    "environment",
-)
-"""What a resume may change at the price of rounding."""
-SCHEDULE = (
-    "config.optim.learning_rate",
-    "config.optim.rates",
-    "config.optim.schedule",
-    "config.optim.warmup_steps",
-    "config.optim.warmup_ratio",
-    "config.optim.min_learning_rate_ratio",
-    "config.critic.learning_rate",
-)
-"""What a resume may change for the steps to come."""
 ADDRESS = ("url", "key")
 """Options of a reward that say where its server is, and its key: a resume may change them, and the log says so."""
 OF_A_KIND = (
@@ -128,7 +75,7 @@ class Differences(NamedTuple):
     schedule: list[str]
 
 
-def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
+def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """The identity of a run, as JSON-able values; every rank calls it."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
     model = _hashes(run.model, "model", inputs.config, ranks, has_code=run.trust_remote_code)
@@ -148,30 +95,21 @@ def identity_of(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _others(run: Run, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
+def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     """Other models that take part, where there are any."""
-    reference, teacher = run.objective.reference, run.objective.teacher
-    online = run.objective.online
     found: dict[str, Any] = {}
-    if online is not None:
-        found["code"] = {str(it): _digest([_code(it)]) for it in online.files}
-        if online.critic is not None and online.critic.model is not None:
-            config = _config_of(online.critic.model, "critic.model", run)
-            found["critic"] = _hashes(online.critic.model, "critic.model", config, ranks)
-        for label, judge in models_of(online.rewards).items():
-            found.setdefault("reward model", {})[label] = _judge(judge, run, ranks)
-    if reference is not None and reference.model is not None:
-        config = _config_of(reference.model, "reference.model", run)
-        found["reference"] = _hashes(reference.model, "reference.model", config, ranks)
-    if teacher is not None and teacher.teacher is not None:
-        config = _config_of(teacher.teacher, "distill.teacher", run)
-        found["teacher"] = _hashes(teacher.teacher, "distill.teacher", config, ranks)
+    if run.generates:
+        found["code"] = {str(path): _digest([_code(path)]) for path in run.user_code()}
+    for label, judge in run.reward_models().items():
+        found.setdefault("reward model", {})[label] = _judge(judge, run, ranks)
+    for part, key, path in run.models().directories:
+        found[part] = _hashes(path, key, _config_of(path, key, run), ranks)
     if isinstance(inputs.train, WithTeacher):
         found["top_logprobs"] = inputs.train.said.digest
     return found
 
 
-def _judge(judge: RewardModel, run: Run, ranks: Ranks) -> dict[str, str]:
+def _judge(judge: RewardModel, run: RunConfig, ranks: Ranks) -> dict[str, str]:
     """What a reward model in this process says depends on its tokenizer and template, too."""
     key, has_code = "rewards.options.model", judge.trust_remote_code
     try:
@@ -195,7 +133,7 @@ def _code(path: Path) -> str:
         ) from error
 
 
-def _config_of(path: str, key: str, run: Run) -> PreTrainedConfig:
+def _config_of(path: str, key: str, run: RunConfig) -> PreTrainedConfig:
     """The configuration of another model, which knows the commit of a hub name."""
     try:
         return load_config(path, run.trust_remote_code)
@@ -219,31 +157,35 @@ def environment(ranks: Ranks) -> dict[str, Any]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
     """What differs between two identities, in words."""
-    found = Differences([], [], [])
+    found, may_change = Differences([], [], []), _method(new).may_change
     for key, was, now in _leaves(old, new, ""):
         if was == now:
             continue
         is_content = _is_hash(was) and _is_hash(now)
         what = "other content, " if is_content else ""
         text = f"{_told(key)}: {what}{_shown(was)} then, {_shown(now)} now"
-        if _is_among(key, ROUNDING):
+        setting = key.removeprefix("config.") if key.startswith("config.") else None
+        if _is_among(key, ("environment",)) or _is_among(setting, may_change.rounding):
             found.rounding.append(text)
-        elif _is_among(key, SCHEDULE):
+        elif _is_among(setting, may_change.schedule):
             found.schedule.append(text)
         else:
             found.refused.append(text)
     return found
 
 
-def _is_among(key: str, keys: Sequence[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+def _method(identity: Mapping[str, Any]) -> type[RunConfig]:
+    """The class of the run with this identity."""
+    return METHODS[identity.get("config", {}).get("method", "sft")]
+
+
+def _is_among(key: str | None, keys: Sequence[str]) -> bool:
+    return key is not None and any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> Differences:
     """Raise ConfigError where a run cannot go on from what is at ``where``; else what differs all the same."""
-    defaults = _settings(Run(model="", data=DataConfig())) | _sections(
-        new["config"].get("method", "sft")
-    )
+    defaults = _settings(RunConfig(model="", data=DataConfig())) | _sections(_method(new))
     was, now = _without_addresses(old["config"]), _without_addresses(new["config"])
     found = differences({**old, "config": _filled(was, now, defaults)}, {**new, "config": now})
     if found.refused:
@@ -294,24 +236,17 @@ def _asks_a_server(spec: Any) -> bool:
     return REWARDS[spec["name"]].runs == "remote"
 
 
-def _sections(method: Method) -> dict[str, Any]:
+def _sections(method: type[RunConfig]) -> dict[str, Any]:
     """The defaults of the tables that a method has for itself."""
-    common = {field.name for field in fields(Run)}
-    own = [field for field in fields(METHODS[method]) if field.name not in common]
+    common = {field.name for field in fields(RunConfig)}
+    own = [field for field in fields(method) if field.name not in common]
     return {field.name: to_dict(field.default) for field in own if is_dataclass(field.default)}
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: RunConfig) -> dict[str, Any]:
     """The configuration but for what a resume may change."""
-    config = to_dict(run)
-    config["optim"] = to_dict(run.optim_in_force)
-    loss = run.objective.loss
-    if isinstance(loss, PolicyGradient):  # the bounds in force: other defaults are other bounds
-        cap, floor = loss.correction.cap, loss.correction.floor
-        config[run.method] |= {"correction_cap": cap, "correction_floor": floor}
-    if isinstance(run, PpoRun):  # where it is not set it may follow optim.learning_rate
-        config["critic"]["learning_rate"] = run.critic.rate(run.optim)
-    for key in FREE:
+    config = run.resolved()
+    for key in run.may_change.freely:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables are of one method
             (config[table] if table else config).pop(name, None)

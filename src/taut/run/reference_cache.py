@@ -22,12 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from taut.config import to_dict, user_path
+from taut.config import Decision, to_dict, user_path
 from taut.data.dataset import Dataset
 from taut.errors import ConfigError, OutputError
 from taut.io import files
 from taut.methods.reference import STREAM, Recorded
-from taut.run.config import Decision, rows_of
 from taut.run.fingerprint import differences, identity_of
 from taut.run.setup import Built
 from taut.train.trainer import Role, filled
@@ -44,10 +43,10 @@ def keep_reference(built: Built) -> None:
 
     Raises ConfigError where the file is of another model, data or setting. Every rank calls it.
     """
-    config = built.run.objective.reference
-    if config is None or config.file is None:
+    file, job = built.run.models().reference_file, built.job
+    if file is None:
         return
-    path, job = user_path(config.file, "reference.file"), built.job
+    path = user_path(file, "reference.file")
     splits = _splits(built)
     _require_distinct(splits)
     identity = _identity(built)
@@ -90,7 +89,7 @@ def _identity(built: Built) -> dict[str, Any]:
 
 def _compute(built: Built, data: Dataset) -> Tensor:
     """log-probs of every target of a split, in the order of its samples, the same on every rank."""
-    job, rows = built.job, rows_of(built.run, data)
+    job, rows = built.job, built.run.rows_of(data)
     job.scorer.eval()
     found: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):

@@ -51,14 +51,14 @@ from taut.train.trainer import Job
 def choose_goldens(built: Built) -> list[Question]:
     """The golden prompts, chosen before training: a row that is gone is told now. For the writer only."""
     run = built.run
-    is_asked = run.save.merged and run.contract.prompts and run.objective.head is None
+    is_asked = run.save.merged and run.contract.prompts and not run.has_scalar_head
     if not is_asked or not built.job.ranks.is_writer:
         return []
     split: Literal["eval", "train"] = "eval" if run.data.eval else "train"
     data = built.inputs.train if built.inputs.eval is None else built.inputs.eval
     if isinstance(data, PromptSet):
         return choose_questions(data.questions(), built.inputs.renderer, run.contract.prompts)
-    rows = map(best_row, read_rows(run.data, split, kind=run.objective.kind))
+    rows = map(best_row, read_rows(run.data, split, kind=run.row_kind))
     return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
 
 
@@ -134,7 +134,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
                 inputs.new_ids,
                 device,
                 run.trust_remote_code,
-                run.objective.head,
+                run.new_head(),
             )
         if model is None:
             assert adapted is not None, "save.merged=false is refused without adapters"
@@ -186,7 +186,7 @@ def _saving_adapter(
     inputs, model = built.inputs, built.scorer.model
     beside = directory.with_name(f".{directory.name}.partial")
     template = inputs.renderer.template.template
-    has_scalar = built.run.objective.head is not None
+    has_scalar = built.run.has_scalar_head
     served = serving_tokenizer(inputs.tokenizer, inputs.stops.ids, template, has_scalar=has_scalar)
     try:
         with _naming(directory):
@@ -243,7 +243,7 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
 def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
     """The best model's answers to the golden prompts, into its contract: once, when the best is known."""
     run, job = built.run, built.job
-    is_asked = run.save.merged and run.contract.prompts and run.objective.head is None
+    is_asked = run.save.merged and run.contract.prompts and not run.has_scalar_head
     if job.ranks.is_writer and best.is_dir() and is_asked:
         use = room_for(built.scorer.model, job.ranks.device), run.trust_remote_code
         try:

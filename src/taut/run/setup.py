@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.select import Chosen, select
-from taut.data.batching import START, Budget, CostModel, Cursor, Order
-from taut.data.dataset import Dataset
+from taut.config import Decision
+from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
-from taut.data.prompts import PromptSet
 from taut.errors import ModelError
 from taut.inference.local import LocalEngine
-from taut.methods.offline import Offline
+from taut.methods.inputs import Inputs, Loaded, Plan
+from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
@@ -40,26 +40,12 @@ from taut.models.save import find_processor
 from taut.models.scorer import Scorer
 from taut.models.self_test import library_logps, one_sample_reasons
 from taut.models.tokens import add_tokens, require_trained, untrained_rows
-from taut.rl import setup
-from taut.rl.monitors import Guard
-from taut.rl.online import Crew, Online
-from taut.rl.recipe import Recipe
-from taut.run.auxiliary_models import (
-    Loaded,
-    build_roles,
-    give_critic,
-    give_teacher,
-    pace_of,
-    rates_of,
-    shards_of,
-)
-from taut.run.config import Decision, Inputs, Run, command_of, rows_of
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.train.oom import build_fit
-from taut.train.optim import build_optimizer, learning_rate
-from taut.train.trainer import Job, Lookahead
+from taut.train.optim import Rate, build_optimizer, learning_rate
+from taut.train.trainer import Job, Lookahead, StepSource
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -76,7 +62,7 @@ class Adapted(NamedTuple):
 class Built:
     """A run that is ready to train; nothing has been written."""
 
-    run: Run
+    run: RunConfig
     inputs: Inputs
     scorer: Scorer
     job: Job
@@ -86,7 +72,7 @@ class Built:
     """What the final weights are saved in: the dtype of the checkpoint they came from."""
 
 
-def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
+def build(run: RunConfig, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     """Load, wrap and shard the model; everything is in force or refused when this returns."""
     loaded = load(run, inputs, ranks)
     adapted = adapt(run, inputs, loaded.model)
@@ -94,10 +80,10 @@ def build(run: Run, inputs: Inputs, plan: Plan, ranks: Ranks) -> Built:
     return assemble(run, inputs, plan, ranks, loaded, adapted, trains=True)
 
 
-def load(run: Run, inputs: Inputs, ranks: Ranks) -> Loaded:
+def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with what was asked of attention and dtype in force."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
-    head = run.objective.head
+    head = run.new_head()
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
@@ -112,7 +98,7 @@ def load(run: Run, inputs: Inputs, ranks: Ranks) -> Loaded:
 
 
 def assemble(
-    run: Run,
+    run: RunConfig,
     inputs: Inputs,
     plan: Plan,
     ranks: Ranks,
@@ -130,31 +116,34 @@ def assemble(
     scorer = Scorer(model)
     method, num_steps, cursor = plan
     noise = install_noise(model, run.noise, run.seed)
-    is_compared = trains and noise is None and cursor == START and run.objective.head is None
+    is_compared = trains and noise is None and cursor == START and not run.has_scalar_head
+    # What is generated is compared with its engine instead.
+    is_compared = is_compared and not run.generates
     alone = _alone(method, model, dtype, ranks.device) if is_compared else {}
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     _recompute(run, model, dtype, ranks)
-    if one_sample and run.objective.are_coupled:
+    if one_sample and run.couples_samples:
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
-            f"{command_of(run.method)} compares samples; expected a model that packs"
+            f"{run.command()} compares samples; expected a model that packs"
         )
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     fit = build_fit(
         run.batch, ranks, one_sample=one_sample, recomputes=run.activation_checkpointing
     )
-    decisions.extend(give_teacher(run, inputs, loaded, scorer, ranks))
-    decisions.extend(give_critic(run, inputs, loaded, scorer, ranks))
+    models = run.models()
+    decisions.extend(models.attach(run, inputs, loaded, scorer, ranks))
     distributed.shard(scorer, shards_of(scorer), ranks)
-    optimizer = build_optimizer(scorer, run.optim_in_force, pace_of(run), rates_of(run, scorer))
-    roles, reasons = build_roles(run, inputs, loaded, scorer, ranks)
+    pace, rates = models.critic_pace(run), rates_of(run, scorer)
+    optimizer = build_optimizer(scorer, run.resolved_optim, pace, rates)
+    roles, reasons = models.build_roles(run, method.loss, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     job = Job(
         scorer=scorer,
         method=method,
         optimizer=optimizer,
-        learning_rate=partial(learning_rate, total=num_steps, config=run.optim_in_force),
+        learning_rate=partial(learning_rate, total=num_steps, config=run.resolved_optim),
         num_steps=num_steps,
         budget=budget,
         policy=policy,
@@ -173,42 +162,34 @@ def assemble(
         ],
     )
     built = Built(run, inputs, scorer, job, loaded, decisions, checkpoint_dtype(inputs.config))
-    _join(built)
+    run.connect(job, scorer, inputs, loaded, engine_of(built))
+    if inputs.renderer.album is not None and not run.generates:
+        job.before_step = [Lookahead(job, inputs.renderer.album)]
     return built
 
 
-def _recompute(run: Run, model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
+def shards_of(scorer: Scorer) -> list[nn.Module]:
+    """What is sharded by itself: the policy's layers, and a critic's. A vision tower goes with the root: how often its
+    blocks run depends on a rank's pictures, and each run of a shard is a collective.
+    """
+    critic = [] if scorer.critic is None else scorer.critic.shards
+    return [*critic, *architecture.layers(scorer.model)]
+
+
+def rates_of(run: RunConfig, scorer: Scorer) -> dict[str, Rate]:
+    """The learning rates that parameters of the policy have of their own, by name in the scorer."""
+    rates = run.optim.rates
+    named = architecture.named_once(scorer.model, rates, "optim.rates")
+    return {f"model.{name}": Rate(key, rates[key]) for name, key in named.items()}
+
+
+def _recompute(run: RunConfig, model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
     """Have activations computed again in backward, where that is asked for."""
     if run.activation_checkpointing:
         contexts = partial(recompute_contexts, dtype, ranks.device)
         architecture.unwrap(model).activation_checkpointing_enable(
             {"use_reentrant": False, "context_fn": contexts}
         )
-
-
-def _join(built: Built) -> None:
-    """Give a method that generates what it works with, and its watch; for another, pictures are read ahead."""
-    run, inputs, job = built.run, built.inputs, built.job
-    method, recipe, album = job.method, run.objective.online, inputs.renderer.album
-    if recipe is None:
-        job.before_step = [] if album is None else [Lookahead(job, album)]
-        return
-    assert isinstance(method, Online)
-    setting = setup.Setting(
-        prompts=method.prompts.asked,
-        make_local=engine_of(built),
-        renderer=inputs.renderer,
-        stops=inputs.stops,
-        context=context_length(inputs.config),
-        scorer=built.scorer,
-        compute=job.compute,
-        dtype=built.loaded.dtype.dtype,
-        seed=run.seed,
-        ranks=job.ranks,
-    )
-    roles = job.roles if recipe.is_reference_asked_first else ()
-    method.join(Crew(job, roles, partial(setup.open_roller, recipe, setting)))
-    job.alarms = [*job.alarms, method.guard]
 
 
 def engine_of(built: Built) -> Callable[..., LocalEngine]:
@@ -224,7 +205,7 @@ def engine_of(built: Built) -> Callable[..., LocalEngine]:
     )
 
 
-def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
+def rows_to_train(run: RunConfig, inputs: Inputs, model: nn.Module) -> dict[int, str]:
     """Rows of the embedding and the head that have to train, and why; empty where all of the model trains."""
     if not run.lora.is_on and not run.freeze:
         return {}
@@ -233,7 +214,7 @@ def rows_to_train(run: Run, inputs: Inputs, model: nn.Module) -> dict[int, str]:
     return untrained_rows(model, ends) | added
 
 
-def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
+def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
     """The model with its added tokens and adapters, without what is frozen."""
     add_tokens(model, inputs.new_ids)
     if not run.lora.is_on and not run.freeze and not architecture.has_parts(model):
@@ -250,7 +231,7 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
     adapted = apply_lora(model, run.lora, run.seed, rows)
     if run.lora.is_on and architecture.has_parts(model):
         decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
-    dropout = 0.0 if run.MAY_BE_NOISY else silence(adapted)
+    dropout = 0.0 if run.allows_noise else silence(adapted)
     if dropout:
         reason = f"the adapter has {dropout:g}; what is compared must not be noisy"
         decisions.append(Decision("lora.dropout", "0", reason))
@@ -267,7 +248,7 @@ def adapt(run: Run, inputs: Inputs, model: PreTrainedModel) -> Adapted:
 
 
 def choose(
-    run: Run, inputs: Inputs, device: torch.device
+    run: RunConfig, inputs: Inputs, device: torch.device
 ) -> tuple[ChosenDtype, Chosen, list[Decision]]:
     """The compute dtype and the attention backend, and why these."""
     dtype = resolve_dtype(run.dtype, device)
@@ -280,52 +261,10 @@ def choose(
     return dtype, chosen, decisions
 
 
-class Plan(NamedTuple):
-    """Which samples each step has, and how many steps there are."""
-
-    method: Offline | Online
-    num_steps: int
-    cursor: Cursor
-    """How far the run has come."""
-
-
-def build_method(run: Run, train: Dataset, cursor: Cursor = START) -> Plan:
-    """The method with its order of samples, and the number of steps. ``cursor``: how far a resumed run has come."""
-    objective, rows = run.objective, rows_of(run, train)
-    if objective.online is not None:
-        return _online(run, objective.online, train, cursor)
-    groups = rows.prefix_groups(run.batch.group_min_tokens) if run.batch.group_prefixes else None
-    order = Order(rows.weights, run.seed, run.batch.samples_per_step, run.batch.shuffle, groups)
-    epochs = None if run.steps is not None else (1.0 if run.epochs is None else run.epochs)
-    order = order.going_on_from(cursor, epochs)
-    num_steps = run.steps if epochs is None else order.num_steps(epochs)
-    assert num_steps is not None
-    spliced = int(train.lengths.max()) if objective.is_mismatched else None
-    method = Offline(rows, order, epochs, objective.loss, spliced)
-    return Plan(method, num_steps, cursor)
-
-
-def _online(run: Run, recipe: Recipe, prompts: Dataset, cursor: Cursor) -> Plan:
-    """The same of a run that generates: a step of its order is a roll-out. Prompts go round and round."""
-    assert isinstance(prompts, PromptSet)
-    updates, rows = recipe.rollout.updates, rows_of(run, prompts)
-    groups = rows.prefix_groups(run.batch.group_min_tokens) if run.batch.group_prefixes else None
-    size = run.batch.samples_per_step * recipe.rollout.minibatches
-    order = Order(prompts.weights, run.seed, size, run.batch.shuffle, groups)
-    num_steps = run.steps or order.num_steps(run.epochs or 1.0) * updates
-    guard = Guard(recipe.guard, run.method, recipe.ends_remedy)
-    method = Online(recipe.rollout, prompts, order, recipe.make_credit(), guard, run.seed)
-    return Plan(method, num_steps, cursor)
-
-
 def _alone(
-    method: Offline | Online, model: nn.Module, dtype: torch.dtype, device: torch.device
+    method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """log-probs of some of the first step's samples, run alone through the library's own path. What is generated is
-    compared with its engine instead.
-    """
-    if isinstance(method, Online):
-        return {}
+    """log-probs of some of the first step's samples, run alone through the library's own path."""
     samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
     chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
     with torch.no_grad(), compute_context(dtype, device):
@@ -333,7 +272,7 @@ def _alone(
 
 
 def build_policy(
-    run: Run, one_sample: str | None, *, has_noise: bool
+    run: RunConfig, one_sample: str | None, *, has_noise: bool
 ) -> tuple[PackPolicy, list[Decision]]:
     """How prefixes are shared, and why not where they were asked for. ``one_sample``: why nothing is packed."""
     decisions = [Decision("packing", "one sample at a time", one_sample)] if one_sample else []
@@ -346,7 +285,7 @@ def build_policy(
     return PackPolicy(is_shared, run.batch.min_saved_tokens), decisions
 
 
-def build_budget(run: Run, model: nn.Module, ranks: Ranks, *, one_sample: bool) -> Budget:
+def build_budget(run: RunConfig, model: nn.Module, ranks: Ranks, *, one_sample: bool) -> Budget:
     """How a step is divided among ranks and micro-batches."""
     rates = architecture.flops(model)
     return Budget(

@@ -111,8 +111,10 @@ class Pace(NamedTuple):
 
 
 def highest(config: OptimConfig) -> float:
-    """The highest learning rate of a configuration in which it is settled (``Run.optim_in_force``)."""
-    assert config.learning_rate is not None, "optim.learning_rate is unset: use Run.optim_in_force"
+    """The highest learning rate of a configuration in which it is settled (``RunConfig.resolved_optim``)."""
+    assert config.learning_rate is not None, (
+        "optim.learning_rate is unset: use RunConfig.resolved_optim"
+    )
     return config.learning_rate
 
 

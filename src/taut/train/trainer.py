@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from taut import losses
+from taut.config import Decision
 from taut.data.batching import Budget, Cursor, Rows, assign, layouts
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory
 from taut.losses import Loss
 from taut.models.noise import Noise
 from taut.train import optim, random_state, step_statistics
+from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.signals import Interrupts
@@ -38,8 +40,8 @@ SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """What is counted of every step."""
 
 
-class Method(Protocol):
-    """What the loop knows of a training method."""
+class StepSource(Protocol):
+    """Where steps come from, as far as the loop knows: fixed data, or rollouts."""
 
     @property
     def loss(self) -> Loss:
@@ -57,8 +59,20 @@ class Method(Protocol):
     def cursor(self, step: int) -> Cursor:
         """How far the data are after a step: with the seed, all that a resumed run needs of them."""
 
+    def open(self) -> Sequence[Decision]:
+        """Make ready what it needs besides the model, so that what is not available is refused before training;
+        (name, value, reason) of what was settled on the way.
+        """
+
+    @property
+    def state(self) -> Memory | None:
+        """What checkpoints keep of it; None: the cursor is all."""
+
+    def reject(self) -> None:
+        """Forget what no step has trained on yet: what stopped the run may be its fault."""
+
     def close(self) -> None:
-        """End what it holds beside the model."""
+        """End what it holds besides the model."""
 
 
 class Role(Protocol):
@@ -75,6 +89,9 @@ class Role(Protocol):
 
     def follow(self, step: int) -> None:
         """Called after the update of a step, on every rank."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds in memory."""
 
 
 class Scored(NamedTuple):
@@ -110,7 +127,7 @@ class Job:
     """Everything a run needs, built by taut.run.setup."""
 
     scorer: nn.Module
-    method: Method
+    method: StepSource
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     num_steps: int

@@ -14,7 +14,7 @@ from tests.forked import run
 
 import taut
 from taut.checks import CHECKS, Check
-from taut.checks.finding import Finding, failed, passed, skipped, warned
+from taut.checks.registry import Finding, failed, passed, skipped, warned
 from taut.checks.session import Session
 from taut.cli import main
 from taut.errors import ConfigError

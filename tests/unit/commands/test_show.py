@@ -24,8 +24,9 @@ from taut.config import from_mapping
 from taut.data.messages import Conversation
 from taut.data.render import Renderer
 from taut.errors import ConfigError, RenderError
-from taut.run.config import Run
-from taut.run.training import DpoRun, RewardRun
+from taut.methods.dpo import Dpo
+from taut.methods.method import RunConfig
+from taut.methods.reward import Reward
 from taut.train.log import read_events
 from taut.types import Sample
 
@@ -64,7 +65,9 @@ def model() -> Path:
 def shown(model: Path, data: Path, **keys: Any) -> str:
     """What show prints on 100 columns."""
     out = io.StringIO()
-    run = from_mapping(Run, {"model": str(model), "data.train": str(data), "device": "cpu"} | keys)
+    run = from_mapping(
+        RunConfig, {"model": str(model), "data.train": str(data), "device": "cpu"} | keys
+    )
     show(run, Console(file=out, width=100, highlight=False))
     return out.getvalue()
 
@@ -207,7 +210,7 @@ def test_what_is_said_of_an_answer_stands_beside_it(model: Path) -> None:
     pair = {"prompt": "the cat\n", "chosen": "ran", "rejected": "sat", "margin": 2}
     keys = {"model": str(model), "data.train": str(write(Path("pairs.jsonl"), [pair]))}
     out = io.StringIO()
-    show(from_mapping(DpoRun, keys | {"device": "cpu"}), Console(file=out, width=100))
+    show(from_mapping(Dpo, keys | {"device": "cpu"}), Console(file=out, width=100))
     text = " ".join(out.getvalue().split())
     assert "an end of turn, margin 2, preference 1" in text
     assert "an end of turn, margin 0, preference 0" in text
@@ -220,7 +223,7 @@ def test_a_reward_model_is_shown_by_its_own_skeleton(model: Path) -> None:
     pair = {"prompt": "the cat\n", "chosen": "ran", "rejected": "sat"}
     keys = {"model": str(model), "data.train": str(write(Path("pairs.jsonl"), [pair]))}
     out = io.StringIO()
-    show(from_mapping(RewardRun, keys | {"device": "cpu"}), Console(file=out, width=100))
+    show(from_mapping(Reward, keys | {"device": "cpu"}), Console(file=out, width=100))
     text = " ".join(out.getvalue().split())
     assert "pairs.jsonl:1#2" in text
     assert text.count("no targets; the head is read at the last, in brackets") == 2
@@ -258,7 +261,7 @@ def test_only_training_needs_an_out(model: Path, capsys: pytest.CaptureFixture[s
     message = "taut: error: out is not set; expected a directory; set out=DIR\n"
     assert capsys.readouterr().err == message
     with pytest.raises(ConfigError, match="out is not set"):
-        train.train(from_mapping(Run, {"model": str(model), "data.train": str(data)}))
+        train.train(from_mapping(RunConfig, {"model": str(model), "data.train": str(data)}))
 
 
 def test_a_template_that_never_ends_a_turn_is_refused_before_training() -> None:

@@ -13,13 +13,14 @@ from tests.tokenizers import tiny_tokenizer
 
 from taut.commands.generate import Generate
 from taut.commands.reading import columns_of, source_of
-from taut.config import from_mapping
+from taut.config import Decision, from_mapping
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.messages import Completion, Conversation, Document
 from taut.data.prompts import load_prompts
 from taut.data.schema import Answers, Columns, Kind, Stepwise, read_any, recognise
 from taut.errors import DataError
-from taut.run.config import Decision, Run, load_inputs
+from taut.methods.method import RunConfig
+from taut.run.inputs import load_inputs
 from taut.train import distributed
 
 PLAIN = {"prompt": "2 + 3 =", "completion": " 5"}
@@ -142,7 +143,7 @@ def decision(directory: Path, rows: Sequence[Mapping[str, Any]], **keys: Any) ->
     """What a run says at its start of plain text."""
     fixed = {"model": str(save_model(directory / "model")), "steps": 1}
     data = {"data.train": str(write_rows(directory / "train.jsonl", rows))}
-    run = from_mapping(Run, {**QUIET, **fixed, **data, **keys})
+    run = from_mapping(RunConfig, {**QUIET, **fixed, **data, **keys})
     found = load_inputs(run, distributed.start("cpu")).decisions
     return next((one for one in found if one.name == "data.apply_chat_template"), None)
 

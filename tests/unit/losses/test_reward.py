@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.preferences import plain_pairs
 
-from taut.losses.preference import log_odds
-from taut.losses.reward import STEEPEST, nll_of_best, relative_power, share_above
+from taut.losses.loss import STEEPEST, relative_power, share_above
+from taut.losses.preference import log_odds, nll_of_best
 
 
 def slope(function: object, at: float, dtype: torch.dtype = torch.float64) -> tuple[float, float]:

@@ -12,7 +12,9 @@ from taut.config import configclass, load
 from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, pass_at_k
 from taut.losses.policy import SURROGATES, Bounds, Correction, Critic, Kl, PolicyGradient
-from taut.methods.policy import Advantage, GrpoConfig, PolicyLoss, PpoConfig, RollOut
+from taut.methods.grpo import Advantage, GrpoConfig
+from taut.methods.policy import PolicyLoss, RollOut
+from taut.methods.ppo import PpoConfig
 
 LOCAL = RollOut(0.8, 64, is_fresh=True, has_engine_logp=True)
 SERVER = LOCAL._replace(is_apart=True)

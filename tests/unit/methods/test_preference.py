@@ -9,14 +9,11 @@ import pytest
 from taut.config import configclass, load
 from taut.errors import ConfigError
 from taut.losses.preference import VARIANTS, Orpo, Preference, Unpaired
-from taut.methods.preference import (
-    CpoConfig,
-    DpoConfig,
-    DpoVariant,
-    KtoConfig,
-    OrpoConfig,
-    SimpoConfig,
-)
+from taut.methods.cpo import CpoConfig
+from taut.methods.kto import KtoConfig
+from taut.methods.orpo import OrpoConfig
+from taut.methods.preference import DpoConfig, DpoVariant
+from taut.methods.simpo import SimpoConfig
 
 
 @configclass

@@ -19,7 +19,6 @@ from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError, OutOfMemory
 from taut.evals.during import HeldOut
 from taut.methods.reference import STREAM, ReferenceConfig, Start
-from taut.run.config import rows_of
 from taut.run.setup import Built
 from taut.train import distributed, random_state, trainer
 from taut.train.signals import Interrupt, Interrupts
@@ -156,7 +155,7 @@ def test_a_signal_leaves_nothing_half_exchanged(
     job, real, calls = trained.job, distributed.exchange, []
     after = bits(job)
     assert trained.inputs.eval is not None
-    measure = HeldOut(rows_of(trained.run, trained.inputs.eval), job)
+    measure = HeldOut(trained.run.rows_of(trained.inputs.eval), job)
 
     def exchange(one: Tensor, other: Tensor) -> None:
         real(one, other)

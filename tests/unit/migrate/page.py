@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from taut.migrate.examine import DIALECTS
-from taut.migrate.outcomes import load_table
+from taut.migrate.carry import load_table
+from taut.migrate.dialects import DIALECTS
 from taut.migrate.traps import Trap, all_traps
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
@@ -110,8 +110,8 @@ arithmetic or several options is in `src/taut/migrate/carry.py`.
 ## A new trap
 
 One entry in `src/taut/migrate/table`, with a recipe that walks in and the change that makes it clear; the tests take
-both from there. `src/taut/migrate/conditions.py` says how its condition is written, `src/taut/migrate/facts.py` what it
-may ask beyond the settings, `src/taut/migrate/traps.py` what the fields mean.
+both from there. `src/taut/migrate/traps.py` says how its condition is written and what the fields mean,
+`src/taut/migrate/facts.py` what it may ask beyond the settings.
 
 """
 

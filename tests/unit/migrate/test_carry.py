@@ -19,9 +19,10 @@ from rich.console import Console
 from tests.tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.config import load
-from taut.migrate.examine import DIALECTS, examine
-from taut.migrate.outcomes import load_table
-from taut.run.config import Run
+from taut.methods.method import RunConfig
+from taut.migrate.carry import load_table
+from taut.migrate.dialects import DIALECTS
+from taut.migrate.examine import examine
 
 SWIFT = "swift sft --model some/model --dataset rows.jsonl "
 TRL = "trl sft --model_name_or_path some/model --dataset_name rows.jsonl --assistant_only_loss "
@@ -72,7 +73,7 @@ EXPECTED = {
 def test_what_a_framework_does_without_a_word_is_said(framework: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     offer = carried(tmp_path, framework, "")
-    run = load(Run, None, shlex.split(offer["command"])[2:])
+    run = load(RunConfig, None, shlex.split(offer["command"])[2:])
     assert (
         run.optim.learning_rate,
         run.optim.schedule,
@@ -514,7 +515,7 @@ def test_trls_data_with_splits(tmp_path: Path) -> None:
     content = read(tmp_path, "trl", text)
     offer = content["carried"]
     assert content["exit"] == 0
-    run = load(Run, None, shlex.split(offer["command"])[2:])
+    run = load(RunConfig, None, shlex.split(offer["command"])[2:])
     (train,), (held_out,) = run.data.train, run.data.eval  # type: ignore[misc]
     assert (train.path, train.name, train.split) == ("org/set", "en", "tr")
     assert (held_out.path, held_out.name, held_out.split) == ("org/set", "en", "te")
@@ -727,9 +728,9 @@ def test_the_printed_command_is_one_that_a_shell_joins(tmp_path: Path) -> None:
     printed = out.getvalue()[start:].partition("\n\n")[0].replace("\\\n", "")
     assert report.carried is not None and report.carried.command is not None
     assert shlex.split(printed) == shlex.split(report.carried.command)
-    assert load(Run, None, shlex.split(printed)[2:]).model == "a model"
+    assert load(RunConfig, None, shlex.split(printed)[2:]).model == "a model"
 
 
 def test_a_text_that_reads_as_toml_stays_a_text(tmp_path: Path) -> None:
     offer = carried(tmp_path, "swift", "--output_dir 2026")
-    assert load(Run, None, shlex.split(offer["command"])[2:]).out == "2026"
+    assert load(RunConfig, None, shlex.split(offer["command"])[2:]).out == "2026"

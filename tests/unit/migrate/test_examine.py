@@ -11,9 +11,8 @@ from rich.console import Console
 
 from taut.config import load
 from taut.errors import ConfigError
-from taut.migrate.examine import examine, main
-from taut.migrate.report import SCHEMA, RecipeReport
-from taut.run.config import Run
+from taut.methods.method import RunConfig
+from taut.migrate.examine import SCHEMA, RecipeReport, examine, main
 
 RECIPES = Path(__file__).parent / "recipes"
 SPECS = {
@@ -100,7 +99,7 @@ def test_the_command_carried_over_is_one_that_taut_takes(spec: str) -> None:
     carried = report(spec).carried
     assert carried is not None
     known = [word for word in carried.words if word.partition("=")[0] not in carried.unfilled]
-    run = load(Run, None, known)
+    run = load(RunConfig, None, known)
     assert run.model == report(spec).recipe.model
     assert (run.data.train is not None) == ("data.train" not in carried.unfilled)
 
@@ -109,7 +108,7 @@ def test_what_equals_what_in_taut() -> None:
     carried = report("trl:trl_sft.yaml").carried
     assert carried is not None
     assert carried.unfilled == {"batch.samples_per_step": "SAMPLES"}
-    run = load(Run, None, [*carried.words[:-1], "batch.samples_per_step=16"])
+    run = load(RunConfig, None, [*carried.words[:-1], "batch.samples_per_step=16"])
     assert (run.optim.learning_rate, run.optim.schedule, run.optim.warmup_ratio) == (
         2e-5,
         "cosine",
@@ -155,7 +154,7 @@ def test_the_parts_that_swift_trains(
     assert carried is not None
     keys = ("freeze", "optim.rates", "lora.targets", "data.images.max_pixels")
     assert {key: carried.settings[key] for key in keys if key in carried.settings} == expected
-    assert load(Run, None, carried.words).model == str(model)
+    assert load(RunConfig, None, carried.words).model == str(model)
 
 
 def test_what_swift_freezes_is_told_where_the_model_is_not_here(tmp_path: Path) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from taut.migrate.dialect import options
-from taut.migrate.examine import DIALECTS
+from taut.migrate.dialects import DIALECTS, OPENRLHF_FLAT, options
 from taut.migrate.facts import FACTS, Answer
-from taut.migrate.openrlhf import FLAT
 from taut.migrate.recipe import Recipe, Setting
 from taut.migrate.traps import ORDER, Judged, Trap, all_traps, judge
 
@@ -72,7 +70,9 @@ def a_recipe(trap: Trap, framework: str, case: Mapping[str, Any]) -> Recipe:
     """The smallest recipe with these settings."""
     dialect = DIALECTS[framework]
     given = {key: Setting(key, value, "case:1") for key, value in case["settings"].items()}
-    version = case.get("version") or _a_version(trap, dialect.release(given).version)
+    version = case.get("version") or _a_version(
+        trap, (dialect.release_of(given) or dialect.newest).version
+    )
     return Recipe(
         framework=dialect.name,
         library=dialect.library,
@@ -183,7 +183,7 @@ def test_conditions_ask_for_options_that_exist(trap: Trap) -> None:
         for method in DIALECTS[framework].methods:
             known |= options(framework, method)
         known |= set(DIALECTS[framework].aliases.values())
-    assert keys <= known | set(FLAT)
+    assert keys <= known | set(OPENRLHF_FLAT)
 
 
 def _keys(condition: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.models import tiny_model
 from torch import nn
 
-from taut.checks.run.adapters import _targets
+from taut.checks.run import adapter_targets
 from taut.errors import ModelError
 from taut.io import processes
 from taut.models.adapter_patterns import require_bounded_patterns
@@ -81,6 +81,6 @@ def test_the_check_of_adapters_takes_the_names_of_a_list_as_they_are() -> None:
         run=SimpleNamespace(lora=LoraConfig(adapter="x")),
     )
     started = time.monotonic()
-    found = _targets(session, modules, {}, ["q_proj", "/(a+)+b/", "/(.+)+#/", "*"])
+    found = adapter_targets(session, modules, {}, ["q_proj", "/(a+)+b/", "/(.+)+#/", "*"])
     assert found == {"model.q_proj", "model./(a+)+b/"}
     assert time.monotonic() - started < 5

@@ -25,7 +25,6 @@ def test_parts_are_found_and_the_head_is_the_models_own(name: str) -> None:
     assert (num_stateful > 0) == (name in STATEFUL)
     assert architecture.attention_layer_count(model) == len(model.model.layers) - num_stateful
     assert len(architecture.layer_types(model)) == len(model.model.layers)
-    assert architecture.sparse_attention(model) == []
 
 
 def test_head_of_each_kind() -> None:
@@ -51,8 +50,6 @@ def test_a_head_with_a_bias() -> None:
 
 
 def test_what_a_layout_does_not_describe() -> None:
-    assert architecture.chunked_attention(tiny_model("llama4_text")) == 8
-    assert architecture.chunked_attention(tiny_model("llama")) is None
     assert architecture.length_dependent_rope(tiny_model("phi3_longrope")) == ("longrope", 32)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     assert architecture.length_dependent_rope(tiny_model("llama", rope_parameters=dynamic)) == (

@@ -82,5 +82,5 @@ def test_parameters_are_named_once_and_train() -> None:
     assert all(name.startswith("model.visual.merger") for name in named if "lm_head" not in name)
     with pytest.raises(ModelError, match=r"optim.rates: 'vision_tower' matches no parameter that"):
         architecture.named_once(model, ["vision_tower"], "optim.rates")
-    with pytest.raises(ModelError, match=r"is meant by 'projector' and by '\*merger\*'"):
+    with pytest.raises(ModelError, match=r"is matched by 'projector' and by '\*merger\*'"):
         architecture.named_once(model, ["projector", "*merger*"], "optim.rates")

@@ -53,7 +53,7 @@ def test_the_language_model_has_taut_attention_and_the_tower_its_own(qwen: Path)
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     load.set_attention(model, "eager")
     assert model.model.visual.config._attn_implementation == "sdpa"
-    with pytest.raises(ModelError, match="has the attention eager in force"):
+    with pytest.raises(ModelError, match="uses the attention eager"):
         load.require_attention(model, REFERENCE)
 
 

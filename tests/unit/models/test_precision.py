@@ -17,6 +17,7 @@ from taut.commands.generate import Generate
 from taut.config import load
 from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError
+from taut.methods.method import RunConfig
 from taut.models.precision import (
     ChosenDtype,
     Wide,
@@ -25,7 +26,6 @@ from taut.models.precision import (
     compute_context,
     resolve_dtype,
 )
-from taut.run.config import Run
 from taut.types import Packed, Sample
 
 CPU = torch.device("cpu")
@@ -119,16 +119,16 @@ def test_an_unknown_dtype_is_refused() -> None:
 )
 def test_a_dtype_has_its_names_of_elsewhere(name: str, dtype: str) -> None:
     given = ["model=m", "data.train=a.jsonl", f"dtype={name}"]
-    assert load(Run, None, given).dtype == dtype
+    assert load(RunConfig, None, given).dtype == dtype
     assert load(Generate, None, ["model=m", "prompts=p", "out=o", f"dtype={name}"]).dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["fp16", "float16", "half", "torch.float16"])
 def test_float16_is_refused_with_what_to_use(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"found dtype={name}, .*float16.*set dtype=bfloat16"):
-        load(Run, None, ["model=m", "data.train=a.jsonl", f"dtype={name}"])
+        load(RunConfig, None, ["model=m", "data.train=a.jsonl", f"dtype={name}"])
     with pytest.raises(ConfigError, match="expected 'float64', 'float32' or 'bfloat16'"):
-        load(Run, None, ["model=m", "data.train=a.jsonl", "dtype=float8"])
+        load(RunConfig, None, ["model=m", "data.train=a.jsonl", "dtype=float8"])
 
 
 def test_a_frozen_weight_is_cast_once() -> None:

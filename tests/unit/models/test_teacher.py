@@ -18,8 +18,14 @@ from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import scorer as score
 from taut.models.architecture import HeadSpec, Rows
 from taut.models.precision import compute_context
-from taut.models.scorer import Chunks, Scorer
-from taut.models.teacher import Lesson, ListedTeacher, ModelTeacher, _Listed, _Whole, likeliest
+from taut.models.scorer import Chunks, Scorer, TeacherScores
+from taut.models.teacher import (
+    LikeliestTokens,
+    ListedTeacher,
+    ModelTeacher,
+    WholeDistribution,
+    likeliest,
+)
 from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed, Scores, Wants
 
 N, D, DT, V = 23, 8, 5, 17
@@ -78,9 +84,12 @@ TARGET = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))
 LINEAR = torch.stack([torch.linspace(-2, 1, N), torch.linspace(1, 3, N)]).double()
 
 
-def whole(hidden: Tensor, spec: HeadSpec, how: Divergence, num_rows: int | None = None) -> Lesson:
+def whole(
+    hidden: Tensor, spec: HeadSpec, how: Divergence, num_rows: int | None = None
+) -> WholeDistribution:
     with torch.no_grad():
-        return Lesson(_Whole(Chunks(hidden, spec.weight, spec.bias, None, spec), how, num_rows))
+        chunks = Chunks(hidden, spec.weight, spec.bias, None, spec)
+        return WholeDistribution(how, chunks, num_rows)
 
 
 def plain(s_logits: Tensor, t_logits: Tensor, how: Divergence) -> Tensor:
@@ -104,14 +113,17 @@ def leaves(hidden: Tensor, spec: HeadSpec) -> list[Tensor]:
 
 
 def require_equal(
-    lesson: Lesson, student: tuple[Tensor, HeadSpec], divergence_N: Tensor, linear_2N: Tensor
+    compared: TeacherScores,
+    student: tuple[Tensor, HeadSpec],
+    divergence_N: Tensor,
+    linear_2N: Tensor,
 ) -> None:
     """Values with and without coefficients, and every gradient."""
     hidden, spec = student
     logp_N = logp_of(spec.logits(hidden))
     total = (linear_2N[0] * logp_N).sum() + (linear_2N[1] * divergence_N).sum()
-    found = lesson.score(hidden, TARGET, spec, linear_2N)
-    looked = lesson.score(hidden, TARGET, spec, None)
+    found = compared.score(hidden, TARGET, spec, linear_2N)
+    looked = compared.score(hidden, TARGET, spec, None)
     assert found.linear_sum is not None
     for scores in (found, looked):
         torch.testing.assert_close(scores.divergence_N, divergence_N, rtol=0, atol=1e-12)
@@ -152,14 +164,14 @@ def test_rows_that_one_vocabulary_has_alone_are_left_out(how: str, sizes: tuple[
 def test_gradcheck(how: Divergence) -> None:
     student, teacher = make(**SPECS["all of them"]), make(DT, seed=1)  # type: ignore[arg-type]
     hidden, spec = student
-    lesson = whole(*teacher, how)
+    compared = whole(*teacher, how)
     if how in LISTED.values():
-        lesson = Lesson(_Listed(*likeliest(*teacher, 4, V), how))
+        compared = LikeliestTokens(how, *likeliest(*teacher, 4, V))
 
     def through(h: Tensor, w: Tensor, b: Tensor) -> Tensor | None:
         assert spec.rows is not None
         given = replace(spec, bias=b, rows=Rows(spec.rows.index_R, w))  # type: ignore[arg-type]
-        return lesson.score(h, TARGET, given, LINEAR).linear_sum
+        return compared.score(h, TARGET, given, LINEAR).linear_sum
 
     assert torch.autograd.gradcheck(through, tuple(leaves(hidden, spec)))
 
@@ -198,10 +210,10 @@ def test_extreme_logits_stay_finite(how: Divergence) -> None:
     spec, head = (HeadSpec(nn.Parameter(it.weight.detach().float())) for it in (spec, head))
     huge, other = ((h.detach() * 1e6).float() for h in (hidden, theirs))
     huge.requires_grad_()
-    lesson = whole(other, head, how)
+    compared = whole(other, head, how)
     if how in LISTED.values():
-        lesson = Lesson(_Listed(*likeliest(other, head, 4, V), how))
-    scores = lesson.score(huge, TARGET, spec, LINEAR)
+        compared = LikeliestTokens(how, *likeliest(other, head, 4, V))
+    scores = compared.score(huge, TARGET, spec, LINEAR)
     assert scores.linear_sum is not None
     scores.linear_sum.backward()  # type: ignore[no-untyped-call]
     assert all(
@@ -249,16 +261,16 @@ def test_a_list_equals_plain_autograd(how: str) -> None:
     else:
         p = (t.gather(1, ids) / temperature).softmax(-1)
         divergence_N = (p * (p.log() - listed)).sum(1)
-    require_equal(Lesson(_Listed(ids, logp, LISTED[how])), student, divergence_N, LINEAR)
+    require_equal(LikeliestTokens(LISTED[how], ids, logp), student, divergence_N, LINEAR)
 
 
 @pytest.mark.parametrize("how", LISTED)
 def test_a_list_of_all_tokens_is_the_whole_distribution(how: str) -> None:
     (hidden, spec), teacher = make(), make(DT, seed=1)
-    listed = Lesson(_Listed(*likeliest(*teacher, V, V), LISTED[how]))
+    listed = LikeliestTokens(LISTED[how], *likeliest(*teacher, V, V))
     found = []
-    for lesson in (listed, whole(*teacher, LISTED[how])):
-        scores = lesson.score(hidden, TARGET, spec, LINEAR)
+    for compared in (listed, whole(*teacher, LISTED[how])):
+        scores = compared.score(hidden, TARGET, spec, LINEAR)
         assert scores.linear_sum is not None
         grads = torch.autograd.grad(scores.linear_sum, leaves(hidden, spec))
         found.append((scores.logp_N, scores.divergence_N, grads))
@@ -363,8 +375,8 @@ def test_a_student_comes_near_its_teacher() -> None:
 
 def test_a_microbatch_without_targets_has_gradients_of_zero() -> None:
     (hidden, spec), (theirs, head) = make(has_bias=True), make(DT, seed=1)
-    lesson = whole(theirs[:0], head, HOW["js"])
-    scores = lesson.score(hidden[:0], TARGET[:0], spec, LINEAR[:, :0])
+    compared = whole(theirs[:0], head, HOW["js"])
+    scores = compared.score(hidden[:0], TARGET[:0], spec, LINEAR[:, :0])
     assert scores.linear_sum is not None
     scores.linear_sum.backward()  # type: ignore[no-untyped-call]
     for leaf in leaves(hidden, spec):

@@ -11,10 +11,12 @@ from tests.online import questions
 
 from taut.config import from_mapping
 from taut.errors import ModelError
+from taut.methods import METHODS
+from taut.methods.inputs import Inputs
+from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
 from taut.plan import Kernels, predict_steps, workload
-from taut.run.config import Inputs, Run, load_inputs
-from taut.run.training import METHODS
+from taut.run.inputs import load_inputs
 from taut.train import distributed
 
 RANKS = distributed.start("cpu")
@@ -25,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def opened(model: Path, place: Path, method: str, **keys: Any) -> tuple[Run, Inputs]:
+def opened(model: Path, place: Path, method: str, **keys: Any) -> tuple[RunConfig, Inputs]:
     fixed = {
         "model": str(model),
         "data.train": str(write_rows(place / "prompts.jsonl", questions(8))),

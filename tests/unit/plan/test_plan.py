@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
+from taut.methods.method import RunConfig
 from taut.models.scorer import LinearHead
 from taut.plan import (
     FUSED,
@@ -37,7 +38,6 @@ from taut.plan import (
 from taut.plan.footprint import PARTS, History, Ledger
 from taut.plan.rates import Work
 from taut.plan.tracing import Traced, trace
-from taut.run.config import Run
 from taut.train.checkpoint import CheckpointConfig
 from taut.types import Packed, Sample
 
@@ -52,9 +52,9 @@ def packed_of(*lengths: int) -> Packed:
     return pack(samples, ALONE)
 
 
-def saved(config: PreTrainedConfig, place: Path, **keys: Any) -> Run:
+def saved(config: PreTrainedConfig, place: Path, **keys: Any) -> RunConfig:
     config.save_pretrained(place)
-    return from_mapping(Run, {"model": str(place), "data.train": "x", **keys})
+    return from_mapping(RunConfig, {"model": str(place), "data.train": "x", **keys})
 
 
 def test_a_ledger_knows_the_fullest_moment_and_what_was_alive() -> None:
@@ -178,7 +178,7 @@ def test_the_attention_of_an_absent_gpu_repeats_no_heads(tmp_path: Path) -> None
     assert there < here
 
 
-def traced(tmp_path: Path) -> tuple[Traced, Run]:
+def traced(tmp_path: Path) -> tuple[Traced, RunConfig]:
     config = tiny_config("llama")
     run = saved(config, tmp_path)
     return trace(run, config, REFERENCE, packed_of(16), is_first=False), run

@@ -14,10 +14,10 @@ from taut.commands.train import _stop_check
 from taut.config import describe, from_mapping
 from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import Stops
+from taut.methods import METHODS
+from taut.methods.method import RunConfig
 from taut.rl.monitors import BEGINNING, DRIFT, ESTIMATE, HIGH, LOW, RECENT, WARN_SILENT, Guard
 from taut.rl.online import Online
-from taut.run.config import Run
-from taut.run.training import METHODS
 
 KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
@@ -93,14 +93,13 @@ def test_a_remedy_that_the_run_s_own_settings_refuse_is_not_told(
     method: str, keys: dict[str, Any], remedy: str, tmp_path: Path
 ) -> None:
     given = {"model": "m", "data.train": "a.jsonl", "rewards": "exact_match", **keys}
-    recipe = from_mapping(METHODS[method], given).objective.online
-    assert recipe is not None and recipe.ends_remedy.startswith(remedy)
+    assert from_mapping(METHODS[method], given).ends_remedy.startswith(remedy)
     if "missing_stop" not in remedy:
         with pytest.raises(ConfigError, match="missing_stop"):
             from_mapping(METHODS[method], {**given, "shaping.missing_stop": 0.5})
 
 
 def test_a_run_that_does_not_generate_is_told_no_key_of_one_that_does() -> None:
-    run = from_mapping(Run, {"model": "m", "data.train": "a.jsonl"})
-    assert run.objective.online is None
+    run = from_mapping(RunConfig, {"model": "m", "data.train": "a.jsonl"})
+    assert not run.generates and run.ends_remedy == ""
     assert KEY.findall(Stops(4, 0, 0, 0.9, None, ()).cause) == ["stop.tokens"]

@@ -20,11 +20,11 @@ from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError
 from taut.inference.local import LocalEngine
 from taut.inference.vllm import ServerEngine
+from taut.methods.grpo import Grpo
 from taut.rewards.panel import Panel
 from taut.rl import setup
 from taut.rl.online import Online
 from taut.rl.rollout import Roller
-from taut.run.training import METHODS
 from taut.train.distributed import Ranks
 
 
@@ -128,11 +128,15 @@ def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> N
     """Before anything is opened: the ranks are not left to wait for one of them."""
     judged = {"name": "reward_model", "label": "worth", "options": {"model": "m"}}
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
-    recipe = from_mapping(METHODS["grpo"], keys).objective.online
-    assert recipe is not None
-    setting = SimpleNamespace(ranks=Ranks(rank, 2, torch.device("cpu")))
+    run = from_mapping(Grpo, keys)
+    setting = SimpleNamespace(
+        config=run.rollout,
+        rewards=run.rewards,
+        credit=run.make_credit(),
+        ranks=Ranks(rank, 2, torch.device("cpu")),
+    )
     with pytest.raises(ConfigError, match=r"the reward worth, a model in this process, and 2 rank"):
-        setup.open_roller(recipe, cast(setup.Setting, setting))
+        setup.open_roller(cast(setup.Setting, setting))
 
 
 def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
@@ -154,9 +158,7 @@ def test_what_holds_programs_is_what_the_reward_asks_for(
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "code"}
     for tools, wanted in (([], ["landlock"]), (["python"], ["landlock", "first"])):
         environment = {"rollout.environment.name": "tools", "rollout.environment.tools": tools}
-        recipe = from_mapping(
-            METHODS["grpo"], keys | (environment if tools else {})
-        ).objective.online
-        assert recipe is not None
-        found = setup._settled(recipe, cast(Panel, panel), cast(LocalEngine, None), None)
+        run = from_mapping(Grpo, keys | (environment if tools else {}))
+        setting = cast(setup.Setting, SimpleNamespace(config=run.rollout, decisions=[]))
+        found = setup._settled(setting, cast(Panel, panel), cast(LocalEngine, None), None)
         assert [(name, value) for name, value, _ in found] == [("sandbox", it) for it in wanted]

@@ -12,21 +12,17 @@ from typing import Any
 import pytest
 from tests.jobs import make
 
-from taut.commands import train
 from taut.config import describe, from_mapping, to_dict
 from taut.errors import ConfigError
+from taut.methods import METHODS
 from taut.run import fingerprint as module
 from taut.run.fingerprint import (
-    FREE,
-    ROUNDING,
-    SCHEDULE,
     differences,
     identity_of,
     moved_servers,
     require_same,
 )
 from taut.run.setup import Built
-from taut.run.training import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +40,11 @@ def test_the_same_run_is_the_same(built: Built) -> None:
 
 def test_every_key_is_of_one_kind_and_every_name_is_a_key(built: Built) -> None:
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}
-    named = (*ROUNDING, *SCHEDULE)
-    for name in (*FREE, *(it.removeprefix("config.") for it in named if it != "environment")):
-        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    for cls in METHODS.values():
+        for name in (name for kind in cls.may_change for name in kind):
+            assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     left = identity(built)["config"]
-    assert not set(FREE) & set(left)
+    assert not set(built.run.may_change.freely) & set(left)
     assert {"seed", "optim", "lora", "batch", "noise", "data", "freeze"} <= set(left)
     assert "eval" not in left["data"]
     assert to_dict(built.run)["data"]["cache"] is None
@@ -259,7 +255,7 @@ def test_what_is_read_of_a_reward_model_is_not_overwritten() -> None:
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo"}
     for given in ({"rewards": judge}, {"rewards": "math", "eval.answers.rewards": judge}):
         run = from_mapping(METHODS["grpo"], {**keys, **given, "data.eval": "e.jsonl"})
-        assert {"judge", "own.jinja"} <= set(train._inputs(run))
+        assert {"judge", "own.jinja"} <= set(run.input_files())
 
 
 def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:

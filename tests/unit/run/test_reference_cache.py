@@ -20,7 +20,6 @@ from tests.preferences import plain_pairs
 from taut.errors import ConfigError, OutputError
 from taut.methods.reference import STREAM, Recorded, Start
 from taut.run import reference_cache
-from taut.run.config import rows_of
 from taut.run.reference_cache import keep_reference
 from taut.run.setup import Built
 from taut.train.trainer import filled
@@ -49,7 +48,7 @@ def fresh(built: Built, tmp_path: Path) -> Built:
 
 
 def file_of(built: Built) -> Path:
-    reference = built.run.objective.reference
+    reference = built.run.models().reference
     assert reference is not None
     assert reference.file is not None
     return Path(reference.file)
@@ -58,7 +57,7 @@ def file_of(built: Built) -> Path:
 def streams(built: Built) -> list[torch.Tensor]:
     """What the reference says of held-out pairs and of a step, in another layout than the file was made in."""
     assert built.inputs.eval is not None
-    trees = rows_of(built.run, built.inputs.eval).trees([3, 0])
+    trees = built.run.rows_of(built.inputs.eval).trees([3, 0])
     both = [*built.job.method.prepare(2), *trees]
     numbered = [
         replace(t, samples=tuple(replace(s, group=i) for s in t.samples))
@@ -117,7 +116,7 @@ def other_dtype(built: Built) -> Built:
 
 
 def other_reference(built: Built) -> Built:
-    reference = built.run.objective.reference
+    reference = built.run.models().reference
     assert reference is not None
     other = replace(reference, model=built.run.model)
     return replace(built, run=replace(built.run, reference=other))  # type: ignore[call-arg]
@@ -204,7 +203,7 @@ def test_a_damaged_one_is_refused(spoil: Callable[[bytes], bytes], fresh: Built)
 
 def test_a_place_that_cannot_be_written(fresh: Built, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    reference = fresh.run.objective.reference
+    reference = fresh.run.models().reference
     assert reference is not None
     below = replace(reference, file=str(tmp_path / "file" / "kept"))
     spoilt = replace(fresh, run=replace(fresh.run, reference=below))  # type: ignore[call-arg]

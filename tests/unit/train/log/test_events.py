@@ -9,23 +9,18 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from taut.config import Decision
 from taut.errors import DataError, OutputError
 from taut.train.log import EventLog, LogConfig, RunLog, read_events
 from taut.train.log import events as runlog_events
 from taut.train.log.events import Event, newest_first
-
-
-class Decision(NamedTuple):
-    name: str
-    value: str
-    reason: str
 
 
 class Kept:

@@ -1,0 +1,346 @@
+"""Attention: that every layer calls the chosen one, that it is causal, keeps packed samples apart, and computes what
+the library's own attention computes for a sample alone.
+
+Changes are measured to rounding. A mean over a sample's targets (``drift``) is compared where two ways of computing
+differ by rounding anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from taut.attention.select import observe
+from taut.checks.measure import (
+    drift,
+    first_layer_that_moves,
+    first_text_token,
+    gap,
+    largest_gap,
+    most_different,
+    replace_tokens,
+)
+from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.session import Session
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.models import architecture
+from taut.models.heads import scalar, scalar_head
+from taut.models.load import set_attention
+from taut.models.self_test import library_attention, library_logps, library_scalars
+from taut.types import Sample
+from taut.vision import tower
+
+KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
+KERNELS_SHOWN = 3
+
+
+@check("attention.calls", after=["model.noise", "model.head"])
+def every_layer_calls_the_attention(session: Session) -> Finding:
+    """Does every attention layer call the attention that was chosen, once?
+
+    A mask of the library's that says more than its layers ask for would be dropped.
+    """
+    observed, chosen = session.observed, session.loaded.attention
+    expected = architecture.attention_layer_count(session.scorer.model)
+    names = {module: name for name, module in session.scorer.named_modules()}
+    called = [names.get(module, type(module).__name__) for module in observed.layers]
+    if len(called) != expected or len(set(called)) != expected:
+        twice = sorted({name for name in called if called.count(name) > 1})
+        return failed(
+            f"{len(set(called))} of {expected} attention layers called {chosen.name}, in {len(called)} calls",
+            number=len(set(called)),
+            unit=f"of {expected} layers",
+            evidence=[
+                f"called: {', '.join(called) or 'none'}",
+                *(f"more than once: {name}" for name in twice),
+            ],
+            remedy="the model does not use the library's attention interface throughout; train another model, and "
+            "please report this one",
+        )
+    windows = sorted(window for window in observed.windows_called if window is not None)
+    not_called = observed.windows_masked - observed.windows_called - {None}
+    if expected and not_called:
+        widest = max(window for window in not_called if window is not None)
+        return failed(
+            f"the model masks a sliding window of {widest} that no layer asks for by keyword",
+            number=widest,
+            unit="tokens",
+            evidence=[f"windows that layers ask for: {sorted(map(str, observed.windows_called))}"],
+            remedy="the window would be dropped; train another model, and please report this one",
+        )
+    notes = [f"windows of {', '.join(map(str, windows))} tokens in some layers"] if windows else []
+    return passed(f"all {expected} layers call {chosen.name}", expected, "layers", notes)
+
+
+@check("attention.future", after=["attention.calls"])
+def later_tokens_change_nothing_before(session: Session) -> Finding:
+    """Does a later token leave everything before it as it is?"""
+    sample, quantity = session.pair[0], session.quantity
+    at = first_text_token(sample, sample.num_tokens // 2)
+    changed = replace_tokens(session, sample, [at])
+    is_before = sample.target_at_N < at  # the changed token itself is not among its predictions
+    left, right = session.alone[sample.id], session.numbers([changed])[sample.id]
+    moved = gap(left[is_before], right[is_before])
+    if moved > session.exact:
+        packs = pack([sample], ALONE), pack([changed], ALONE)
+        return failed(
+            f"changing token {at} of {sample.id} changes {quantity.one} before it by {moved:.3g} {quantity.unit}",
+            number=moved,
+            unit=quantity.unit,
+            evidence=[first_layer_that_moves(session, *packs, range(at))],
+            remedy="the model looks ahead, and taut trains causal language models; train another model",
+        )
+    return passed("nothing before a changed token moves", moved, quantity.unit)
+
+
+@check("attention.state", after=["attention.future"])
+def layers_with_state_are_known(session: Session) -> Finding:
+    """Are all layers with state across tokens known, so that nothing is packed with them?
+
+    Attention is switched off: what still passes from one token to the next goes through a layer with state.
+    """
+    sample, unit = session.short_sample, session.quantity.unit
+    left, right = (pack([one], ALONE) for one in (sample, replace_tokens(session, sample, [0])))
+    with session.inference(), observe(is_deaf=True):
+        moved = gap(session.forward(left)[1:], session.forward(right)[1:])
+    known = architecture.stateful_layers(session.scorer.model)
+    if known:
+        layers = ", ".join(known[:3])
+        says = f"{len(known)} layers carry state ({layers}); samples run one at a time"
+        return passed(says, moved, unit)
+    if moved > session.exact:
+        with observe(is_deaf=True):
+            where = first_layer_that_moves(session, left, right, range(1, left.num_tokens))
+        return failed(
+            f"a token changes what follows it by {moved:.3g} {unit} with attention taken out",
+            number=moved,
+            unit=unit,
+            evidence=[where],
+            remedy="the model has layers with state across tokens that taut does not know, so packed samples would "
+            "leak; train another model, and please report this one",
+        )
+    return passed("tokens know of each other through attention alone", moved, unit)
+
+
+@check("attention.neighbour", after=["attention.state"])
+def packed_samples_do_not_see_each_other(session: Session) -> Finding:
+    """Do packed samples not see each other?
+
+    A neighbour in the pack is replaced by another text of the same length.
+    """
+    if session.loaded.one_sample is not None:
+        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    (first, second), quantity = session.pair, session.quantity
+    changed = replace_tokens(session, first, range(first.num_tokens))
+    moved = gap(session.packed[second.id], session.numbers([changed, second])[second.id])
+    if moved > session.exact:
+        packs = pack([first, second], ALONE), pack([changed, second], ALONE)
+        inside = range(first.num_tokens, first.num_tokens + second.num_tokens)
+        return failed(
+            f"other words in {first.id} change {quantity.one} of {second.id} by {moved:.3g} {quantity.unit}",
+            number=moved,
+            unit=quantity.unit,
+            evidence=[first_layer_that_moves(session, *packs, inside)],
+            remedy=f"{session.loaded.attention.name} does not keep samples apart in this model; set "
+            "attention=reference, and please report the model",
+        )
+    return passed("other words in a neighbour change nothing", moved, quantity.unit)
+
+
+@check("attention.positions", after=["vision.positions", "vision.neighbour"])
+def positions_begin_with_each_sample(session: Session) -> Finding:
+    """Do positions restart with each packed sample?
+
+    Two samples packed are compared with each alone. Neighbours are known not to matter when this is asked.
+    """
+    if session.loaded.one_sample is not None:
+        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    first, second = session.pair
+    name, moved = most_different(session.packed, session.alone)
+    unit = session.unit_per_token
+    if moved > session.tolerance:
+        return failed(
+            f"the {session.quantity.many} of {name} change by {moved:.3g} {unit} with its place in the pack",
+            number=moved,
+            unit=unit,
+            evidence=[f"packed as ({first.id}, {second.id}), and alone"],
+            remedy="the model counts positions through the pack instead of from each sample's beginning; train "
+            "another model, and please report this one",
+        )
+    return passed("a sample's place in the pack changes nothing", moved, unit)
+
+
+class LibraryCall(NamedTuple):
+    """How plain transformers is called."""
+
+    kernel: str
+    has_positions: bool = False
+    has_mask: bool = False
+    uses_cache: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(
+            (
+                "position_ids" if self.has_positions else "no position_ids",
+                "mask of ones" if self.has_mask else "no mask",
+                "use_cache=True (the default)" if self.uses_cache else "use_cache=False",
+            )
+        )
+
+
+@check("attention.library", part="full", after=["attention.future"])
+def kernels_of_the_library_agree(session: Session) -> Finding:
+    """Do the library's own attention kernels agree about this model?
+
+    It fails if the kernels differ about a sample alone: then ``attention.packed`` would compare with something that may
+    be wrong, and a server would compute something else than the trainer.
+
+    The notes are for stacks other than ours: the pair packed as plain transformers would be given it, each common
+    setting (use_cache, a mask of ones, position_ids that restart) compared with the second sample alone. What differs
+    by more than rounding leaks. That is no failure, since taut uses none of it.
+    """
+    unit, many = session.unit_per_token, session.quantity.many
+    kernels = ["eager", *(["sdpa"] if session.model._supports_sdpa else [])]
+    first, second = session.pair
+    alone = {kernel: _library_numbers(session, LibraryCall(kernel), [second]) for kernel in kernels}
+    apart = drift(alone[kernels[0]], alone[kernels[-1]])
+    if apart > session.tolerance:
+        return failed(
+            f"the {many} of {second.id} alone differ by {apart:.3g} {unit} between {' and '.join(kernels)}",
+            number=apart,
+            unit=unit,
+            evidence=[f"at most {session.tolerance:g} is rounding in {session.dtype}"],
+            remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
+            "you serve with, compare it with the model's paper, and please report the model to transformers",
+        )
+    used = kernels[-1]
+    notes = [
+        f"{session.loaded.attention.name} runs {_profiled_kernels(session)}",
+        f"two samples packed by plain transformers ({used}), the second against itself alone:",
+    ]
+    for has_positions, has_mask, uses_cache in product((True, False), (False, True), (False, True)):
+        call = LibraryCall(used, has_positions, has_mask, uses_cache)
+        moved = drift(alone[used], _library_numbers(session, call, [first, second]))
+        verdict = "right" if moved <= session.tolerance else "LEAKS"
+        notes.append(f"{verdict:5}  {call} ({moved:.2g} {unit})")
+    return passed(f"{' and '.join(kernels)} agree", apart, unit, notes)
+
+
+def _profiled_kernels(session: Session) -> str:
+    """The attention kernels in a forward of the run's own, by name."""
+    is_cuda = session.ranks.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
+    with profile(activities=[activity]) as profiled:
+        session.numbers(session.pair[:1])
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    kernels = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
+    return ", ".join(kernels[:KERNELS_SHOWN]) or "no kernel with a name of attention"
+
+
+@torch.no_grad()
+def _library_numbers(session: Session, call: LibraryCall, samples: list[Sample]) -> Tensor:
+    """Log-probs of the last sample's targets, or scores at their predictors, as the library computes them."""
+    packed = pack(samples, ALONE).to(session.ranks.device)
+    ids, backbone = packed.ids_T, architecture.decoder(session.model)
+    keywords: dict[str, Any] = {"use_cache": call.uses_cache}
+    keywords |= tower.library_arguments(backbone, packed.media, ids)
+    if call.has_positions:
+        keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
+    if call.has_mask:
+        keywords["attention_mask"] = torch.ones_like(ids)[None]
+    last = samples[-1]
+    at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
+    with session.inference(), library_kernel(session, call.kernel):
+        if session.is_scalar:
+            hidden_TD = backbone(input_ids=ids[None], **keywords)[0][0]
+            head = scalar_head(session.scorer.model)
+            return scalar(hidden_TD.index_select(0, at), head).cpu()
+        logits = session.model(input_ids=ids[None], logits_to_keep=at, **keywords).logits[0]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_N = torch.from_numpy(last.ids_T[last.target_at_N]).to(ids.device)
+    return torch.log_softmax(wide, -1).gather(1, target_N[:, None]).squeeze(1).cpu()
+
+
+@contextmanager
+def library_kernel(session: Session, kernel: str) -> Iterator[None]:
+    """The model with one of the library's own attention kernels."""
+    ours = architecture.text_config(session.model)._attn_implementation
+    set_attention(session.model, kernel)
+    try:
+        yield
+    finally:
+        set_attention(session.model, ours)
+
+
+def library_numbers(session: Session, sample: Sample) -> Tensor:
+    """A sample alone by the library's own path: log-probs, or scores where it is read."""
+    compute = library_scalars if session.is_scalar else library_logps
+    return compute(session.scorer.model, sample, session.ranks.device)
+
+
+@check("attention.packed", after=["attention.positions", "attention.library"])
+def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
+    """Does a packed sample have the log-probs it has alone, by the library's own attention?
+
+    What training computes (taut's attention, packed), for a sample that follows another.
+    """
+    is_packed = session.loaded.one_sample is None
+    sample = session.pair[1 if is_packed else 0]
+    ours = (session.packed if is_packed else session.alone)[sample.id]
+    with session.inference():
+        theirs = library_numbers(session, sample)
+    moved, unit = drift(ours, theirs), session.unit_per_token
+    library, limit = library_attention(session.model), session.tolerance
+    if not moved <= limit:
+        _, at = largest_gap(ours, theirs)
+        token = session.inputs.token(int(sample.ids_T[sample.target_at_N[at]]))
+        return failed(
+            f"the {session.quantity.many} of {sample.id} differ by {moved:.3g} {unit} (at most {limit:g} is rounding) "
+            f"from the same sample alone by the library's {library} attention",
+            number=moved,
+            unit=unit,
+            evidence=[
+                f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
+            ],
+            remedy=f"{session.loaded.attention.name} does not compute this model; set attention=reference, and please "
+            "report the model",
+        )
+    how = "packed" if is_packed else "one at a time"
+    return passed(f"{how} as alone by the library's {library} attention", moved, unit)
+
+
+@check("attention.shared", after=["attention.packed"])
+def a_shared_prefix_changes_nothing(session: Session) -> Finding:
+    """Does a prefix computed once for two samples give what it gives computed twice?
+
+    One sample with two different ends.
+    """
+    if not session.job.policy.share_prefixes:
+        return skipped("prefixes are not shared in this run")
+    sample = max(session.pair, key=lambda one: one.num_tokens)
+    half = first_text_token(sample, max(1, sample.num_tokens // 2))
+    after = range(half, sample.num_tokens)
+    other = replace_tokens(session, sample, after, f"{sample.id} with another end")
+    with session.inference():  # once around all: autocast keeps its casts
+        shared = session.numbers([sample, other], PackPolicy(min_saved_tokens=1))
+        alone = {sample.id: session.alone[sample.id], **session.numbers([other])}
+    name, moved = most_different(alone, shared)
+    unit = session.unit_per_token
+    if moved > session.tolerance:
+        return failed(
+            f"with its first {half} tokens shared, the {session.quantity.many} of {name} are {moved:.3g} {unit} off",
+            number=moved,
+            unit=unit,
+            evidence=[f"{one}: {drift(shared[one], alone[one]):.3g}" for one in alone],
+            remedy="set batch.share_prefixes=false, and please report the model",
+        )
+    return passed(f"{half} shared tokens change nothing", moved, unit)

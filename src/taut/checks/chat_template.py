@@ -1,0 +1,922 @@
+"""The chat template: that it takes the rows, writes all of them, and gives a server the prompts that were trained on.
+
+The first rows are rendered, whole and turn by turn, on their own:
+
+    chat.whole     the conversation rendered once
+    turn.prompt    the messages before an answer, with the generation prompt: what a server feeds the model
+    turn.row       the messages up to and with that answer
+
+Rendering here refuses no row, as rendering for training does: each check says what it finds. A bounded number of rows,
+turns and characters is looked at. What more than half of the rows have is a fault of the template; what a few have is a
+fault of those rows (``is_most``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.session import GENERATED, Session, once
+from taut.data.chat_template import PROBE, Ids, Template, Text, checked, common_length
+from taut.data.messages import Completion, Conversation, Document, Message, Row, RowForm, text_of
+from taut.errors import RenderError
+from taut.io.console import counted
+from taut.types import Sample
+
+TURNS = 4
+"""Learned turns of a conversation that are looked at."""
+CHARACTERS = 300_000
+"""Of all renderings together, but for the first row."""
+ROWS = 16
+"""Rows that are decoded or rendered as samples."""
+SHOWN = 3
+"""Lines of evidence."""
+NO_CHATS = "no row is a conversation"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer: the text before it, and the text with it."""
+
+    place: str
+    index: int
+    message: Message
+    prompt: Text
+    row: Text
+
+    @property
+    def written(self) -> str:
+        """What the template writes after the prompt; empty if the prompt is not the row's beginning."""
+        return self.row.text.removeprefix(self.prompt.text) if self.is_prefix else ""
+
+    @property
+    def is_prefix(self) -> bool:
+        return self.row.text.startswith(self.prompt.text)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation."""
+
+    row: Conversation
+    whole: Text
+    turns: tuple[Turn, ...]
+
+    @property
+    def place(self) -> str:
+        return self.row.place
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The functions that its messages call."""
+        messages = self.row.messages
+        return [call["function"] for message in messages for call in message.get("tool_calls", ())]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The rows that were looked at."""
+
+    chats: tuple[Chat, ...]
+    turns: tuple[Turn, ...]
+    """Of all chats; a prompt with its completion is one too."""
+    refused: tuple[RenderError, ...]
+    """Why the template does not take a conversation, for each that it refuses."""
+    documents: tuple[Text, ...]
+    ids_of: Mapping[Text, Ids]
+
+
+@once
+def rendered(session: Session) -> Rendered:
+    """The first rows of the training data, rendered."""
+    template = session.language.renderer.template
+    chats: list[Chat] = []
+    turns: list[Turn] = []
+    refused: list[RenderError] = []
+    documents: list[Text] = []
+    room = CHARACTERS
+    for row in session.rows:
+        if isinstance(row, Conversation):
+            try:
+                chat = _rendered_chat(row, template)
+            except RenderError as error:
+                refused.append(error)
+                continue
+            chats.append(chat)
+            turns.extend(chat.turns)
+            room -= len(chat.whole.text) * (1 + 2 * len(chat.turns))
+        elif isinstance(row, Completion):
+            message = {"role": "assistant", "content": row.completion}
+            prompt = checked(row.prompt, row.place, is_rendering=False)
+            whole = checked(row.prompt + row.completion, row.place, is_rendering=False)
+            turns.append(Turn(short_place(row.place), 0, message, prompt, whole))
+            room -= 2 * len(whole.text)
+        else:
+            assert isinstance(row, Document)
+            documents.append(checked(row.text, row.place, is_rendering=False))
+            room -= len(row.text)
+        if room < 0:
+            break
+    texts = [chat.whole for chat in chats] + documents
+    texts += [text for turn in turns for text in (turn.prompt, turn.row)]
+    ids_of = template.encode(texts)
+    return Rendered(tuple(chats), tuple(turns), tuple(refused), tuple(documents), ids_of)
+
+
+def _rendered_chat(row: Conversation, template: Template) -> Chat:
+    whole = template.apply(row.messages, row.tools, row.place)
+    turns = []
+    for index in [index for index in row.learned if index][-TURNS:]:
+        place = f"{short_place(row.place)}: messages[{index}]"
+        before, with_answer = row.messages[:index], row.messages[: index + 1]
+        placed = whole.pictures
+        prompt = template.apply(before, row.tools, place, is_prompt=True, placed=placed)
+        until = whole
+        if index + 1 < len(row.messages):
+            until = template.apply(with_answer, row.tools, row.place, placed=placed)
+        turns.append(Turn(place, index, row.messages[index], prompt, until))
+    return Chat(row, whole, tuple(turns))
+
+
+def is_most(some: Sequence[object], of: int) -> bool:
+    """More than half."""
+    return 2 * len(some) > of
+
+
+def short_place(place: str) -> str:
+    """A row's place without the directory."""
+    return PurePath(place).name
+
+
+def quoted(text: str, most: int = 60) -> str:
+    """A text in a line of evidence, its middle left out if it is long."""
+    if len(text) > most:
+        half = (most - 5) // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return repr(text)
+
+
+def _num_equal(left: str, right: str) -> int:
+    """How many leading characters are equal."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _normal(text: str) -> str:
+    """For comparing what a tokenizer gives back: many normalise Unicode, which loses nothing."""
+    return unicodedata.normalize("NFKC", text)
+
+
+def _reasoning(message: Message) -> str:
+    """The reasoning before an answer, from a field of its own or between tags; empty if there is none."""
+    for key in REASONING:
+        if message.get(key, "").strip():
+            return str(message[key]).strip()
+    before, close, _ = text_of(message["content"]).partition(CLOSE)
+    return before.rpartition(OPEN)[2].strip() if close else ""
+
+
+def _answer(message: Message) -> str:
+    """An assistant's words without its reasoning."""
+    return text_of(message["content"]).rpartition(CLOSE)[2].strip()
+
+
+def _texts(message: Message) -> list[str]:
+    """A message's words; if it has pictures, those between them."""
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
+
+
+# -- what the template writes of a conversation
+
+
+@check("template.takes", after=["data.columns"])
+def the_template_takes_the_rows(session: Session) -> Finding:
+    """Does the chat template take the rows' messages?
+
+    One row that is refused is left to ``data.rows``; most of them are not.
+    """
+    chats, refused = rendered(session).chats, rendered(session).refused
+    number = len(chats) + len(refused)
+    if not number:
+        return skipped(NO_CHATS)
+    if is_most(refused, number):
+        says, remedy = split_error(refused[0])
+        place, _, reason = says.partition(": ")
+        return failed(
+            f"the template refuses {len(refused)} of {number} conversations",
+            number=len(refused),
+            unit=f"of {number} rows",
+            evidence=[f"{short_place(place)}: {reason}"],
+            remedy=remedy,
+        )
+    return passed("the template takes them", len(chats), f"of {number} rows")
+
+
+MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+"""How templates write who speaks and where turns end."""
+COMPARED = 4000
+"""Characters of a row in which the first difference is looked for."""
+
+
+@check("template.lossless", after=["template.takes"])
+def the_tokenizer_keeps_the_text(session: Session) -> Finding:
+    """Does the tokenizer keep the text: ids read back as what was rendered?
+
+    Unicode normalisation and a space in front are no loss.
+    """
+    rows = rendered(session)
+    texts = [chat.whole for chat in rows.chats]
+    texts += [turn.row for turn in rows.turns if not turn.row.is_rendering]
+    texts = [*texts, *rows.documents][:ROWS]
+    if not texts:
+        return skipped("no row could be rendered")
+    lost = []
+    for text in texts:
+        decoded = session.tokenizer.decode(
+            rows.ids_of[text], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        before, after = _normal(text.text).strip(), _normal(str(decoded))
+        if before not in after:
+            lost.append((before, after.strip()))
+    if is_most(lost, len(texts)):
+        return failed(
+            f"the ids of {len(lost)} of {len(texts)} rows read back as another text",
+            number=len(lost),
+            unit=f"of {len(texts)} rows",
+            evidence=[_becomes(*pair) for pair in lost[:SHOWN]],
+            remedy="the tokenizer loses what the rows say (its normalizer, or characters it has no token for); use one "
+            "that keeps text, or prepare the rows as the model expects them",
+        )
+    notes = [f"lost in {len(lost)} rows: {_becomes(*lost[0])}"] if lost else []
+    marks = dict.fromkeys(mark for text in texts for mark in MARK.findall(text.text))
+    id_of = session.tokenizer.backend_tokenizer.token_to_id
+    pieces = [mark for mark in marks if id_of(mark) is None]  # made for another tokenizer
+    if pieces:
+        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:SHOWN])}")
+    return passed("ids read back as the text", len(texts) - len(lost), "rows", notes)
+
+
+def _becomes(text: str, decoded: str) -> str:
+    """The first words that are lost, before and after."""
+    left, right = text[:COMPARED], decoded[:COMPARED]
+    for kind, i, j, k, m in difflib.SequenceMatcher(
+        None, left, right, autojunk=False
+    ).get_opcodes():
+        if kind in ("delete", "replace"):
+            before = text[max(0, i - 8) : max(j, i + 12)]
+            return f"{quoted(before)} becomes {quoted(decoded[max(0, k - 8) : max(m, k + 12)])}"
+    return f"{quoted(text)} becomes {quoted(decoded)}"
+
+
+@check("template.markup", after=["template.takes"])
+def messages_have_no_special_tokens(session: Session) -> Finding:
+    """Are the messages free of the special tokens that the template itself writes?
+
+    In a conversation that was rendered before they are there twice.
+    """
+    chats, tokenizer = rendered(session).chats, session.tokenizer
+    if not chats:
+        return skipped(NO_CHATS)
+    added = tokenizer.added_tokens_decoder.values()
+    special = [*tokenizer.all_special_tokens, *(one.content for one in added if one.special)]
+    wanted = {*session.run.tokens.add, ""}  # tokens that were made for the messages
+    tokens = [token for token in dict.fromkeys(special) if token not in wanted]
+    places: list[tuple[str, str, str]] = []  # token, row, words around it
+    for chat in chats:
+        for index, message in enumerate(chat.row.messages):
+            words = text_of(message["content"])
+            token = next((token for token in tokens if token in words), None)
+            if token is not None:
+                at = words.index(token)
+                around = quoted(words[max(0, at - 20) : at + 40])
+                places.append((token, chat.place, f"messages[{index}]: {around}"))
+                break
+    if is_most(places, len(chats)):
+        return failed(
+            f"{places[0][0]} is written in the messages of {len(places)} of {len(chats)} rows",
+            number=len(places),
+            unit=f"of {len(chats)} rows",
+            evidence=[f"{place}: {where}" for _, place, where in places[:SHOWN]],
+            remedy="the rows seem to be rendered already, and the template would be there twice; give plain messages, "
+            "or the rendered text in a column text",
+        )
+    notes = [f"{token} in {place}, {where}" for token, place, where in places[:1]]
+    return passed("no special token in the messages' words", len(places), "rows", notes)
+
+
+FIRST, AGAIN = "first words", "more words"
+SYSTEM_PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": FIRST},
+    {"role": "assistant", "content": "an answer"},
+    {"role": "user", "content": AGAIN},
+)
+
+
+@check("template.system", after=["template.takes"])
+def system_messages_are_written(session: Session) -> Finding:
+    """Are the rows' system messages written?
+
+    Also what the template writes of its own if there is none.
+    """
+    chats = rendered(session).chats
+    if not chats:
+        return skipped(NO_CHATS)
+    num_with, dropped = 0, []
+    for chat in chats:
+        systems = [message for message in chat.row.messages if message["role"] == "system"]
+        num_with += bool(systems)
+        words = [text.strip() for message in systems for text in _texts(message)]
+        lost = next((text for text in words if text not in chat.whole.text), None)
+        if lost is not None:
+            text = f"{quoted(lost)} is not in {quoted(chat.whole.text)}"
+            dropped.append(f"{short_place(chat.place)}: {text}")
+    default = _default_system_message(session)
+    if dropped:
+        instead = [f"the template writes {quoted(default)} in every row"] if default else []
+        return failed(
+            f"the template leaves out the system message of {len(dropped)} of {num_with} rows",
+            number=len(dropped),
+            unit=f"of {num_with} rows",
+            evidence=[*dropped[:SHOWN], *instead],
+            remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
+            "first user message",
+        )
+    notes = []
+    if default:
+        without = len(chats) - num_with
+        notes.append(f"where there is none ({without} rows), the template writes {quoted(default)}")
+    return passed("written where rows have one", num_with, f"of {len(chats)} rows", notes)
+
+
+def _default_system_message(session: Session) -> str:
+    """What stands before the first user message and not before a later one, without special tokens."""
+    try:
+        text = session.language.renderer.template.apply(SYSTEM_PROBE, (), "the probe").text
+    except RenderError:
+        return ""
+    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
+    if tokens:
+        text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
+    head, first, rest = text.partition(FIRST)
+    if not first:  # template.content
+        return ""
+    later = rest.partition(AGAIN)[0]
+    extra = head[: len(head) - _num_equal(head[::-1], later[::-1])]
+    return re.sub(r"^\s*(system|developer)\s*\n", "", extra).strip()
+
+
+@check("template.content", after=["template.lossless"])
+def messages_are_written_word_for_word(session: Session) -> Finding:
+    """Does the template write what users, assistants and tools say, word for word?
+
+    Each message's words are looked for in the rendering, in their order. White space around them may go, and is noted.
+    """
+    chats = rendered(session).chats
+    if not chats:
+        return skipped(NO_CHATS)
+    messages = [(chat, message) for chat in chats for message in chat.row.messages]
+    number = sum(message["role"] != "system" for _, message in messages)
+    lost = [(chat, index) for chat in chats for index in _lost_messages(chat)]
+    if lost:
+        kinds, evidence = set(), []
+        for chat, index in lost:
+            message = chat.row.messages[index]
+            kinds.add(f"{message['role']}{' with calls' if message.get('tool_calls') else ''}")
+            words = quoted(text_of(message["content"]))
+            evidence.append(f"{short_place(chat.place)}: messages[{index}]: {words}")
+        return failed(
+            f"the template leaves out or changes words of {len(lost)} of {number} messages "
+            f"({', '.join(sorted(kinds))})",
+            number=len(lost),
+            unit=f"of {number} messages",
+            evidence=evidence[:SHOWN],
+            remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
+        )
+    num_trimmed = sum(
+        message["role"] == "user" and any(text not in chat.whole.text for text in _texts(message))
+        for chat, message in messages
+    )
+    notes = []
+    if num_trimmed:
+        notes.append(f"white space around the words of {num_trimmed} messages is taken off")
+    return passed("every message, word for word", number, "messages", notes)
+
+
+def _lost_messages(chat: Chat) -> Iterator[int]:
+    """Messages whose words are not found after those of the message before."""
+    text, at = chat.whole.text, 0
+    for index, message in enumerate(chat.row.messages):
+        if message["role"] == "system":  # may stand elsewhere: template.system
+            continue
+        for words in map(str.strip, _texts(message)):
+            spellings = [words]
+            if message["role"] == "assistant":
+                spellings = [_answer(message)]
+            elif message["role"] == "tool":  # as JSON too
+                spellings += [
+                    json.dumps(words, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
+                ]
+            found = [(text.find(spelling, at), len(spelling)) for spelling in spellings]
+            first = min((place for place in found if place[0] >= 0), default=None)
+            if first is None:
+                yield index
+                break
+            at = sum(first)
+
+
+SWITCH = "enable_thinking"
+
+
+@check("template.thinking", after=["template.content"])
+def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
+    """Is reasoning written where rows have it, and opened by the prompt only there?"""
+    if session.is_generated:
+        return skipped(GENERATED)
+    rows = rendered(session)
+    if not rows.chats:
+        return skipped(NO_CHATS)
+    turns = [turn for chat in rows.chats for turn in chat.turns]
+    reasoned = [turn for turn in turns if _reasoning(turn.message)]
+
+    def fault(says: str, wrong: list[Turn], number: int, shown: list[str], remedy: str) -> Finding:
+        return failed(
+            f"{says} {len(wrong)} of {number} answers",
+            number=len(wrong),
+            unit=f"of {number} answers",
+            evidence=shown[:SHOWN],
+            remedy=remedy,
+        )
+
+    lost = [turn for turn in reasoned if _reasoning(turn.message) not in turn.row.text]
+    if lost:
+        return fault(
+            "the template leaves out the reasoning of",
+            lost,
+            len(reasoned),
+            [f"{turn.place}: {quoted(_reasoning(turn.message))}" for turn in lost],
+            "give a template that writes the reasoning of the answer being trained with data.template=FILE, or take it "
+            "out of the rows",
+        )
+    opened, openings = [], []
+    for turn in turns:
+        prompt, row = turn.prompt.text, turn.row.text
+        prompt_ids, row_ids = rows.ids_of[turn.prompt], rows.ids_of[turn.row]
+        is_prefix = row_ids[: len(prompt_ids)] == prompt_ids
+        is_closed_at_once = is_prefix and turn.written.lstrip().startswith(CLOSE)
+        is_opened = prompt.rstrip().endswith(OPEN) and not _reasoning(turn.message)
+        if is_opened and not is_closed_at_once:
+            opened.append(turn)
+            at = _num_equal(prompt, row)
+            then = quoted(row[at : at + 60])
+            openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
+    source = session.language.renderer.template.template
+    has_switch = isinstance(source, str) and SWITCH in source
+    if opened:
+        shortest_way = f": the model's own after a first line {{%- set {SWITCH} = false %}}"
+        return fault(
+            f"the generation prompt opens {OPEN} for answers without reasoning:",
+            opened,
+            len(turns),
+            openings,
+            "give rows with reasoning, or a template whose generation prompt does not open it with data.template=FILE"
+            + (shortest_way if has_switch else ""),
+        )
+    closed = [
+        turn
+        for turn in reasoned
+        if turn.prompt.text.rstrip().endswith(CLOSE) and not turn.is_prefix
+    ]
+    if closed:
+        return fault(
+            f"the generation prompt closes {CLOSE} before the reasoning of",
+            closed,
+            len(reasoned),
+            [f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed],
+            "give a template whose generation prompt leaves reasoning open with data.template=FILE, or take it out of "
+            "the rows",
+        )
+    says = "reasoning is written" if reasoned else "no row has reasoning"
+    num_empty = sum(
+        "".join(turn.written.split()).startswith((OPEN + CLOSE, CLOSE))
+        for turn in turns
+        if not _reasoning(turn.message)
+    )
+    notes = []
+    if num_empty:
+        notes.append(f"{num_empty} answers are taught to begin with an empty {OPEN}{CLOSE}")
+    if has_switch:
+        notes += _switched_prompts(session)
+    return passed(says, len(reasoned), f"of {len(turns)} answers", notes)
+
+
+def _switched_prompts(session: Session) -> Iterator[str]:
+    """How prompts end if a server switches thinking off or on, for a template that has the switch."""
+    template = session.language.renderer.template
+
+    def prompt(**switch: bool) -> str:
+        return template.write(
+            PROBE[:1], (), is_prompt=True, place=f"a prompt with {switch}", **switch
+        )
+
+    trained = prompt()
+    for is_on in (False, True):
+        served = prompt(**{SWITCH: is_on})
+        if served != trained:
+            value = f"{SWITCH}={str(is_on).lower()}"
+            yield f"served with {value}, prompts are not those trained on: {quoted(served[-40:])}"
+
+
+@check("template.tools", after=["template.content"])
+def tools_and_calls_are_written(session: Session) -> Finding:
+    """Are tools and calls written, their arguments as JSON or in the template's own tags?"""
+    chats = [chat for chat in rendered(session).chats if chat.row.tools or chat.calls]
+    if not chats:
+        return skipped("no row has tools")
+    wrong = [(chat, *fault) for chat in chats if (fault := next(_tool_faults(chat), None))]
+    if wrong:
+        return failed(
+            f"in {len(wrong)} of {len(chats)} rows the template {wrong[0][1]}",
+            number=len(wrong),
+            unit=f"of {len(chats)} rows",
+            evidence=[f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:SHOWN]],
+            remedy="give a template that writes tools, and calls as JSON (tojson), with data.template=FILE; or take "
+            "them out of the rows",
+        )
+    number = sum(len(chat.calls) for chat in chats)
+    return passed(f"tools and calls are written in {len(chats)} rows", number, "calls")
+
+
+def _tool_faults(chat: Chat) -> Iterator[tuple[str, str]]:
+    """What the template does wrong, and the words it is about."""
+    text = chat.whole.text
+    for tool in chat.row.tools:
+        if tool["function"]["name"] not in text:
+            yield "leaves out tools", f"the tool {quoted(tool['function']['name'])}"
+    for call in chat.calls:
+        arguments, name = call.get("arguments", {}), call["name"]
+        if name not in text:
+            yield "leaves out calls", f"the call of {quoted(name)}"
+        if arguments and repr(arguments) in text and not _is_json(repr(arguments)):
+            yield "writes arguments as Python, not as JSON", quoted(repr(arguments))
+        for key, value in arguments.items():
+            if isinstance(value, str):
+                as_json = [
+                    json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
+                ]
+                spellings = [value, *as_json]
+            elif isinstance(value, int | float):
+                spellings = [str(value), json.dumps(value)]
+            else:  # a value with parts may be written in any way
+                spellings = [""]
+            if key not in text or not any(words in text for words in spellings):
+                yield "leaves out arguments", f"{key} of {quoted(name)}"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+# -- prompts and answers as tokens
+
+
+@check("template.bos", after=["template.takes"])
+def rows_begin_with_one_bos(session: Session) -> Finding:
+    """Does a row begin with one BOS at most?
+
+    A tokenizer that puts BOS in front of plain text does not do so for a rendering.
+    """
+    texts, bos = rendered(session), session.tokenizer.bos_token_id
+    rows = [(short_place(chat.place), texts.ids_of[chat.whole]) for chat in texts.chats]
+    plain_turns = [turn for turn in texts.turns if not turn.row.is_rendering]
+    rows += [(turn.place, texts.ids_of[turn.row]) for turn in plain_turns]
+    rows += [("a text", texts.ids_of[text]) for text in texts.documents]
+    if not rows:
+        return skipped("no row could be rendered")
+    if bos is None:
+        return passed("the tokenizer has no BOS", 0, "a row")
+    template, token = session.language.renderer.template, session.tokenizer.bos_token
+    twice = []
+    for place, ids in rows:
+        # looked for at the beginning alone if BOS ends turns too
+        after = ids[1:2] if bos == session.tokenizer.eos_token_id else ids[1:]
+        if any(pair == (bos, bos) for pair in zip(ids, after, strict=False)):
+            twice.append(f"{place}: {template.quoted(ids[:8])}")
+    if is_most(twice, len(rows)):
+        return failed(
+            f"{token} stands twice running in {len(twice)} of {len(rows)} rows",
+            number=len(twice),
+            unit=f"of {len(rows)} rows",
+            evidence=twice[:SHOWN],
+            remedy=f"write {token} once: take it out of the template (data.template=FILE) or out of the rows' text",
+        )
+    number = sum(ids[:1] == [bos] for _, ids in rows)
+    notes = []
+    if texts.chats and number < len(rows):
+        probe = Text("Hi", is_rendering=False)
+        if template.encode([probe])[probe][:1] == [bos]:
+            notes.append(
+                f"the tokenizer puts {token} before plain text, the template writes none: chats are trained and served "
+                "without it"
+            )
+    says = f"{token} once" if number else f"the rows begin without {token}"
+    return passed(says, number, f"of {len(rows)} rows", notes)
+
+
+HEADERS = 4
+"""Conversations in which the header of an answer is looked at."""
+
+
+@check("template.prompt", after=["template.markup", "template.system", "template.thinking"])
+def the_served_prompt_begins_the_row(session: Session) -> Finding:
+    """Is what a server feeds the model the beginning of what was trained, header included?
+
+    As text; whether their tokens meet is ``template.boundary``.
+    """
+    chats = rendered(session).chats
+    if session.is_generated:  # the model writes all that is learned: a stand-in for its answers
+        answer = {"role": "assistant", "content": "an answer"}
+        rows = [
+            replace(chat.row, messages=(*chat.row.messages, answer)) for chat in chats[:HEADERS]
+        ]
+        rows = [replace(row, learned=(len(row.messages) - 1,)) for row in rows]
+        chats = tuple(_rendered_chat(row, session.language.renderer.template) for row in rows)
+    turns = [turn for chat in chats for turn in chat.turns]
+    if not turns:
+        return skipped(NO_CHATS)
+    wrong = [turn for turn in turns if not turn.is_prefix and not session.is_generated]
+    if is_most(wrong, len(turns)):
+        evidence = []
+        for turn in wrong[:SHOWN]:
+            prompt, row = turn.prompt.text, turn.row.text
+            at = _num_equal(prompt, row)
+            evidence.append(
+                f"{turn.place}: after {quoted(prompt[max(0, at - 20) : at])} the prompt has "
+                f"{quoted(prompt[at : at + 30])}, the row {quoted(row[at : at + 30])}"
+            )
+        return failed(
+            f"the prompt is not the beginning of the row before {len(wrong)} of {len(turns)} answers",
+            number=len(wrong),
+            unit=f"of {len(turns)} answers",
+            evidence=evidence,
+            remedy="the model would be asked with other words than it is taught after; give a template whose "
+            "generation prompt is what it writes before answers with data.template=FILE",
+        )
+    firsts = [(chat, turn) for chat in chats[:HEADERS] for turn in chat.turns[:1]]
+    taught = [
+        f"{turn.place}: the answer begins with {quoted(header)}"
+        for chat, turn in firsts
+        if (header := _taught_header(session, chat, turn))
+    ]
+    if taught:
+        return failed(
+            "the template has no generation prompt: the header would be part of each answer",
+            number=len(taught),
+            unit=f"of {len(chats[:HEADERS])} rows",
+            evidence=taught,
+            remedy="write the answer's header where add_generation_prompt is true, in a template given with "
+            "data.template=FILE",
+        )
+    says = "the prompt is the row's beginning"
+    if session.is_generated:
+        says = "the header is the prompt's"
+    return passed(says, len(turns) - len(wrong), "answers")
+
+
+def _taught_header(session: Session, chat: Chat, turn: Turn) -> str:
+    """What stands between the prompt and the answer's words, if it is a header like those of earlier messages."""
+    words = _answer(turn.message)
+    if not turn.is_prefix or not words or _reasoning(turn.message):
+        return ""
+    header = turn.written.partition(words)[0]
+    if not header.strip():
+        return ""
+    row = chat.row
+    before = session.language.renderer.template.apply(
+        row.messages[: turn.index], row.tools, turn.place, placed=chat.whole.pictures
+    )
+    first = header.split(maxsplit=1)[0].split(">")[0]
+    return header if before.text == turn.prompt.text and first in before.text else ""
+
+
+@check("template.boundary", after=["template.prompt"])
+def no_token_spans_prompt_and_answer(session: Session) -> Finding:
+    """Do prompt and answer meet between two tokens?
+
+    A token that reaches over the boundary is one that inference never sees.
+    """
+    if session.is_generated:
+        return skipped(GENERATED)
+    rows = rendered(session)
+    turns = [turn for turn in rows.turns if turn.is_prefix]
+    if not turns:
+        return skipped("no row has a prompt that is its beginning")
+    template, eos = session.language.renderer.template, session.tokenizer.eos_token_id
+    merged = []
+    for turn in turns:
+        prompt, row = rows.ids_of[turn.prompt], rows.ids_of[turn.row]
+        size = len(prompt)
+        if not turn.prompt.is_rendering and prompt[-1:] == [eos]:
+            size -= 1  # a tokenizer that itself ends each text with eos
+        if row[:size] != prompt[:size]:
+            at = common_length(prompt, row)
+            merged.append(
+                f"{turn.place}: token {at} is {template.quoted(prompt[at : at + 1])} in the prompt and "
+                f"{template.quoted(row[at : at + 1])} in the row"
+            )
+    if is_most(merged, len(turns)):
+        return failed(
+            f"a token reaches over the boundary of {len(merged)} of {len(turns)} answers",
+            number=len(merged),
+            unit=f"of {len(turns)} answers",
+            evidence=merged[:SHOWN],
+            remedy="take white space from where they meet: from the end of the prompt (or of the template's generation "
+            "prompt) or the beginning of the answer",
+        )
+    return passed("no token reaches over", len(turns) - len(merged), "answers")
+
+
+@check("template.parts", after=["template.markup", "template.system", "template.thinking"])
+def answers_are_trained_as_first_written(session: Session) -> Finding:
+    """Is every answer trained as the model writes it, whatever the template makes of it once it is history?"""
+    if session.is_generated:
+        return skipped(GENERATED)
+    chats = rendered(session).chats
+    if not chats:
+        return skipped(NO_CHATS)
+    unit = f"of {len(chats)} rows"
+    rewritten = []
+    for chat in chats:
+        for turn in chat.turns:
+            if not chat.whole.text.startswith(turn.row.text.rstrip()):
+                place = f"{short_place(chat.place)}: messages[{turn.index}]"
+                rewritten.append(f"{place} is written differently once history")
+                break
+    if session.run.data.targets == "all" and rewritten:
+        return failed(
+            f"with targets=all, {len(rewritten)} of {len(chats)} rows are trained on answers rewritten as history",
+            number=len(rewritten),
+            unit=unit,
+            evidence=rewritten[:SHOWN],
+            remedy="set data.targets=assistant, which trains each answer as it is written when it is given",
+        )
+    if not rewritten:
+        return passed("once rendered is rendered in parts", len(chats), "rows")
+    notes = ["the template rewrites answers once they are history, so each is a sample of its own"]
+    return passed("rows rewritten as history become several samples", len(rewritten), unit, notes)
+
+
+LONG = 8
+"""Characters that words must have to be recognised as part of a message."""
+
+
+@check(
+    "template.targets",
+    after=[
+        "template.tools",
+        "template.bos",
+        "template.boundary",
+        "template.parts",
+        "stop.set",
+    ],
+)
+def targets_are_the_answers(session: Session) -> Finding:
+    """Are the targets, as text, the answers and nothing of what was asked?"""
+    if session.is_generated:
+        return skipped(GENERATED)
+    num_rows, wrong, notes = 0, [], []
+    for row in session.rows[:ROWS]:
+        if not isinstance(row, Conversation | Completion):
+            continue
+        try:
+            samples = session.renderer.render(row)
+        except RenderError:
+            continue  # data.rows
+        num_rows += 1
+        notes += [
+            f"{short_place(one.id)}: {quoted(_targets_as_text(session, [one]))}" for one in samples
+        ]
+        if fault := _target_fault(session, row, _targets_as_text(session, samples)):
+            wrong.append(f"{short_place(row.place)}: {fault}")
+    if not num_rows:
+        return skipped("no row could be rendered as question and answer")
+    if wrong:
+        return failed(
+            f"the targets of {len(wrong)} of {num_rows} rows are not the answers",
+            number=len(wrong),
+            unit=f"of {num_rows} rows",
+            evidence=wrong[:SHOWN],
+            remedy="look at `taut show`, which marks targets; give a template that writes the answer, and it alone, "
+            "after its generation prompt with data.template=FILE",
+        )
+    return passed("targets are the answers", num_rows, "rows", notes[:SHOWN])
+
+
+def _targets_as_text(session: Session, samples: Sequence[Sample]) -> str:
+    """Runs of targets, one after the other."""
+    runs = []
+    for sample in samples:
+        at_N = sample.target_at_N
+        for run in np.split(at_N, np.flatnonzero(np.diff(at_N) > 1) + 1):
+            ids = sample.ids_T[run].tolist()
+            runs.append(str(session.tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+    return _normal("\n".join(runs))
+
+
+def _target_fault(session: Session, row: Row, text: str) -> str:
+    """What is missing among the targets, or is there and should not be; empty: nothing."""
+    which = session.run.data.targets
+    if isinstance(row, Completion):
+        answers, others = [row.completion.strip()], [row.prompt]
+    else:
+        assert isinstance(row, Conversation)
+        answers = []
+        for message in (row.messages[i] for i in row.learned[-1 if which == "last" else 0 :]):
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
+        asked = [message for message in row.messages if message["role"] != "assistant"]
+        others = [words for message in asked for words in _texts(message)]
+    rest = text
+    for words in map(_normal, answers):
+        before, found, after = rest.partition(words)
+        if not found:
+            return f"{quoted(words)} is no target: {quoted(rest)}"
+        rest = before + "\n" + after
+    if which == "all":
+        return ""
+    for words in (_normal(other.strip()) for other in others):
+        if len(words) >= LONG and words in rest:
+            return f"{quoted(words)} is a target: {quoted(rest)}"
+    return ""
+
+
+APPLY = "data.apply_chat_template"
+PLAIN_SHOWN = 2
+
+
+@check("template.plain", after=["data.rows"])
+def plain_prompts_go_through_the_template(session: Session) -> Finding:
+    """Do plain prompts and completions of a chat model go through its template, or is it set that they do not?
+
+    They are used as they are unless data.apply_chat_template is set. A chat server renders each question with the
+    template, so a model that is trained on plain text never sees the prompts it will be asked; if data.train also has
+    conversations, it learns two forms of the same thing. Documents (the column ``text``) are plain text on purpose.
+    """
+    if session.language.renderer.template.template is None:
+        return skipped("the tokenizer has no chat template")
+    forms: dict[str, Counter[RowForm]] = {name: data.forms for name, data in session.data}
+    num_plain = sum(form["completion"] for form in forms.values())
+    unit = f"of {sum(form.total() for form in forms.values()):,} rows"
+    is_applied = session.run.data.apply_chat_template
+    if is_applied is not None:
+        how = "rendered with the template" if is_applied else "used as they are"
+        return passed(f"{APPLY} is set: plain prompts and completions are {how}", num_plain, unit)
+    if not num_plain:
+        return skipped("no row is a prompt and a completion as plain text")
+    counts = []
+    for name, form in forms.items():
+        kinds = [counted(number, f"{kind}s") for kind, number in sorted(form.items()) if number]
+        counts.append(f"data.{name}: {', '.join(kinds)}")
+    plain = [row for row in session.rows if isinstance(row, Completion)][:PLAIN_SHOWN]
+    examples = [f"{short_place(row.place)}: {quoted(row.prompt + row.completion)}" for row in plain]
+    remedy = (
+        f"set {APPLY}=true to render them as a user and an assistant message, as a chat server will; or {APPLY}=false "
+        "if plain text is what the model will be given"
+    )
+    train = forms["train"]
+    if train["completion"] and train["conversation"]:
+        return failed(
+            f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
+            f"template, and {counted(train['conversation'], 'conversations')}, rendered with it",
+            number=num_plain,
+            unit=unit,
+            evidence=[*counts, *examples],
+            remedy=remedy,
+        )
+    has_chats = any(form["conversation"] for form in forms.values())
+    return warned(
+        "plain prompts and completions are used without the chat template that the tokenizer has",
+        number=num_plain,
+        unit=unit,
+        evidence=[*(counts if has_chats else ()), *examples],
+        remedy=remedy,
+    )

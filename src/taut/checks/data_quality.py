@@ -1,0 +1,567 @@
+"""What the rows say: repeats, lengths, leaks between prompt and answer and between train and eval, and the labels of
+judged answers.
+
+Judged data: of more than two compared answers the best and the worst are the pair, and a bounded number of rows, spread
+evenly, is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taut.checks.chat_template import short_place
+from taut.checks.data import HASH, Exchange, Flat, Hashes, Texts, exchanges, flat, seen_of, texts
+from taut.checks.registry import Finding, check, failed, passed, skipped, warned
+from taut.checks.session import Session, once
+from taut.data.cache import VALUE
+from taut.data.dataset import Dataset
+from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
+from taut.data.packing import ids_with_pictures
+from taut.evals.statistics import wilson_interval
+from taut.methods.method import RunConfig
+from taut.models.load import context_length
+from taut.types import FloatArray, IntArray
+
+SHOWN = 4
+"""Lines of evidence."""
+
+# -- repeats and lengths
+
+REPEATED = 0.01
+"""A larger share of rows that repeat another is a warning."""
+OFTEN = 10
+"""So many times the same row are one too."""
+
+
+class Repeats(NamedTuple):
+    """Rows of a split that occur more than once."""
+
+    num_rows: int
+    num_repeats: int
+    """Rows with an earlier one that is the same but for case and white space."""
+    num_near: int
+    """Of these, rows that are not equal to an earlier one."""
+    most: int
+    """How many times the most frequent row occurs."""
+    examples: list[str]
+
+    @property
+    def is_warning(self) -> bool:
+        return self.num_repeats > REPEATED * self.num_rows or self.most >= OFTEN
+
+    def __str__(self) -> str:
+        """``27 of 300 rows repeat another, 12 of them with other case or white space, one is there 25 times``."""
+        says = f"{self.num_repeats:,} of {self.num_rows:,} rows repeat another"
+        if self.num_near:
+            says += f", {self.num_near:,} of them with other case or white space"
+        return says + (f", one is there {self.most:,} times" if self.most >= OFTEN else "")
+
+
+@check("data.repeats", after=["data.rows"])
+def few_rows_repeat_others(session: Session) -> Finding:
+    """Are rows different from one another, in more than case and white space?
+
+    A few repeats are in most data sets and pass, with examples. A warning is what changes the run: more than one row in
+    a hundred, or one row ten times.
+    """
+    repeats = {split: repeats_in(rows) for split, rows in texts(session).items()}
+    unit = f"of {sum(one.num_rows for one in repeats.values()):,} rows"
+    number = sum(one.num_repeats for one in repeats.values())
+    parts = [f"{split}: {one}" for split, one in repeats.items() if one.num_repeats]
+    looked_at = "".join(dict.fromkeys(rows.looked_at for rows in texts(session).values()))
+    says = (", ".join(parts) or "no row repeats another") + looked_at
+    many = [one for one in repeats.values() if one.is_warning]
+    examples = [line for one in many or repeats.values() for line in one.examples]
+    if not many:
+        return passed(says, number, unit, examples)
+    return warned(
+        says,
+        number=number,
+        unit=unit,
+        evidence=examples,
+        remedy="take the repeated rows out: each counts as often as it is there; to weigh rows on purpose, give their "
+        "file a weight",
+    )
+
+
+def repeats_in(rows: Texts) -> Repeats:
+    """Rows of one split against each other."""
+    _, first_G, group_S, count_G = np.unique(
+        rows.normal_S, return_index=True, return_inverse=True, return_counts=True
+    )
+    num_repeats = rows.normal_S.size - first_G.size
+    num_exact = rows.exact_S.size - np.unique(rows.exact_S).size
+    examples = []
+    for group in np.lexsort((first_G, -count_G))[:SHOWN]:
+        if count_G[group] < 2:
+            break
+        first, second = np.flatnonzero(group_S == group)[:2]
+        times = "twice" if count_G[group] == 2 else f"{count_G[group]:,} times"
+        again = rows.places[second].rpartition("/")[2]
+        examples.append(f"{short_place(rows.places[first])} is there {times}, again in {again}")
+    most = int(count_G.max(initial=0))
+    return Repeats(len(rows.places), num_repeats, num_repeats - num_exact, most, examples)
+
+
+@check("data.lengths", after=["data.rows"])
+def the_longest_sample_has_positions(session: Session) -> Finding:
+    """Does the model have positions for the longest sample?
+
+    Also the samples that have more tokens than a micro-batch may have.
+    """
+    context = context_length(session.language.config)
+    for name, data in session.data:
+        too_long = np.flatnonzero(data.lengths > (context or np.inf))
+        if too_long.size:
+            return failed(
+                f"{too_long.size:,} samples of {name} are longer than the model's {context:,} positions",
+                number=int(data.lengths.max()),
+                unit=f"tokens of {context:,}",
+                evidence=[
+                    f"{data.sample_id(int(i))}: {data.lengths[i]:,} tokens"
+                    for i in too_long[:SHOWN]
+                ],
+                remedy=f"set data.max_length={context}, or write max_position_embeddings (and rope scaling) into the "
+                "model's config.json if it was made for more",
+            )
+    longest = max(int(data.lengths.max()) for _, data in session.data)
+    lengths_S, budget = session.train.lengths, session.run.batch.tokens_per_microbatch
+    notes = [length_histogram(lengths_S)]
+    if num_over := int((lengths_S > budget).sum()):
+        notes.append(
+            f"{num_over:,} longer than batch.tokens_per_microbatch={budget}: computed alone"
+        )
+    positions = f"the model has {context:,} positions" if context else "the model names no context"
+    return passed(f"tokens of the longest sample; {positions}", longest, "tokens", notes)
+
+
+def length_histogram(lengths_S: IntArray) -> str:
+    """How many samples have up to 32, 64, ... tokens, on one line."""
+    bins = np.maximum(4, np.ceil(np.log2(lengths_S))).astype(int)
+    shares = []
+    for exponent in np.unique(bins):
+        share = int((bins == exponent).sum()) / bins.size
+        shares.append(f"to {2**exponent:,} {f'{share:.0%}' if share >= 0.01 else '<1%'}")
+    return "samples by tokens: " + ", ".join(shares)
+
+
+# -- leaks
+
+LEAKED_ANSWERS = 0.8
+FEWEST = 4
+"""Rows without which nothing can be said."""
+LONG, BEFORE = 20, 10
+"""Characters of an answer that nobody extracts by accident as a whole line, and of the words before it."""
+
+
+@check("data.leak", after=["data.rows"])
+def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
+    """Do prompts not give the answer away?
+
+    A prompt has the very answer that is to be learned at its end, or after the same words in every row, as if the
+    answer's column was made part of it. An answer somewhere in the prompt is what extractive tasks are made of, and a
+    prompt that is nothing but an instruction and the answer is a task of copying: both pass.
+    """
+    pairs = exchanges(session)
+    if not pairs:
+        return skipped(
+            "no row has a right answer" if session.is_generated else "documents have no prompts"
+        )
+    number, unit = len(pairs), f"of {len(pairs):,} rows"
+    enough = max(FEWEST, LEAKED_ANSWERS * number)
+    remedy = "the model would learn to repeat what it is never shown again; take the answer out of the prompt"
+    at_end = [pair for pair in pairs if ends_with_answer(pair)]
+    if len(at_end) >= enough and not is_copying(at_end):
+        return failed(
+            f"in {len(at_end):,} of {number:,} rows the prompt ends with the whole answer",
+            number=len(at_end),
+            unit=unit,
+            evidence=[
+                f"{pair.place}: ...{pair.prompt[-60:]!r} -> {pair.answer[:40]!r}"
+                for pair in at_end[:SHOWN]
+            ],
+            remedy=f"{remedy} (data.columns)",
+        )
+    pairs_after: dict[
+        str, list[Exchange]
+    ] = {}  # words -> pairs with the answer as the rest of a line
+    for pair in pairs:
+        before, answer, after = pair.prompt.partition(pair.answer.strip())
+        if answer and len(answer) >= LONG and (not after or after.startswith("\n")):
+            pairs_after.setdefault(before[-BEFORE:], []).append(pair)
+    words, named = max(pairs_after.items(), key=lambda item: len(item[1]), default=("", []))
+    if len(named) >= enough and not is_copying(named):
+        return failed(
+            f"in {len(named):,} of {number:,} rows the prompt has the whole answer after {words!r}",
+            number=len(named),
+            unit=unit,
+            evidence=[f"{pair.place}: {pair.answer[:40]!r}" for pair in named[:SHOWN]],
+            remedy=f"{remedy} (its system message, data.columns)",
+        )
+    somewhere = sum(pair.answer.strip() in pair.prompt for pair in pairs)
+    says = f"{somewhere / number:.0%} of answers occur somewhere in their prompt"
+    return passed(says, len(at_end), f"of {number:,} prompts end with it")
+
+
+def ends_with_answer(pair: Exchange) -> bool:
+    """Whether the prompt ends with the answer, as words of its own."""
+    prompt, answer = pair.prompt.rstrip(), pair.answer.strip()
+    before = prompt[: -len(answer)][-1:] if answer else ""
+    return bool(answer) and prompt.endswith(answer) and not before.isalnum()
+
+
+def is_copying(pairs: list[Exchange]) -> bool:
+    """One answer for all, or one instruction for all around the answers."""
+    answers = {pair.answer.strip() for pair in pairs}
+    rest = Counter(
+        "".join(pair.prompt.rpartition(pair.answer.strip())[::2]).strip() for pair in pairs
+    )
+    return len(answers) == 1 or 2 * rest.most_common(1)[0][1] > len(pairs)
+
+
+GRAM = 13
+EVAL_TOKENS, EVAL_SAMPLES = 200_000, 2_000
+TRAIN_TOKENS = 1_000_000
+CANDIDATES = 20_000
+"""Training samples that are compared id by id, at most."""
+COMMON = 0.05
+"""A gram in a larger share of training samples, and in more than three, is one that they all begin with."""
+LEAKED_SAMPLES = 0.01
+"""A larger share of equal samples is a warning."""
+
+
+@check("data.overlap", after=["data.rows"])
+def eval_is_not_trained_on(session: Session) -> Finding:
+    """Is held-out data that chooses the model not trained on?
+
+    Equal samples, and those most of whose 13-grams of tokens occur in the training data. Equal is also what differs in
+    case and white space alone. Equal tokens are looked for in all of the training data, 13-grams in a bounded part.
+    Grams that many training samples have (a system prompt, what the template writes) say nothing and are left out.
+
+    Some equal samples are a warning: what is measured on them is not what unseen data would give. Similar ones are
+    counted: questions about one passage are similar by nature.
+    """
+    if session.eval is None:
+        return skipped("there is no data.eval")
+    look = flat(session.eval, EVAL_TOKENS, EVAL_SAMPLES)
+    train, held_out = texts(session)["train"], texts(session)["eval"]
+    is_known = np.isin(held_out.normal_S, train.normal_S)
+    known_places = {held_out.places[number] for number in np.flatnonzero(is_known)}
+    is_equal_row = [look.data.row_place(int(index)) in known_places for index in look.index_S]
+    is_equal = equal_samples(session.train, look) | np.array(is_equal_row)
+    num_equal, unit = int(is_equal.sum()), f"of {look.num_samples:,} eval samples"
+    names = [look.name(int(number)) for number in np.flatnonzero(is_equal)[:SHOWN]]
+    equal = f"{num_equal:,} {unit} are in data.train"
+    metric = metric_on_eval(session.run)
+    if metric and 2 * num_equal > look.num_samples:
+        return failed(
+            f"{equal}, and {metric} of them chooses the model to keep",
+            number=num_equal,
+            unit=unit,
+            evidence=names,
+            remedy="hold out rows that are not trained on, or unset eval.best",
+        )
+    is_similar = is_equal | similar_samples(flat(session.train, TRAIN_TOKENS), look)
+    num_similar = int(is_similar.sum())
+    says = f"{num_equal:,} equal, {num_similar:,} mostly in data.train{look.looked_at}"
+    if num_equal > LEAKED_SAMPLES * look.num_samples:
+        return warned(
+            f"{equal}{look.looked_at}",
+            number=num_equal,
+            unit=unit,
+            evidence=names,
+            remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
+            notes=[says],
+        )
+    return passed(says, float(num_similar), unit)
+
+
+def metric_on_eval(run: RunConfig) -> str | None:
+    """The metric on data.eval that chooses the model to keep; None: there is none, or it is measured on other data."""
+    best = run.eval.best
+    return best if best == "loss" or run.eval.answers.data is None else None
+
+
+def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
+    """Which samples are in ``train``, id for id, with the same pictures."""
+    lengths_S = np.diff(look.start_S)
+    keys_S = _sample_keys(look.ids_T, look.start_S[:-1], lengths_S)
+    wanted: dict[bytes, list[int]] = {}
+    for number, (start, stop) in enumerate(zip(look.start_S, look.start_S[1:], strict=False)):
+        wanted.setdefault(look.seen_T[start:stop].tobytes(), []).append(number)
+    candidates: list[int] = []  # training samples of the same lengths, equal in a few tokens
+    first = 0
+    for part in train.parts:
+        offsets = np.asarray(part.entry.arrays["offsets"])
+        part_lengths = np.diff(offsets)
+        chosen = np.flatnonzero(np.isin(part_lengths, np.unique(lengths_S)))
+        keys = _sample_keys(part.entry.arrays["ids"], offsets[:-1][chosen], part_lengths[chosen])
+        candidates += (chosen[np.isin(keys, np.unique(keys_S))] + first).tolist()
+        first += part_lengths.size
+    is_equal = np.zeros(lengths_S.size, dtype=bool)
+    for index in candidates[:CANDIDATES]:
+        is_equal[wanted.pop(seen_of(train[index]).tobytes(), [])] = True
+        if not wanted:
+            break
+    return is_equal
+
+
+def _sample_keys(ids_T: NDArray[np.int32], starts: IntArray, lengths: IntArray) -> Hashes:
+    """A number for each sample, from its length and eight of its tokens."""
+    key = lengths.astype(np.uint64)
+    for part in range(8):
+        key = key * HASH + np.asarray(ids_T[starts + (lengths - 1) * part // 7]).astype(np.uint64)
+    return key
+
+
+def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
+    """Samples of whose grams at least half occur in ``train``."""
+    (hash_G, sample_G), (train_hashes, train_sample) = _grams(look), _grams(train)
+    known, inverse_G = np.unique(hash_G, return_inverse=True)
+    if not known.size or not train_hashes.size:
+        return np.zeros(look.num_samples, dtype=bool)
+    at = _places(train_hashes, known)
+    hits = np.unique(np.stack([at, train_sample])[:, at >= 0], axis=1)
+    times = np.bincount(hits[0], minlength=known.size)
+    is_common = times > max(3, COMMON * train.num_samples)
+    is_own_G = ~is_common[inverse_G]
+    num_own = np.bincount(sample_G[is_own_G], minlength=look.num_samples)
+    is_in_train_G = is_own_G & (times[inverse_G] > 0)
+    num_in_train = np.bincount(sample_G[is_in_train_G], minlength=look.num_samples)
+    return (num_own > 0) & (2 * num_in_train >= num_own)
+
+
+def _places(hashes: Hashes, known: Hashes) -> IntArray:
+    """Where each hash is in ``known`` (sorted); -1 if it is not. A table of 20 bits leaves out most that are not."""
+    low = np.uint64(2**20 - 1)
+    may_be = np.zeros(2**20, dtype=bool)
+    may_be[(known >> np.uint64(40)) & low] = True
+    places = np.full(hashes.size, -1)
+    maybe = np.flatnonzero(may_be[(hashes >> np.uint64(40)) & low])
+    found = np.minimum(np.searchsorted(known, hashes[maybe]), known.size - 1)
+    is_there = known[found] == hashes[maybe]
+    places[maybe[is_there]] = found[is_there]
+    return places
+
+
+def _grams(look: Flat) -> tuple[Hashes, IntArray]:
+    """A hash of every run of GRAM tokens inside a sample, and the sample's number."""
+    size = max(0, look.ids_T.size - GRAM + 1)
+    hashes = np.zeros(size, dtype=np.uint64)
+    for offset in range(GRAM):
+        hashes *= HASH
+        hashes += look.seen_T[offset : offset + size]
+    sample_T = look.sample_T
+    is_inside = sample_T[:size] == sample_T[GRAM - 1 :]
+    return hashes[is_inside] * HASH, sample_T[:size][is_inside]
+
+
+# -- labels of judged answers
+
+PAIR_ROWS = 10_000
+"""Rows that are looked at."""
+SAME = "are the same, token for token"
+"""What the reason of a row with equal answers says."""
+BIASED = 0.6
+"""The low end of the share of pairs of which length alone predicts the label, from which on it is a warning."""
+
+
+@once
+def pair_report(session: Session) -> PairReport:
+    """What the training data say about their own labels."""
+    starts = session.train.rows
+    num_rows = len(starts) - 1
+    chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, PAIR_ROWS)).astype(np.int64))
+    pairs = []
+    for index in chosen.tolist():
+        row = session.train[int(starts[index]) : int(starts[index + 1])]
+        worse, *_, better = sorted(row, key=lambda answer: answer.values["preference"])
+        begin, other = int(better.target_at_N[0]), int(worse.target_at_N[0])
+        prompt_T = ids_with_pictures(better)[:begin]
+        place = better.id.partition("#")[0]
+        pairs.append(PairIds(place, prompt_T, better.ids_T[begin:], worse.ids_T[other:]))
+    return examine_pairs(pairs, session.run.seed)
+
+
+def _values(session: Session, name: str) -> FloatArray:
+    """A value of every training sample, in their order."""
+    parts = [np.asarray(part.entry.arrays[VALUE + name]) for part in session.train.parts]
+    return np.concatenate(parts).astype(np.float64)
+
+
+@check("data.pairs", after=["data.rows"])
+def pairs_do_not_contradict_each_other(session: Session) -> Finding:
+    """Do the answers of a pair differ, and no two pairs contradict each other?
+
+    The same two answers with the opposite label; and how the lengths of answers go with the labels. Rows whose answers
+    are the same are refused, or dropped if that is asked for; here those are counted. A preference for longer answers
+    may be meant, so a bias is a warning, with its interval, and no failure.
+    """
+    if session.run.row_kind != "preference":
+        return skipped("the rows are no comparisons")
+    report, loaded = pair_report(session), session.train.report
+    same = [one for one in loaded.dropped if SAME in one.reason]
+    if same and 2 * len(same) > loaded.num_rows:
+        return failed(
+            f"{len(same):,} of {loaded.num_rows:,} rows have the same answer twice",
+            number=len(same),
+            unit="rows",
+            evidence=[one.place for one in same[:SHOWN]],
+            remedy="name the right columns in data.columns: chosen and rejected are to differ",
+        )
+    unit = f"of {report.num_pairs:,} pairs"
+    number = len(report.contradictions)
+    places = [f"{one.place} and {one.earlier}" for one in report.contradictions[:SHOWN]]
+    if report.is_many(number):
+        return failed(
+            f"{number:,} of {report.num_pairs:,} pairs contradict another: the same answers, the other way round",
+            number=number,
+            unit=unit,
+            evidence=places,
+            remedy="keep one of each: pairs that contradict each other teach nothing, and labels like these were mixed "
+            "up (were sides swapped while the data were joined?)",
+        )
+    notes = []
+    if same:
+        notes.append(f"{len(same):,} rows with the same answer twice were dropped")
+    if places:
+        notes.append(f"{number:,} contradict another: {places[0]}")
+    if report.repeats:
+        notes.append(f"{len(report.repeats):,} {unit} repeat another")
+    lengths = report.lengths
+    if lengths.num_unequal and is_biased(lengths):
+        side = "longer" if lengths.num_longer > lengths.num_unequal / 2 else "shorter"
+        return warned(
+            length_bias(lengths),
+            number=lengths.accuracy,
+            unit="of labels by length",
+            remedy=f"if that is not what makes an answer better, add pairs whose chosen answer is not the {side} one: "
+            "length is the easiest thing to learn from these",
+            notes=notes,
+        )
+    if lengths.num_unequal:
+        notes.append(length_bias(lengths))
+    return passed("answers differ, and labels agree", number, unit, notes)
+
+
+def is_biased(lengths: Lengths) -> bool:
+    """Whether length alone predicts clearly more than half of the labels."""
+    low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
+    return max(low, 1 - high) > BIASED
+
+
+def length_bias(lengths: Lengths) -> str:
+    """How length goes with the label, with a 95% interval."""
+    share = lengths.num_longer / lengths.num_unequal
+    low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
+    says = f"chosen is the longer in {share:.0%} of pairs ({low:.0%} to {high:.0%})"
+    if is_biased(lengths):
+        side = "longer" if share > 0.5 else "shorter"
+        says += f": length alone tells {lengths.accuracy:.0%} of labels, and {side} answers may be what is learned"
+    return says
+
+
+@check("data.flips", after=["data.pairs"])
+def few_labels_look_flipped(session: Session) -> Finding:
+    """Do the labels of pairs follow one rule, without many that look flipped?
+
+    A small model learns from most pairs which answers are preferred and is asked about the others. docs/flips.md says
+    what it can see, and how often it was right. Exceptions to a rule look like flips, and published sets have up to 11%
+    of them: those are a warning. A failure is a rate that no set was seen to have by nature.
+    """
+    if session.run.row_kind != "preference":
+        return skipped("the rows are no comparisons")
+    flips = pair_report(session).flips
+    if flips.rate is None:
+        return passed(f"cannot tell: {flips.reason}")
+    interval, unit = f"{flips.low:.0%} to {flips.high:.0%}", f"of {flips.num_pairs:,} pairs"
+    suspects = [f"{one.place}: flipped with {one.confidence:.0%}" for one in flips.suspects[:SHOWN]]
+    if flips.is_alarming:
+        return failed(
+            f"{flips.rate:.0%} of the labels look flipped ({interval})",
+            number=flips.rate,
+            unit=unit,
+            evidence=suspects,
+            remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or "
+            "leave them out",
+        )
+    says = f"other pairs agree with {flips.accuracy:.0%} of labels; flipped: {interval}"
+    if flips.is_notable:
+        return warned(
+            f"{len(flips.suspects):,} labels look flipped; {says}",
+            number=flips.rate,
+            unit=unit,
+            evidence=suspects,
+            remedy="look at these pairs; exceptions to a rule look like this too",
+        )
+    return passed(says, flips.rate, unit)
+
+
+LOW, HIGH = 1.0, 4 / 3
+LABEL_SLACK = 0.005
+
+
+@check("data.labels", after=["data.rows"])
+def good_and_bad_answers_are_balanced(session: Session) -> Finding:
+    """Are there good answers and bad ones?
+
+        ratio = weight of the good * number of the good / (weight of the others * number of the others)
+
+    KTO's paper (arXiv 2402.01306) advises 1 to 4/3. Another one is a warning: it may be meant.
+    """
+    if session.run.row_kind != "unpaired":
+        return skipped("the rows are not labelled good or bad")
+    is_good_S = _values(session, "label") > 0.5
+    number = int(is_good_S.sum())
+    others, unit = is_good_S.size - number, f"of {is_good_S.size:,} are good"
+    if not number or not others:
+        kind = "true" if number else "false"
+        return failed(
+            f"all {is_good_S.size:,} answers are labelled {kind}",
+            number=number,
+            unit=unit,
+            evidence=[session.train.sample_id(0)],
+            remedy="one kind alone teaches no difference; add rows with the other label, or name the right column in "
+            "data.columns",
+        )
+    loss: Any = session.run.loss()
+    ratio = loss.desirable_weight * number / (loss.undesirable_weight * others)
+    if LOW - LABEL_SLACK <= ratio <= HIGH + LABEL_SLACK:
+        return passed("both kinds are there", number, unit)
+    if number < others:  # a ratio of 1, the other weight left at 1
+        advice = f"kto.desirable_weight={others / number:.3g}"
+    else:
+        advice = f"kto.undesirable_weight={number / others:.3g}"
+    return warned(
+        f"weight times number is {ratio:.2f} : 1, and KTO's paper advises 1 to 1.33",
+        number=number,
+        unit=unit,
+        remedy=f"set {advice}, unless one kind is to count more",
+    )
+
+
+@check("data.margins", after=["data.rows"])
+def rows_have_the_margins_of_the_loss(session: Session) -> Finding:
+    """Do the data have the margins that the loss reads?
+
+    Without them every pair would have a margin of 0.
+    """
+    loss: Any = session.run.loss()
+    if "margin" not in loss.needs_values:
+        return skipped("the loss reads no margins")
+    margins_S = _values(session, "margin")
+    nonzero = margins_S[margins_S != 0]
+    key = f"{session.run.method}.margin"
+    if not nonzero.size:
+        return failed(
+            f"{key}={loss.margin:g}, and no row has a margin",
+            number=0,
+            unit=f"of {margins_S.size:,} answers",
+            evidence=[f"first: {session.train.sample_id(0)}"],
+            remedy=f"name the column with data.columns (margin, or scores of both answers), or take {key} out",
+        )
+    return passed("rows have margins", float(np.abs(nonzero).mean()), "on average")

@@ -1,0 +1,182 @@
+"""Memory: what ``taut plan`` predicts of the first steps against the device, and against a micro-batch that is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.session import NUM_ROWS, Session, around_answers, ending, num_tokens
+from taut.data.batching import samples_of
+from taut.data.packing import pack
+from taut.errors import ModelError
+from taut.models import architecture
+from taut.models.scorer import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+from taut.plan import (
+    FUSED,
+    Kernels,
+    device_memory,
+    footprint,
+    measure,
+    measured_parts,
+    predict,
+    predict_steps,
+    stages,
+    workload,
+)
+from taut.types import Packed, Sample
+
+GIB, MIB = 2**30, 2**20
+ROOMY = 0.5
+"""A bound below this part of the device's memory is enough."""
+KEPT_FACTOR = 2
+"""Times that the bound counts every input and output of a linear layer, in float32."""
+MEASURED_TOLERANCE = 0.15
+MEASURED_TOKENS = 1024
+"""Of the measured micro-batch, if the first rows have so many: enough to tell what layers keep from the weights."""
+SMALL = 2 * MIB
+"""Too little to matter, and as much as small tensors that are not predicted."""
+
+
+def _kernels(session: Session) -> Kernels:
+    """What computes: the dtype, and the attention of this device."""
+    is_cuda = session.ranks.device.type == "cuda"
+    return Kernels(session.dtype, FUSED if is_cuda else session.loaded.attention.implementation)
+
+
+def _in_gib(parts: Mapping[str, int]) -> str:
+    """The parts that are not close to nothing."""
+    sizes = {name: size / GIB for name, size in parts.items()}
+    return ", ".join(f"{name} {size:.2f}" for name, size in sizes.items() if size > 5e-3)
+
+
+@check("memory.peak", after=["data.packing"])
+def the_first_steps_fit_into_memory(session: Session) -> Finding:
+    """Do the first steps fit into memory?
+
+    The memory that their largest micro-batch is predicted to need, against what the device has. If a coarse bound fits
+    with room to spare nothing closer is predicted.
+    """
+    run, ranks, inputs = session.run, session.ranks, session.inputs
+    there, bound = device_memory(ranks.device), _coarse_bound(session)
+    if bound is not None and bound < ROOMY * there:
+        says = f"at most {bound / GIB:.2g} of {there / GIB:.2f} GiB, by a coarse bound"
+        return passed(says, bound / GIB, "GiB at most")
+    try:
+        work = workload(run, inputs, ranks.size)
+        prediction = predict_steps(
+            run, inputs.config, _kernels(session), work, num_ranks=ranks.size
+        )
+    except ModelError as error:
+        return skipped(str(error))
+    needed = footprint(
+        prediction.traced,
+        ranks.size,
+        stages=stages(run.checkpoint, session.job.num_steps),
+        is_host=ranks.device.type == "cpu",
+    )
+    peak, tokens = needed.peak / GIB, work.largest.num_tokens
+    says = f"{peak:.2f} of {there / GIB:.2f} GiB for a micro-batch of {tokens:,} tokens"
+    if needed.peak <= there:
+        return passed(says, peak, "GiB")
+    if run.batch.halve_when_out_of_memory and not needed.is_loading:
+        note = "batch.halve_when_out_of_memory=true: the token budget will be halved until it fits"
+        return passed(says, peak, "GiB", [note])
+    ways = [f"batch.tokens_per_microbatch below {tokens}"]
+    ways += [] if run.activation_checkpointing else ["activation_checkpointing=true"]
+    ways += [] if run.lora.is_on else ["lora.rank=16"]
+    return failed(
+        f"does not fit: {says}",
+        number=peak,
+        unit="GiB",
+        evidence=[f"{_in_gib(needed.parts)} GiB"],
+        remedy=f"set {', or '.join(ways)}; `taut plan` tells what fits",
+    )
+
+
+def _coarse_bound(session: Session) -> int | None:
+    """Bytes that a step cannot exceed: inputs and outputs of linear layers kept KEPT_FACTOR times in float32, all
+    weights with gradients and moments, a reference, and the head's chunk.
+
+    None if much of the model is not in linear layers (stacked experts), or there is a teacher, a critic or a vision
+    tower.
+    """
+    if session.inputs.renderer.album is not None or session.run.unpredicted_memory is not None:
+        return None
+    model = session.scorer.model
+    table = architecture.stored_table(architecture.embedding(model))
+    assert table is not None, "an embedding has a weight"
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_linear = sum(module.weight.numel() for module in linear)
+    if num_linear < 0.5 * (num_parameters - table.numel()):
+        return None
+    tokens = max(session.run.batch.tokens_per_microbatch, session.inputs.longest)
+    width = sum(module.in_features + module.out_features for module in linear)
+    weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
+    head = 0
+    if architecture.has_head(model):
+        head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
+    values = KEPT_FACTOR * tokens * width + weights + head
+    reference = session.run.reference_bytes(session.job.trained)
+    return session.loaded.dtype.parameters.itemsize * values + reference
+
+
+@check("memory.measured", part="full", after=["loss.gradient", "memory.peak"])
+def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
+    """Does a micro-batch take the memory that is predicted?
+
+    One is really run. What it takes beyond the prediction is kept by something other than the model's code: a hook, a
+    patched layer, checkpointing that is asked for and not in force.
+    """
+    run = session.run
+    if session.ranks.size > 1:
+        return skipped("measured on one rank only")
+    if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
+        return skipped("noise is on, and belongs to steps")
+    packed, config = _first_rows_packed(session), session.inputs.config
+    try:
+        prediction = predict(run, config, _kernels(session), packed, is_first=True)
+    except ModelError as error:
+        return skipped(str(error))
+    measured = measure(session.built, packed, is_first=True)
+    says = (
+        f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {prediction.peak / MIB:,.1f} foretold; "
+        f"{measured.seconds:.2g} s"
+    )
+    number, unit = measured.bytes / prediction.peak, "of what is foretold"
+    if measured.bytes <= prediction.peak * (1 + MEASURED_TOLERANCE) + SMALL:
+        return passed(says, number, unit)
+    live = measured_parts(session.built, packed, is_first=True)
+    return failed(
+        says,
+        number=number,
+        unit=unit,
+        evidence=[
+            f"foretold (GiB): {_in_gib(prediction.footprint.parts)}",
+            f"live tensors (GiB): {_in_gib(live)}",
+        ],
+        remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
+        "activation_checkpointing is in force",
+    )
+
+
+def _first_rows_packed(session: Session) -> Packed:
+    """The first rows as one micro-batch, compared answers together; of a run that generates, a dry run's."""
+    if session.is_generated:
+        return pack(samples_of(session.trees), session.job.policy)
+    rows = session.run.rows_of(session.train)
+    chosen: list[Sequence[Sample]] = []
+    left = MEASURED_TOKENS
+    for index in range(1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)):
+        samples = rows.samples(index)
+        if rows.are_answers:
+            cut: Sequence[Sample] = around_answers(samples, MEASURED_TOKENS)
+        else:
+            cut = [ending(samples[0], MEASURED_TOKENS)]
+        left -= num_tokens(cut)
+        if chosen and left < 0:
+            break
+        chosen.append(cut)
+    return pack(samples_of(rows.trees_of(chosen)), session.job.policy)

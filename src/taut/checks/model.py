@@ -1,0 +1,182 @@
+"""The model: that it loads and trains as asked, and that its numbers are finite, repeatable, and its head's own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from taut.checks.measure import first_step, gap, largest_gap, target_name
+from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.session import Session
+from taut.data.packing import ALONE, pack
+from taut.models import architecture
+from taut.models.heads import prove_scalar_head
+
+SHOWN = 3
+
+
+@check("model.loads", after=["data.tokens"])
+def the_model_loads(session: Session) -> Finding:
+    """Can the model be loaded as asked, all of its weights included?
+
+    Configuration, tokenizer, template file, every weight, the attention and dtype asked for.
+    """
+    tokenizer, loaded = session.tokenizer, session.loaded
+    number = sum(parameter.numel() for parameter in loaded.model.parameters())
+    says = f"{type(loaded.model).__name__} and {type(tokenizer).__name__}, no weight missing"
+    notes = [f"{name} {value}: {reason}" for name, value, reason in loaded.decisions]
+    return passed(says, number, "parameters", notes)
+
+
+@check("model.trains", after=["model.loads"])
+def what_was_asked_trains(session: Session) -> Finding:
+    """Can what was asked be trained: adapters, freezing, added tokens?"""
+    trained = sum(parameter.numel() for parameter in session.job.trained)
+    every = sum(parameter.numel() for parameter in session.scorer.parameters())
+    notes = [f"{name} {value}: {reason}" for name, value, reason in session.adapted_decisions]
+    return passed(f"{trained:,} of {every:,} parameters train", trained / every, "of all", notes)
+
+
+@check("model.finite", after=["vision.placeholders"])
+def all_numbers_are_finite(session: Session) -> Finding:
+    """Are all weights, and the log-probs they give, finite numbers?
+
+    An infinity or a NaN would look like a leak in later checks.
+    """
+    tensors, quantity = list(session.scorer.model.named_parameters()), session.quantity
+    wrong = [name for name, tensor in tensors if not _is_finite(tensor)]
+    if wrong:
+        return failed(
+            f"{len(wrong)} tensors have values that are not finite",
+            number=len(wrong),
+            unit="tensors",
+            evidence=wrong[:SHOWN],
+            remedy="the checkpoint is damaged; copy it again, or take the one before it",
+        )
+    numbers = session.alone if session.loaded.one_sample is not None else session.packed
+    for name, values in numbers.items():
+        if num_wrong := int((~torch.isfinite(values)).sum()):
+            return failed(
+                f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
+                number=num_wrong,
+                unit=f"of {len(values)}",
+                evidence=[_first_not_finite_layer(session)],
+                remedy=f"the model overflows in {str(session.dtype).removeprefix('torch.')}; set dtype=float32, or "
+                "take another checkpoint",
+            )
+    return passed(f"weights and {quantity.many} are", len(tensors), "tensors")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """A sum is finite unless a part is not, or it overflows: then each value is looked at."""
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.is_floating_point() or bool(torch.isfinite(local.detach().sum())):
+        return True
+    return bool(torch.isfinite(local).all())
+
+
+def _first_not_finite_layer(session: Session) -> str:
+    names = {module: name for name, module in session.scorer.model.named_modules()}
+    wrong: list[str] = []
+
+    def look(module: nn.Module, _: Any, output: Any) -> None:
+        if not _is_finite(output[0] if isinstance(output, tuple) else output):
+            wrong.append(names[module])
+
+    with ExitStack() as hooks:
+        for layer in architecture.layers(session.scorer.model):
+            hooks.enter_context(layer.register_forward_hook(look))
+        session.numbers(session.pair[:1])
+    return f"first in the output of {wrong[0]}" if wrong else "not in any layer, but in the head"
+
+
+@check("model.noise", after=["model.finite"])
+def two_forwards_in_training_agree(session: Session) -> Finding:
+    """Does the model give the same numbers twice when it trains?
+
+    Noise that was asked for (noise.*, lora.dropout) is off without a gradient. What is left comes from the model
+    itself: dropout that its config does not name, layers skipped at random.
+    """
+    with torch.no_grad(), session.job.compute():  # once around both: autocast keeps its casts
+        moved = gap(_forward_in_training(session, {}), _forward_in_training(session, {}))
+    quantity = session.quantity
+    if moved > session.exact:
+        first, second = dict[str, Tensor](), dict[str, Tensor]()
+        _forward_in_training(session, first, keeps_sums=True)
+        _forward_in_training(session, second, keeps_sums=True)
+        where = next((name for name in first if gap(first[name], second[name]) > 0), None)
+        return failed(
+            f"the same sample's {quantity.many} differ by {moved:.3g} {quantity.unit} from one forward to the next",
+            number=moved,
+            unit=quantity.unit,
+            evidence=[f"first in {where or 'the model itself'}"],
+            remedy="a layer draws random numbers in training that taut cannot key to samples; set its dropout or its "
+            "like to 0 in the model's code or config, and please report the model",
+        )
+    return passed("two forwards in training mode agree", moved, quantity.unit)
+
+
+def _forward_in_training(
+    session: Session, sums: dict[str, Tensor], *, keeps_sums: bool = False
+) -> Tensor:
+    """The numbers of a sample in training mode. ``sums`` gets the sum of every module's output, innermost first."""
+    scorer = session.scorer
+    names = {module: name for name, module in scorer.model.named_modules()}
+
+    def keep(module: nn.Module, _: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if isinstance(value, Tensor) and value.is_floating_point():
+            sums[f"{names[module]} ({type(module).__name__})"] = value.double().sum()
+
+    was_training = scorer.training
+    try:
+        with ExitStack() as hooks, torch.no_grad(), session.job.compute():
+            for module in names if keeps_sums else ():
+                hooks.enter_context(module.register_forward_hook(keep))
+            scorer.train()
+            return session.forward(pack([session.short_sample], ALONE))
+    finally:
+        scorer.train(was_training)
+
+
+@check("model.head", after=["model.finite"])
+def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
+    """Does the chunked head give the log-probs of the plain one?
+
+    Both ways through it (in chunks, without keeping logits) against log_softmax of all logits, for the hidden states of
+    the first batch. That these logits are the model's own was proven when it was loaded.
+
+    A scalar head has no chunks: it is proven here again, on the model that trains, to give the model's own number.
+    """
+    if session.is_scalar:
+        if session.ranks.size > 1:
+            return skipped("a sharded head is whole only inside the model; asked on one rank")
+        with session.inference():
+            moved = prove_scalar_head(session.scorer.model)
+        return passed("the scalar head is the model's own", moved, "points")
+    worst, where, number = 0.0, "", 0
+    for head in first_step(session).heads:
+        number += len(head.plain_N)
+        ways = {"computed again in backward": head.recomputed_N}
+        if head.logp_N is not None:
+            is_linear = session.job.method.loss.linear_weights(head.packed) is not None
+            way = "gradient formed in the forward" if is_linear else "as the run takes it"
+            ways[way] = head.logp_N
+        for way, logp_N in ways.items():
+            moved, at = largest_gap(logp_N, head.plain_N)
+            if moved > worst:
+                target, plain = target_name(session, head.packed, at), float(head.plain_N[at])
+                worst = moved
+                where = f"{target}: {float(logp_N[at]):.6g}, plainly {plain:.6g} ({way})"
+    if worst > session.limit:
+        return failed(
+            f"a log-prob of the chunked head differs by {worst:.3g} nats from log_softmax of all logits",
+            number=worst,
+            unit="nats",
+            evidence=[where],
+            remedy="the head does more, or less, than taut computes; train another model, and please report this one",
+        )
+    return passed(f"both ways through the head, {number} targets", worst, "nats")

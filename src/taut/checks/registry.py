@@ -1,0 +1,167 @@
+"""What a check is: one function that asks one question about a run, and the finding that answers it.
+
+    @check("attention.future", after=["attention.calls"])
+    def later_tokens_change_nothing_before(session: Session) -> Finding:
+        "Does a later token leave everything before it as it is?"
+
+The first line of the docstring is the question. ``after`` names the direct causes of a failure: where one of them
+fails, or was itself not asked for that reason, this check is not asked, since it would report the same fault again.
+What follows from ``after`` through other checks is computed here (``in_order``).
+
+A check answers with a Finding:
+
+    failed    the run would be wrong: it does not start
+    warning   the run is probably not what the user means: it starts, and the finding is shown first
+    passed    nothing is wrong, or taut corrects it by itself (with a note)
+    skipped   the question does not apply to this run, or could not be asked
+
+Imports nothing of ours. Every topic of checks imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+Outcome = Literal["passed", "warning", "failed", "skipped"]
+Part: TypeAlias = Literal["quick", "full"]
+"""quick: asked before each training, forwards on at most 256 tokens and one backward. full: asked by request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to one question."""
+
+    outcome: Outcome
+    says: str
+    """One line: what was found; of a skipped check, why it was not asked."""
+    number: float | None = None
+    """What was measured."""
+    unit: str = ""
+    """Of the number: "nats", "tokens", "of 128 rows"."""
+    evidence: tuple[str, ...] = ()
+    """Of a failure or a warning: the sample, the token, the layer, one a line."""
+    remedy: str = ""
+    """Of a failure or a warning: what to do."""
+    notes: tuple[str, ...] = ()
+    """Details of an answer that asks nothing of the user, one a line."""
+
+    def __post_init__(self) -> None:
+        assert (self.outcome in ("failed", "warning")) == bool(self.remedy), (
+            "failures and warnings, and they alone, say what to do"
+        )
+
+    def as_fields(self) -> dict[str, Any]:
+        """For an event and for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def passed(
+    says: str, number: float | None = None, unit: str = "", notes: Iterable[str] = ()
+) -> Finding:
+    """Nothing is wrong."""
+    return Finding("passed", says, number, unit, notes=tuple(notes))
+
+
+def failed(
+    says: str,
+    *,
+    remedy: str,
+    number: float | None = None,
+    unit: str = "",
+    evidence: Iterable[str] = (),
+) -> Finding:
+    """The run would be wrong."""
+    return Finding("failed", says, number, unit, tuple(evidence), remedy)
+
+
+def warned(
+    says: str,
+    *,
+    remedy: str,
+    number: float | None = None,
+    unit: str = "",
+    evidence: Iterable[str] = (),
+    notes: Iterable[str] = (),
+) -> Finding:
+    """The run may start, but is probably not what the user means."""
+    return Finding("warning", says, number, unit, tuple(evidence), remedy, tuple(notes))
+
+
+def skipped(reason: str) -> Finding:
+    """The question could not be asked, or has no meaning for this run."""
+    return Finding("skipped", reason)
+
+
+def split_error(error: Exception) -> tuple[str, str]:
+    """An error's own words: what was found and expected, and the remedy after the last semicolon."""
+    says, _, remedy = str(error).rpartition("; ")
+    return says or remedy, remedy
+
+
+class Check(NamedTuple):
+    """A question, and when it is asked."""
+
+    ask: Callable[[Any], Finding]
+    part: Part = "quick"
+    after: tuple[str, ...] = ()
+    """Checks whose failure would be the cause of this one's: as declared the direct ones, in ``CHECKS`` all of them."""
+    follows: str | None = None
+    """A check that is asked earlier, for the order alone: its failure has no consequence here."""
+
+    @property
+    def question(self) -> str:
+        return (self.ask.__doc__ or "").partition("\n")[0]
+
+
+Ask = TypeVar("Ask", bound=Callable[..., Finding])
+DECLARED: dict[str, Check] = {}
+
+
+def check(
+    name: str, *, part: Part = "quick", after: Sequence[str] = (), follows: str | None = None
+) -> Callable[[Ask], Ask]:
+    """Declare a function as the check ``name``. ``after``: its direct causes alone."""
+
+    def declare(ask: Ask) -> Ask:
+        assert name not in DECLARED, f"two checks are named {name}"
+        DECLARED[name] = Check(ask, part, tuple(after), follows)
+        return ask
+
+    return declare
+
+
+def in_order(topics: Sequence[ModuleType]) -> dict[str, Check]:
+    """The checks of these modules in the order in which they are asked, each ``after`` all possible causes."""
+    declared = [
+        {name: one for name, one in DECLARED.items() if one.ask.__module__ == topic.__name__}
+        for topic in topics
+    ]
+    return merged(declared)
+
+
+def merged(topics: Sequence[Mapping[str, Check]]) -> dict[str, Check]:
+    """Several lists of checks as one.
+
+    Each list keeps its order. The next check is the head of the first list whose head can be asked: all that it names
+    in ``after`` and ``follows`` has been asked.
+    """
+    waiting = [list(topic.items()) for topic in topics]
+    ordered: dict[str, Check] = {}
+    while any(waiting):
+        for topic in filter(None, waiting):
+            name, one = topic[0]
+            earlier = {*one.after, one.follows} - {None}
+            if earlier <= ordered.keys():
+                topic.pop(0)
+                break
+        else:
+            stuck = ", ".join(topic[0][0] for topic in waiting if topic)
+            raise AssertionError(
+                f"no next check: each of {stuck} comes after one that is not asked"
+            )
+        causes = {cause for direct in one.after for cause in (direct, *ordered[direct].after)}
+        ordered[name] = one._replace(after=tuple(other for other in ordered if other in causes))
+    return ordered

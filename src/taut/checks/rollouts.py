@@ -1,0 +1,865 @@
+"""Roll-outs: engine, rewards and environment of a run that generates, and the engine of evaluations.
+
+Engine, rewards and environment are opened as the run opens them. The engine in this process is asked for a small
+roll-out in the quick part. A server is asked by checks of the full part alone: it has to be sent the weights first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
+from taut.checks.registry import Finding, check, failed, passed, skipped, split_error
+from taut.checks.session import Session, cut_out, once, owned_by
+from taut.data.messages import Message
+from taut.data.prompts import PromptRow, PromptSet
+from taut.errors import ModelError, RenderError
+from taut.evals.answers import as_answer
+from taut.evals.during import Answering, build_answering
+from taut.inference import vllm_client
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.inference.vllm import ServerEngine
+from taut.losses import advantages
+from taut.rewards import Panel, Score, Verdict
+from taut.rewards.registry import Part
+from taut.rewards.user import Own
+from taut.rewards.verifier import Judged
+from taut.rl.advantages import Rewarded, paths_of
+from taut.rl.environment import World
+from taut.rl.online import Online
+from taut.rl.rollout import Group, Roller, scored
+from taut.rl.sampler import Episode
+from taut.run.setup import engine_of
+from taut.train.monitors import TOLERANCE
+from taut.types import Completion, FloatArray, Media, Prompt, Sample
+
+SHOWN = 3
+"""Lines of evidence."""
+NONE_GENERATED = "the run generates nothing to learn from"
+
+# -- what roll-outs are made with
+
+
+def _online(session: Session) -> Online:
+    """The method of a run that generates."""
+    method = session.job.method
+    assert isinstance(method, Online)
+    return method
+
+
+@once
+@owned_by("rollout.opens")
+def roller(session: Session) -> Roller:
+    """Engine, rewards and environment of a run that generates."""
+    return _online(session).roller
+
+
+def close(session: Session) -> None:
+    """End what was opened for checks, if the session does not go on to train."""
+    if "built" in vars(session) and session.is_generated:
+        _online(session).close()
+
+
+@check("rollout.opens", after=["model.trains"])
+def engine_rewards_and_environment_open(session: Session) -> Finding:
+    """Can engine, rewards and environment be opened as the run names them?"""
+    if not session.is_generated:
+        return skipped(NONE_GENERATED)
+    opened = roller(session)
+    rewards = [] if opened.panel is None else opened.panel.names
+    environment = opened.config.environment.name if opened.world is not None else None
+    parts = [opened.config.engine, *rewards, *([environment] if environment else [])]
+    notes = [f"{name} is {value}: {reason}" for name, value, reason in opened.settled]
+    return passed(", ".join(parts), len(rewards), "rewards", notes)
+
+
+FEW = 0.05
+"""Room for so small a part of what an answer may have is none."""
+
+
+@check("rollout.room", after=["rollout.opens"])
+def prompts_leave_room_for_answers(session: Session) -> Finding:
+    """Is there room for answers after the prompts?
+
+    The longest prompt and its answer, against the tokens that model and engine take in all.
+    """
+    if not session.is_generated:
+        return skipped(NONE_GENERATED)
+    engine, world = roller(session).engine, roller(session).world
+    context: int | None = getattr(engine, "context", None)
+    length_S, most = session.train.lengths, roller(session).config.grows
+    unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
+    says = f"tokens of the longest prompt, and {most:,} of an answer"
+    if context is None:
+        return passed(f"{says}; the model names no context", longest, "tokens")
+    if isinstance(engine, ServerEngine) and world is None and engine.served_context is not None:
+        # a server cuts no answer: it refuses prompts whose answer may be longer than it takes
+        served, own = engine.served_context, engine.model_context
+        needed_S = length_S + (most if own is None else np.minimum(most, own - length_S))
+        long = np.flatnonzero(needed_S > served)
+        if long.size:
+            return failed(
+                f"{long.size:,} {unit} and their answers may be longer than the server takes, {served:,} tokens",
+                number=int(long.size),
+                unit=unit,
+                evidence=[
+                    f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens, with an answer up to {needed_S[i]:,}"
+                    for i in long[:SHOWN]
+                ],
+                remedy=f"start the server with --max-model-len {int(needed_S.max())}, or set rollout.max_new_tokens",
+            )
+    left_S = context - length_S
+    full = np.flatnonzero(left_S < max(1, FEW * most))
+    if full.size:
+        return failed(
+            f"{full.size:,} {unit} leave no room for an answer",
+            number=int(full.size),
+            unit=unit,
+            evidence=[
+                f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
+                for i in full[:SHOWN]
+            ],
+            remedy=f"set data.max_length={max(1, context - most)} with data.too_long=drop, or use a model, or a "
+            "server, with a longer context",
+        )
+    num_cut = int((left_S < most).sum())
+    notes = []
+    if num_cut:
+        notes.append(f"after {num_cut:,} prompts the context of {context:,} cuts answers earlier")
+    return passed(f"{says}, of {context:,}", longest, "tokens", notes)
+
+
+TURN_ROWS = 8
+REPLY: Message = {"role": "user", "content": "Go on."}
+
+
+@check("rollout.turns", after=["rollout.opens"])
+def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
+    """Is what comes between two turns what the template writes there?
+
+    If an environment answers: the rows' right answers stand for turns. Prompt, answer, what comes between, and again a
+    prompt have to be, token for token, the conversation rendered as a whole. A template that writes turns otherwise
+    once they are history keeps what comes between; that is a note.
+    """
+    if not session.is_generated:
+        return skipped(NONE_GENERATED)
+    world = roller(session).world
+    if world is None:
+        return skipped("no environment answers: a path has one turn")
+    assert isinstance(session.train, PromptSet)
+    rows = [row for row in session.train.asked[:TURN_ROWS] if row.references]
+    turns = [(row.place, row.references[0].strip()) for row in rows]
+    turns = turns or [("a stand-in", "an answer, and more of it")]
+    rewritten = []
+    for place, text in turns:
+        turn = {"role": "assistant", "content": text}
+        try:
+            instead = world.bridge.rewrites(turn, REPLY, world.tools)
+        except RenderError as error:
+            says, remedy = split_error(error)
+            return failed(
+                "what the template writes after a turn depends on the turn",
+                evidence=[f"{place}: after {text!r:.60}", says],
+                remedy=remedy,
+            )
+        rewritten += [] if instead is None else [f"{place}: {instead}"]
+    notes = []
+    if rewritten:
+        notes = [f"once history, {len(rewritten)} turns are written otherwise: {rewritten[0]}"]
+    return passed("as the template writes it", len(turns), "turns", notes)
+
+
+# -- rewards
+
+REWARD_ROWS = 16
+"""Rows looked at: a reward may take its time, and is asked some four times a row."""
+TOTAL = "the total"
+
+
+class Marks(NamedTuple):
+    """What a reward gives right answers and wrong ones, and where it fails."""
+
+    name: str
+    judges: Judged
+    full_marks: float | None
+    """What a right answer gets; None: the scale is its own."""
+    must_apply: bool
+    """Whether it is a bug that it gives no number at all."""
+    right: list[tuple[PromptRow, float]]
+    others: list[float]
+    """Of the answers of another row."""
+    empty: list[float]
+    errors: list[str]
+
+    @property
+    def mean(self) -> float:
+        return _mean([value for _, value in self.right])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class Graded(NamedTuple):
+    """Answers to a row, and what the rewards give them."""
+
+    row: PromptRow
+    right: list[Verdict]
+    others: list[Verdict]
+    """Of the answers of another row."""
+    empty: Verdict
+
+
+@check("rewards.gold", after=["rollout.opens"])
+def rewards_know_right_answers(session: Session) -> Finding:
+    """Do the run's rewards give right answers full marks?
+
+    The right answers of the run's own questions are judged as the model's answers will be: each reference of a row and,
+    if the row ends with an assistant's message, that message; the best of them counts. taut's own rewards of
+    correctness give 1, and give no answer less. The best value of a function of the user's, a model or a judge is not
+    known, so it is also given the answers of other rows, and an empty one: it has to tell them apart, and not by
+    preferring the wrong ones. If rewards are added up (training), the total has to.
+
+    Rewards of form (``judges``) have to be computable on these answers, and a function of the user's has to give a
+    number for one of them at least. If no reward judges correctness, nothing else is asked.
+    """
+    if not session.ranks.is_writer:
+        return skipped("the first rank judges for all")
+
+    def num_tokens(text: str) -> int:
+        """With the token that ends it."""
+        return len(session.tokenizer.encode(text, add_special_tokens=False)) + 1
+
+    findings = []
+    evaluated = session.run.eval.answers
+    if session.run.training_rewards:
+        panel, train = roller(session).panel, session.train
+        assert panel is not None and isinstance(train, PromptSet)
+        max_errors = _online(session).guard.config.max_errors
+        findings.append(judge_rewards(panel, train.asked, max_errors, "", num_tokens))
+    if evaluated.rewards:
+        answering = _answering(session)
+        assert answering.panel is not None
+        findings.append(
+            judge_rewards(
+                answering.panel, answering.rows, evaluated.max_errors, "eval.answers", num_tokens
+            )
+        )
+    if not findings:
+        return skipped("no rewards are set")
+    order = ("failed", "passed", "skipped")
+    return min(findings, key=lambda finding: order.index(finding.outcome))
+
+
+@once
+@owned_by("rewards.gold")
+def _answering(session: Session) -> Answering:
+    run, renderer = session.run, session.inputs.renderer
+    make_engine, kind = engine_of(session.built), run.row_kind
+    built = build_answering(run.eval.answers, run.data, renderer, make_engine, session.job, kind)
+    assert built is not None
+    return built
+
+
+def judge_rewards(
+    panel: Panel,
+    rows: Sequence[PromptRow],
+    max_errors: float,
+    key: str,
+    num_tokens: Callable[[str], int],
+) -> Finding:
+    """What the panel gives the rows' right answers and wrong ones.
+
+    ``key``: the table of the configuration that has ``rewards``; "" is the run itself, in which the total counts.
+    ``num_tokens``: how many tokens an answer has.
+    """
+    rows = [row for row in rows if row.references][:REWARD_ROWS]
+    if not rows:
+        return skipped("no row has a reference answer")
+    graded = _grade(panel, rows, num_tokens)
+    marks = [_marks_of_part(part, panel.judges[part.label], graded) for part in panel.parts]
+    names = {kind: [one.name for one in marks if one.judges == kind] for kind in get_args(Judged)}
+    if not key and names["correctness"]:
+        # The total is learned from: a reward with a scale of its own is asked within it.
+        marks = [
+            one._replace(judges="form", must_apply=False)
+            if one.judges == "correctness" and one.full_marks is None
+            else one
+            for one in marks
+        ]
+        total = _marked(graded, lambda verdict: Score(verdict.total))
+        marks.append(Marks(TOTAL, "correctness", None, True, *total))
+    setting = f"{key}.rewards" if key else "rewards"
+    for one in marks:
+        if fault := _reward_fault(one, len(rows), max_errors, setting):
+            return fault
+    if not names["correctness"]:
+        says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
+        return passed(says, len(rows), "right answers")
+    judging = [one for one in marks if one.judges == "correctness"]
+    notes = [
+        f"{one.name}: {one.mean:.3g} on average of {len(rows)} right answers" for one in judging
+    ]
+    says = f"right answers are known as right by {', '.join(one.name for one in judging)}"
+    return passed(says, min(one.mean for one in judging), "on average", notes)
+
+
+def _right_answers(row: PromptRow) -> list[str]:
+    """Texts that answer a row rightly."""
+    messages: Any = row.columns.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else {}
+    is_answer = isinstance(last, dict) and last.get("role") == "assistant"
+    whole = [last["content"]] if is_answer and isinstance(last.get("content"), str) else []
+    return list(dict.fromkeys([*row.references, *whole]))
+
+
+def _grade(
+    panel: Panel, rows: Sequence[PromptRow], num_tokens: Callable[[str], int]
+) -> list[Graded]:
+    """All answers are graded at once, side by side."""
+    answers, texts = [], []
+    for number, row in enumerate(rows):
+        right, others = _right_answers(row), _right_answers(rows[(number + 1) % len(rows)])
+        if set(others) & set(right):
+            others = []
+        texts.append((right, others))
+        answers += [
+            replace(as_answer(row, text), num_tokens=num_tokens(text))
+            for text in (*right, *others, "")
+        ]
+    verdicts = iter(panel.grade(answers, are_bare=True))
+    return [
+        Graded(
+            row,
+            [next(verdicts) for _ in right],
+            [next(verdicts) for _ in others],
+            next(verdicts),
+        )
+        for row, (right, others) in zip(rows, texts, strict=True)
+    ]
+
+
+def _marks_of_part(part: Part, judges: Judged, graded: Sequence[Graded]) -> Marks:
+    marked = _marked(graded, lambda verdict: verdict.parts[part.label])
+    full_marks = part.verifier.full_marks if judges == "correctness" else None
+    return Marks(part.label, judges, full_marks, isinstance(part.verifier, Own), *marked)
+
+
+def _marked(
+    graded: Sequence[Graded], score_of: Callable[[Verdict], Score]
+) -> tuple[list[tuple[PromptRow, float]], list[float], list[float], list[str]]:
+    """The last four fields of ``Marks``."""
+
+    def values(verdicts: Iterable[Verdict]) -> list[float]:
+        scores = (score_of(verdict).value for verdict in verdicts)
+        return [value for value in scores if value is not None]
+
+    right, others, empty, errors = [], [], [], []
+    for one in graded:
+        if error := score_of(one.right[0]).error:
+            errors.append(f"{one.row.place}: {error}")
+        if right_values := values(one.right):
+            right.append((one.row, max(right_values)))
+        if other_values := values(one.others):
+            others.append(max(other_values))
+        empty += values([one.empty])
+    return right, others, empty, errors
+
+
+def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) -> Finding | None:
+    """What is wrong with a reward, if anything is."""
+    name, right = marks.name, marks.right
+    if len(marks.errors) > max_errors * num_rows:
+        return failed(
+            f"{name} fails on {len(marks.errors)} of {num_rows} right answers",
+            number=len(marks.errors),
+            unit=f"of {num_rows} are errors",
+            evidence=marks.errors[:SHOWN],
+            remedy=f"mend {name}, or leave it out of {setting}",
+        )
+    if marks.judges == "form" and (right or marks.others or not marks.must_apply):
+        return None
+    if not right:
+        return failed(
+            f"{name} applies to none of {num_rows} rows",
+            number=0,
+            unit=f"of {num_rows} rows",
+            remedy=f"leave {name} out of {setting}, or ask it of other rows",
+        )
+    mistake = _mistake(marks)
+    if mistake is None:
+        return None
+    best = marks.full_marks or max(value for _, value in right)
+    row = next((row for row, value in right if value < best), right[0][0])
+    table = setting.removesuffix("rewards") if "." in setting else "rollout."
+    return failed(
+        f"{name} gives right answers {marks.mean:.3g} on average, {mistake}",
+        number=marks.mean,
+        unit="on average",
+        evidence=[f"{row.place}: right is {text!r:.60}" for text in _right_answers(row)[:2]],
+        remedy=f"mend {name}; or name the column with whole answers ({table}reference); or, if a reward judges form "
+        f'and not correctness, say so (judges = "form" in {setting}, or as an attribute of the function)',
+    )
+
+
+def _mistake(marks: Marks) -> str | None:
+    """What shows that a reward does not know a right answer."""
+    values = [value for _, value in marks.right]
+    wrong = marks.others + marks.empty
+    if wrong and len({*wrong, *values}) == 1:
+        is_blind = values[0] <= 0 or marks.name == TOTAL
+        return "the same as any other answer" if is_blind else None
+    if wrong and marks.mean < _mean(wrong):
+        return "less than other rows' answers"
+    if marks.empty and marks.mean <= _mean(marks.empty):
+        return "no more than no answer at all"
+    full = marks.full_marks
+    if full is not None and 2 * sum(value < full for value in values) > len(values):
+        return f"where it is {full:g} by its own measure"
+    return None
+
+
+# -- a small roll-out
+
+PROMPTS, COMPLETIONS, TOKENS = 2, 3, 8
+UNLIKELY = -14.0
+"""log-probability (one in a million) below which equal completions are not by chance."""
+CENTRED = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
+"""Comparisons of rewards that add up to 0 in each group."""
+ADVANTAGE_ROUNDING = 1e-6
+
+
+def _no_small_rollout(session: Session) -> Finding | None:
+    """Why there is no small roll-out; None: there is one."""
+    if not session.is_generated:
+        return skipped(NONE_GENERATED)
+    if roller(session).config.engine == "server":
+        return skipped("a server is asked by engine.logps, in the full part")
+    return None
+
+
+@once
+def _small_rollout(session: Session) -> list[Group]:
+    """The first prompts, rolled out as in training but for their number and length; nothing is rewarded."""
+    own = roller(session)
+    config = replace(
+        own.config,
+        n=max(2, min(own.config.n, COMPLETIONS)),
+        max_new_tokens=min(own.config.max_new_tokens, TOKENS),
+        refills=0,
+    )
+    small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
+    return list(small.roll(0, range(min(PROMPTS, len(own.prompts)))).groups)
+
+
+@check(
+    "rollout.groups",
+    after=["attention.shared", "loss.dtype", "loss.tied", "loss.adapter_start", "rollout.room"],
+)
+def each_group_answers_one_prompt(session: Session) -> Finding:
+    """Does each group have the answers to one prompt, each drawn by itself and compared with the others?
+
+    A small roll-out, group by group, and the advantages it would have if the first answer of each group were the good
+    one. That all answers to a prompt are the same has a probability, that of the engine's own draws: it tells a stream
+    that is used twice from a model that is sure.
+    """
+    if why_not := _no_small_rollout(session):
+        return why_not
+    groups = _small_rollout(session)
+    wrong = [*_wrong_membership(groups, roller(session).world), *_repeated_completions(groups)]
+    wrong = wrong or _wrong_advantages(session, groups)
+    if wrong:
+        return failed(
+            wrong[0],
+            number=len(wrong),
+            unit="differences",
+            evidence=wrong[:SHOWN],
+            remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
+            "with the settings of rollout",
+        )
+    number = sum(len(group.episodes) for group in groups)
+    return passed(f"{len(groups)} groups, each of one prompt", number, "completions")
+
+
+def _wrong_membership(groups: Sequence[Group], world: World | None) -> Iterator[str]:
+    """Completions that are not in their group."""
+    sizes = {len(group.episodes) for group in groups}
+    if len(sizes) > 1:
+        yield f"groups have {min(sizes)} to {max(sizes)} completions"
+    for number, group in enumerate(groups):
+        names = Counter(episode.row.id for episode in group.episodes)
+        if len(names) > 1:
+            yield f"group {number} has completions of {len(names)} prompts: {', '.join(names)}"
+        numbers = [episode.index for episode in group.episodes]
+        if len(set(numbers)) < len(numbers):
+            yield f"{group.row.id}: completions are numbered {numbers}"
+        for episode in group.episodes:
+            row, asked = episode.row, episode.asked
+            prompt: list[int] = row.ids_T.tolist()
+            media: Sequence[Media] = row.media
+            if world is not None and asked is not None and (asked != row.prompt or world.tools):
+                prompt, media = world.bridge.prompt_media(asked, world.tools or row.tools)
+            begin = episode.ids_T[: len(prompt)].tolist(), episode.media[: len(media)]
+            if begin != (prompt, tuple(media)):
+                yield f"{row.id}#{episode.index} does not begin with its prompt"
+    counts = Counter(group.row.id for group in groups)
+    if twice := [name for name, times in counts.items() if times > 1]:
+        yield f"{twice[0]} has two groups"
+
+
+def _repeated_completions(groups: Sequence[Group]) -> list[str]:
+    """Completions that are the same, and unlikely so by chance."""
+    chance, same = 0.0, []
+    for group in groups:
+        first = {episode.ids_T.tobytes(): episode for episode in reversed(group.episodes)}
+        for episode in group.episodes:
+            if first[episode.ids_T.tobytes()] is not episode:
+                chance += float(episode.logp_N.sum())
+                name = f"{episode.row.id}#{episode.index}"
+                same.append(f"{name} is another completion of it once more")
+    return same if chance < UNLIKELY else []
+
+
+def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
+    """What is wrong with the advantages if the first completion without an error is the good one of its group.
+
+    All completions end as if by themselves. The better one is better by another amount in each group.
+    """
+    method = _online(session)
+    credit = method.credit
+    judged = []
+    for number, group in enumerate(groups):
+        episodes: tuple[Episode, ...] = tuple(
+            replace(episode, finish_reason="stop") for episode in group.episodes
+        )
+        good = next((at for at, episode in enumerate(episodes) if episode.error is None), 0)
+        rewards = [credit.good - (at != good) / (1 + number) for at in range(len(episodes))]
+        verdicts = tuple(Verdict({"check": Score(reward)}, reward) for reward in rewards)
+        judged.append(Group(episodes, verdicts))
+    paths = paths_of(judged, 0)
+    counts = Counter(path.name for path in paths)
+    wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
+    if wrong or not paths or not session.is_policy_gradient:
+        return wrong
+    scores = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
+    advantages_of = credit.trees(paths, scores).advantages
+    if credit.estimator is None or credit.estimator.compare not in CENTRED:
+        return []
+    advantage_of = {name: float(advantage_N[0]) for name, advantage_N in advantages_of.items()}
+    if credit.estimator.is_whitened:
+        # All have one offset: the mean over tokens is not that over samples.
+        offset = _mean(list(advantage_of.values()))
+        advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
+    by_group: dict[int, list[Rewarded]] = {}
+    for path in paths:
+        by_group.setdefault(path.group, []).append(path)
+    for together in by_group.values():
+        each = [advantage_of[path.name] for path in together]
+        place = together[0].episode.row.id
+        if abs(sum(each)) > ADVANTAGE_ROUNDING * sum(map(abs, each)):
+            wrong.append(f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0")
+        elif credit.is_plain and len(each) > 1 and (max(each) != each[0] or each[0] <= 0):
+            wrong.append(
+                f"{place}: the best answer has an advantage of {each[0]:.3g}, another {max(each):.3g}"
+            )
+    return wrong
+
+
+@check("rollout.text", after=["rollout.groups"])
+def rewards_read_the_sampled_text(session: Session) -> Finding:
+    """Do rewards read what was sampled, all of it and nothing else?
+
+    The text is decoded here from the ids alone:
+
+        text = the sampled ids of the last turn, without the token of the stop set that ended them, up to a stop text
+    """
+    if why_not := _no_small_rollout(session):
+        return why_not
+    groups = _small_rollout(session)
+    episodes = [one for group in groups for one in group.episodes if one.error is None]
+    wrong = []
+    for episode in episodes:
+        at_N = episode.sampled_at_N
+        breaks = np.flatnonzero(np.diff(at_N) > 1)
+        ids = episode.ids_T[at_N[breaks[-1] + 1 :] if breaks.size else at_N].tolist()
+        if ids and ids[-1] in session.stops.ids:
+            ids = ids[:-1]
+        text = str(session.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        for stop in roller(session).config.stop:
+            text = text.partition(stop)[0]
+        if episode.text != text:
+            name = f"{episode.row.id}#{episode.index}"
+            wrong.append(f"{name}: rewards read {episode.text!r:.60}, sampled was {text!r:.60}")
+    if wrong:
+        return failed(
+            f"the text of {len(wrong)} of {len(episodes)} completions is not that of their tokens",
+            number=len(wrong),
+            unit=f"of {len(episodes)} completions",
+            evidence=wrong[:SHOWN],
+            remedy="rewards would judge what was not said; please report this",
+        )
+    return passed("texts are those of the sampled tokens", len(episodes), "completions")
+
+
+# -- the engine against the trainer
+
+ENGINE_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 8
+
+
+class Sampled(NamedTuple):
+    """An engine, its prompts and its answers; or why there is none."""
+
+    engine: LocalEngine | ServerEngine | None
+    obstacle: str
+    prompts: list[Prompt]
+    answers: list[Completion]
+
+
+@once
+def sampled(session: Session) -> Sampled:
+    """The answers to the run's first prompts, of the engine that roll-outs use, or else evaluations.
+
+    A run that generates is asked at its own temperature, with its own ends; a server is sent the weights before.
+    """
+    if session.is_scalar:
+        return Sampled(None, "a reward model generates nothing", [], [])
+    try:
+        engine: Any = roller(session).engine if session.is_generated else engine_of(session.built)()
+    except ModelError as error:
+        return Sampled(None, str(error).partition(";")[0], [], [])
+    assert isinstance(engine, LocalEngine | ServerEngine)
+    prompts = _first_prompts(session, engine.context)
+    if not prompts:
+        return Sampled(None, "no prompt leaves room for an answer", [], [])
+    if isinstance(engine, ServerEngine):
+        engine.update(0)
+    return Sampled(engine, "", prompts, engine.generate(prompts, _sampling(session)))
+
+
+def _sampling(session: Session) -> Sampling:
+    """Every token can be drawn: from the model's own distribution, or as the run's roll-outs are."""
+    drawn = session.run.sampling(session.run.seed)
+    return replace(drawn, n=min(2, drawn.n), max_new_tokens=min(NEW_TOKENS, drawn.max_new_tokens))
+
+
+def _first_prompts(session: Session, context: int | None) -> list[Prompt]:
+    """The first samples up to their first target (prompts: whole), cut from the left and not within a picture."""
+    prompts: dict[bytes, Prompt] = {}
+    most = PROMPT_TOKENS if context is None else min(PROMPT_TOKENS, context - NEW_TOKENS)
+    for index in session.first_samples[: 4 * ENGINE_PROMPTS]:
+        sample = session.train[index]
+        if most < 1 or len(prompts) == ENGINE_PROMPTS:
+            break
+        end = sample.num_tokens if session.is_generated else max(1, int(sample.target_at_N[0]))
+        ids_T, media = cut_out(sample, end - most, end)
+        if ids_T.size + NEW_TOKENS <= (context or math.inf):
+            digests = "".join(one.picture.digest for one in media).encode()
+            prompt = Prompt(sample.id, ids_T, media=media)
+            prompts.setdefault(ids_T.tobytes() + digests, prompt)
+    return list(prompts.values())
+
+
+def _trainer_logps(
+    session: Session, prompts: Sequence[Prompt], answers: Sequence[Completion]
+) -> list[tuple[Sample, FloatArray]]:
+    """Prompts with their answers as ids, and the trainer's log-probs of the answers' tokens."""
+    prompt_of = {prompt.id: prompt for prompt in prompts}
+    paths = []
+    for completion in answers:
+        if completion.ids_N.size:
+            prompt = prompt_of[completion.prompt_id]
+            ids_T = np.concatenate([prompt.ids_T, completion.ids_N])
+            at_N = np.arange(prompt.ids_T.size, ids_T.size)
+            name = f"{prompt.id}#{completion.index}" if completion.index else prompt.id
+            paths.append(Sample(name, ids_T, at_N, np.ones(at_N.size), prompt.media))
+    temperature = session.run.sampling(session.run.seed).temperature
+    numbers = session.numbers(paths, temperature=temperature)
+    return [(path, numbers[path.id].double().numpy()) for path in paths]
+
+
+def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
+    """Largest mean difference that is rounding; a server computes in a precision of its own."""
+    own = TOLERANCE[session.dtype]
+    return (
+        max(own, vllm_client.TOLERANCE["bfloat16"] / 4) if isinstance(engine, ServerEngine) else own
+    )
+
+
+@check(
+    "engine.logps",
+    part="full",
+    after=["attention.shared", "loss.dtype", "loss.tied", "loss.adapter_start"],
+)
+def engine_and_trainer_agree(session: Session) -> Finding:
+    """Do engine and trainer agree on the log-probs of what is sampled?
+
+    The engine's log-probs of the tokens it drew, against the scorer on prompt and completion, token in, token out. The
+    mean over all tokens is compared, which rounding hardly moves. A ratio of the two is a part of every gradient of a
+    method that learns from its own completions; for others it shows that what is evaluated is what trains.
+    """
+    engine, obstacle, prompts, answers = sampled(session)
+    if engine is None:
+        return skipped(obstacle)
+    refused = [one for one in answers if one.logp_N is None or not one.ids_N.size]
+    if refused:
+        return failed(
+            f"the engine fails on {len(refused)} of {len(answers)} completions",
+            evidence=[f"{one.prompt_id}: {one.error or 'no log-probs'}" for one in refused[:SHOWN]],
+            remedy="see what the engine, or the server's log, says of it",
+        )
+    gaps = []
+    worst, where = -1.0, ""
+    for (path, trainer_N), completion in zip(
+        _trainer_logps(session, prompts, answers), answers, strict=True
+    ):
+        assert completion.logp_N is not None
+        gap_N = np.nan_to_num(np.abs(completion.logp_N - trainer_N), nan=np.inf)
+        gaps.append(gap_N)
+        at = int(gap_N.argmax())
+        if gap_N[at] > worst:
+            worst = float(gap_N[at])
+            token = session.tokenizer.decode([int(path.ids_T[path.target_at_N[at]])])
+            where = f"{path.id}: token {at} of the answer, {token!r}"
+    gap_N = np.concatenate(gaps)
+    mean, limit = float(gap_N.mean()), _engine_limit(session, engine)
+    if mean > limit:
+        if session.is_generated:
+            remedy = (
+                "the ratio of the two would be a part of every gradient; set rollout.engine=local, or start the server "
+                "with the model that trains, in its precision, and please report this"
+            )
+        else:
+            remedy = (
+                "evaluations would be of another model than the one that trains; set eval.answers.rewards=[] and "
+                "stop.prompts=0, or engine=server elsewhere, and please report this"
+            )
+        return failed(
+            f"the engine's log-probs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
+            "rounding)",
+            number=mean,
+            unit="nats a token",
+            evidence=[f"{where}: engine and trainer differ by {worst:.3g}"],
+            remedy=remedy,
+        )
+    return passed(f"{gap_N.size} tokens drawn, the same when scored", mean, "nats a token")
+
+
+@check("engine.seed", part="full", after=["engine.logps"])
+def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
+    """Does the same seed give the same completions, whatever is generated with them?
+
+    The same prompts again, and half of them apart from the others: a completion's randomness is its own. In other
+    company a token may change if its draw lies within rounding of a boundary; that is rare, and one completion may
+    differ so. In bfloat16 it is not rare, and only the same call is made again.
+    """
+    engine, obstacle, prompts, answers = sampled(session)
+    if engine is None:
+        return skipped(obstacle)
+    if isinstance(engine, ServerEngine):
+        return skipped("a server may answer otherwise when it is asked again")
+
+    def changed(left: Sequence[Completion], right: Sequence[Completion]) -> list[str]:
+        return [
+            f"{one.prompt_id}: {one.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
+            for one, other in zip(left, right, strict=True)
+            if one.ids_N.tolist() != other.ids_N.tolist()
+        ]
+
+    def fault(lines: list[str], number: int, how: str) -> Finding:
+        return failed(
+            f"{len(lines)} of {number} completions are others when {how}",
+            number=len(lines),
+            unit=f"of {number} completions",
+            evidence=lines[:SHOWN],
+            remedy="an evaluation could not be had twice; please report this",
+        )
+
+    if lines := changed(answers, engine.generate(prompts, _sampling(session))):
+        return fault(lines, len(answers), "asked the same again")
+    if session.dtype == torch.bfloat16:
+        return passed("the same when asked again", len(answers), "completions")
+    half = prompts[1::2]
+    fewer = engine.generate(half, _sampling(session))
+    names = {prompt.id for prompt in half}
+    lines = changed([one for one in answers if one.prompt_id in names], fewer)
+    if len(lines) > 1:
+        return fault(lines, len(fewer), "asked beside fewer others")
+    return passed("the same when asked again, and beside fewer others", len(answers), "completions")
+
+
+MOVES = (0.1, 0.5, 2.0)
+"""Standard deviations of the move, in those of a tensor; if all its values are alike (a new adapter's), in SPREAD."""
+SPREAD = 0.1
+SEEN = 10.0
+"""A difference of so many times rounding is seen."""
+
+
+@check("rollout.update", part="full", after=["engine.logps"])
+def the_engine_draws_from_updated_weights(session: Session) -> Finding:
+    """After an update, does the engine draw from the new weights?
+
+    All that trains is moved far, as no step would, and the engine is told. What it then draws is scored twice: by the
+    moved weights, with which it has to agree, and by those put back. An engine with weights of its own, or adapters
+    that it never gets, agrees with the latter. The move grows until the two can be told from each other.
+    """
+    if not session.is_generated:
+        return skipped(NONE_GENERATED)
+    engine, obstacle, _, _ = sampled(session)
+    if engine is None:
+        return skipped(obstacle)
+    limit = _engine_limit(session, engine)
+    try:
+        for move in MOVES:
+            off_new, off_old = _off_after_move(session, engine, move)
+            if max(off_new, off_old) > SEEN * limit:
+                break
+    finally:
+        engine.update(0)  # the weights are back
+    if off_new > limit:
+        return failed(
+            f"after an update the engine is {off_new:.3g} nats a token off the new weights, {off_old:.3g} off the old",
+            number=off_new,
+            unit="nats a token",
+            evidence=[f"at most {limit:g} is rounding; weights moved by {move:g} of their spread"],
+            remedy="roll-outs would be of weights that never change; set rollout.engine=local, or look at what the "
+            "server was sent, and please report this",
+        )
+    if off_old <= SEEN * limit:
+        return skipped("no update makes a difference that is more than rounding")
+    says = f"off the new weights; {off_old:.3g} off the old"
+    return passed(says, off_new, "nats a token", ["weights put back"])
+
+
+def _off_after_move(
+    session: Session, engine: LocalEngine | ServerEngine, move: float
+) -> tuple[float, float]:
+    """How far the engine's log-probs are from the trainer's with the moved weights, and with those of before."""
+    prompts = sampled(session).prompts
+    generator = torch.Generator().manual_seed(session.run.seed)
+    with weights_put_back(session) as copies:
+        shard_weights(session)
+        with torch.no_grad():
+            for parameter in trained(session).values():
+                own = local(parameter)
+                spread = float(own.float().std()) if own.numel() > 1 else 0.0
+                noise = torch.randn(own.shape, generator=generator) * move * (spread or SPREAD)
+                own.add_(noise.to(own.device, own.dtype))
+        engine.update(1)
+        answers = engine.generate(prompts, _sampling(session))
+        new = _trainer_logps(session, prompts, answers)
+        restore_weights(session, copies)
+    old = _trainer_logps(session, prompts, answers)
+    engine_N = np.concatenate([one.logp_N for one in answers if one.logp_N is not None])
+    off_new, off_old = (
+        float(np.nan_to_num(np.abs(engine_N - trainer_N), nan=np.inf).mean())
+        for trainer_N in (np.concatenate([logp_N for _, logp_N in some]) for some in (new, old))
+    )
+    return off_new, off_old

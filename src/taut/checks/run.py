@@ -1,0 +1,558 @@
+"""The run: whether what was asked is in force on what was built, its steps, its output directory, the saved model."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from taut.checks.loss import dtype_name
+from taut.checks.measure import trained
+from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.session import Session
+from taut.config import home_path, user_path
+from taut.errors import OutputError, TautError
+from taut.evals.reload import (
+    Comparison,
+    Trained,
+    compare_saved,
+    load_anew,
+    room_for,
+    samples_to_compare,
+    score,
+)
+from taut.io.console import counted
+from taut.io.files import read_json
+from taut.io.temporary import TemporaryFolder
+from taut.methods.offline import Offline
+from taut.models import architecture
+from taut.models.load import load_config, load_tokenizer
+from taut.models.lora import is_adapted
+from taut.models.noise import KeyedDropout
+from taut.models.save import saving
+from taut.train import sharded
+from taut.train.checkpoint import SPARE
+from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
+from taut.types import Tree
+from taut.vision.processors import open_processor
+
+# -- what was asked and what is in force
+
+
+class Setting(NamedTuple):
+    """A key, what was asked and what is found, in words: in force if both are the same."""
+
+    key: str
+    asked: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: asked {self.asked}, found {self.found}"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    """Different values, in words: one, if all are equal."""
+    words = {f"{value:.10g}" if isinstance(value, float) else str(value) for value in values}
+    return " and ".join(sorted(words)) or "nothing"
+
+
+SETTINGS_SHOWN = 6
+FROZEN_DECISION = "frozen"
+"""The decision to freeze what no feature of a picture depends on."""
+SET_ASIDE = ("batch.share_prefixes", "packing", FROZEN_DECISION)
+"""Decisions that set something aside."""
+
+
+@check("run.in_force", after=["loss.reached"])
+def what_was_asked_is_in_force(session: Session) -> Finding:
+    """Is everything the run asks for in force on what was built?
+
+    Modules, parameters, optimizer and job are looked at, and no log or configuration of the library's if the thing
+    itself can be looked at. What was set aside with a recorded decision is in force as decided, and is noted.
+    """
+    settings = [
+        *_precision_and_attention(session),
+        *_frozen_and_trained(session),
+        *_adapters(session),
+        *_optimizer(session),
+        *_layout(session),
+    ]
+    wrong = [setting for setting in settings if setting.found != setting.asked]
+    if wrong:
+        return failed(
+            f"{wrong[0].key} is not in force",
+            number=len(wrong),
+            unit=f"of {len(settings)} settings",
+            evidence=[str(setting) for setting in wrong[:SETTINGS_SHOWN]],
+            remedy="the run would not be the one asked for; remove the setting, and please report this",
+        )
+    notes = [
+        f"{name} is {value}: {reason}"
+        for name, value, reason in session.built.decisions
+        if name in SET_ASIDE
+    ]
+    return passed("found as asked", len(settings), "settings", notes)
+
+
+def _precision_and_attention(session: Session) -> Iterator[Setting]:
+    """The dtype of a product of two parameters, the attention of every module of the text model, and recomputation."""
+    run, model, chosen = session.run, session.scorer.model, session.loaded.attention
+    one = torch.ones(1, 1, dtype=session.loaded.dtype.parameters, device=session.ranks.device)
+    with torch.no_grad(), session.job.compute():
+        product = (one @ one).dtype
+    yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(product))
+    modules = architecture.language_model(model).modules()
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    names = [str(getattr(it, "_attn_implementation", None)) for it in configs.values()]
+    asked = chosen.name if run.attention == "auto" else run.attention
+    yield Setting("attention", asked, _listed(name.removeprefix("taut_") for name in names))
+    layers = architecture.layers(model)
+    on = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+    calls = [getattr(layer, "_gradient_checkpointing_func", None) for layer in on]
+    # reentrant checkpointing loses the gradient of adapters behind inputs that need none
+    is_reentrant = [getattr(call, "keywords", {}).get("use_reentrant") for call in calls]
+    how = "" if all(value is False for value in is_reentrant) else ", reentrant"
+    number = len(layers) if run.activation_checkpointing else 0
+    yield Setting("activation_checkpointing", f"in {number} layers", f"in {len(on)} layers{how}")
+
+
+def _frozen_and_trained(session: Session) -> Iterator[Setting]:
+    """What is frozen is neither trained nor in the optimizer; what is not, is both."""
+    members = [id(parameter) for parameter in session.job.trained]
+    named = dict(session.scorer.model.named_parameters())
+    in_optimizer = set(members)
+    held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
+    frozen: set[str] = set()
+    for pattern in session.run.freeze:
+        matches = architecture.matching(session.scorer.model, pattern, list(named), "freeze")
+        frozen |= set(matches)
+        moving = [name for name in matches if name in held]
+        yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")
+    if not session.run.lora.is_on:
+        still = [name for name in named if name not in frozen and name not in held]
+        decided = {name: value for name, value, _ in session.built.decisions}
+        is_decided = decided.get(FROZEN_DECISION) == f"{len(still)} tensors"
+        if is_decided and {architecture.part_of(name) for name in still} <= {
+            "vision_tower",
+            "projector",
+        }:
+            still = []
+        state = f"{still[0]} is frozen" if still else "trained"
+        yield Setting("all that freeze does not name", "trained", state)
+    each = "each once" if len(in_optimizer) == len(members) else "some twice"
+    asked = f"{len(trained(session))} tensors, each once"
+    yield Setting("optimizer", asked, f"{len(members)} tensors, {each}")
+
+
+def _optimizer(session: Session) -> Iterator[Setting]:
+    """AdamW's own settings in each of its groups, and which tensors decay."""
+    config, optimizer = session.run.optim, session.job.optimizer
+    groups = optimizer.param_groups
+    yield Setting("optim", "AdamW", type(optimizer).__name__)
+    yield Setting("optim.beta1", _listed([config.beta1]), _listed(g["betas"][0] for g in groups))
+    yield Setting("optim.beta2", _listed([config.beta2]), _listed(g["betas"][1] for g in groups))
+    yield Setting("optim.eps", _listed([config.eps]), _listed(g["eps"] for g in groups))
+    decay_of = {id(p): float(g["weight_decay"]) for g in groups for p in g["params"]}
+    rule = f"{config.weight_decay:g} on matrices, 0 on norms, biases and vectors"
+    state = rule
+    for name, parameter in session.scorer.named_parameters():
+        words = name.lower().split(".")
+        is_norm_or_bias = "bias" in words[-1] or any("norm" in word for word in words)
+        wanted = 0.0 if parameter.ndim <= 1 or is_norm_or_bias else config.weight_decay
+        decay = decay_of.get(id(parameter), wanted)
+        if decay != wanted:
+            state = f"{decay:g} on {name.removeprefix('model.')}"
+            break
+    yield Setting("optim.weight_decay", rule, state)
+    clip = session.job.clip_grad_norm
+    yield Setting("optim.clip_grad_norm", str(config.clip_grad_norm), str(clip))
+
+
+def _layout(session: Session) -> Iterator[Setting]:
+    """How samples are packed and shared, or the decision not to; NEFTune's alpha."""
+    batch, job = session.run.batch, session.job
+    budget, policy = job.budget, job.policy
+    decided = {decision.name for decision in session.built.decisions}
+    may_share = batch.share_prefixes and "batch.share_prefixes" not in decided
+    yield Setting("batch.share_prefixes", str(may_share), str(policy.share_prefixes))
+    saved = _listed([policy.min_saved_tokens, budget.min_saved_tokens])
+    yield Setting("batch.min_saved_tokens", str(batch.min_saved_tokens), saved)
+    tokens = budget.tokens_per_microbatch
+    yield Setting("batch.tokens_per_microbatch", str(batch.tokens_per_microbatch), str(tokens))
+    packed = "one at a time" if "packing" in decided else "packed"
+    yield Setting("samples", packed, "one at a time" if budget.one_sample else "packed")
+    yield Setting("ranks", str(session.ranks.size), str(budget.num_ranks))
+    noise = job.noise
+    alpha = noise.alpha if noise is not None and noise.is_on else 0.0
+    yield Setting(
+        "noise.neftune_alpha", _listed([session.run.noise.neftune_alpha]), _listed([alpha])
+    )
+
+
+INNER = {"base_layer", "lora_A", "lora_B", "lora_dropout", "original_module", "modules_to_save"}
+"""Parts of names inside what peft wraps."""
+ADDED = ("lora_", "modules_to_save", "trainable_tokens")
+"""What the name of a parameter has that adapters added."""
+
+
+def _adapters(session: Session) -> Iterator[Setting]:
+    """Adapters as they were asked for and as they sit on the modules; if none were asked for, that there are none."""
+    modules = dict(session.model.named_modules())
+    adapted: dict[str, Any] = {n: m for n, m in modules.items() if hasattr(m, "lora_A")}
+    if not session.run.lora.is_on:
+        yield Setting("lora.rank", "no adapters", f"{len(adapted) or 'no'} adapters")
+        return
+    asked = _asked_of_adapters(session)
+    wanted = adapter_targets(session, modules, adapted, asked["targets"])
+    missing, more = sorted(wanted - set(adapted)), sorted(set(adapted) - wanted)
+    state = f"{len(adapted)} modules"
+    state += (f", not {missing[0]}" if missing else "") + (f", also {more[0]}" if more else "")
+    yield Setting("lora.targets", f"{len(wanted)} modules", state)
+    layers = list(adapted.values())
+    name = layers[0].active_adapters[0] if layers else ""
+    ranks = []
+    for layer in layers:
+        # peft stacks the matrices of all experts, and gives two fused matrices the rank of both
+        num_matrices = getattr(layer, "num_experts", 1)
+        if getattr(layer, "parameter_name", "") == "gate_up_proj":
+            num_matrices *= 2
+        ranks.append(float(layer.lora_A[name].weight.shape[0] / num_matrices))
+    yield Setting("lora.rank", _listed([asked["rank"]]), _listed(ranks))
+    scale = asked["alpha"] / (math.sqrt(asked["rank"]) if asked["rslora"] else asked["rank"])
+    scales = _listed(round(float(layer.scaling[name]), 6) for layer in layers)
+    yield Setting("lora.alpha", f"a scale of {_listed([round(scale, 6)])}", f"a scale of {scales}")
+    dora = _listed(name in layer.lora_magnitude_vector for layer in layers)
+    yield Setting("lora.dora", str(asked["dora"]), dora)
+    dropouts = []
+    for layer in layers:
+        dropout = layer.lora_dropout[name]
+        if isinstance(dropout, nn.Dropout) and dropout.p:
+            dropouts.append(f"{dropout.p:g}, drawn by place")
+        else:
+            dropouts.append(_listed([dropout.p if isinstance(dropout, KeyedDropout) else 0.0]))
+    yield Setting("lora.dropout", _listed([asked["dropout"]]), _listed(dropouts))
+    model = session.scorer.model
+    training = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = [name for name in training if ".modules_to_save" in name]
+    for saved in asked["modules_to_save"]:
+        if saved == "projector" and architecture.has_parts(model):
+            is_trained = any(architecture.part_of(name) == saved for name in whole)
+        else:
+            is_trained = any(f"{saved}.modules_to_save" in name for name in whole)
+        state = "trained" if is_trained else "frozen"
+        yield Setting(f"lora.modules_to_save {saved}", "trained", state)
+    stray = [name for name in training if not any(added in name for added in ADDED)]
+    state = f"{stray[0]} trains" if stray else "frozen"
+    yield Setting("the model below the adapters", "frozen", state)
+
+
+def _asked_of_adapters(session: Session) -> dict[str, Any]:
+    """What the run asks for, or the settings of the adapter that it continues."""
+    config = session.run.lora
+    if config.adapter is None:
+        return {
+            "rank": config.rank,
+            "alpha": float(2 * config.rank if config.alpha is None else config.alpha),
+            "rslora": config.rslora,
+            "dora": config.dora,
+            "dropout": config.dropout,
+            "targets": config.targets,
+            "modules_to_save": config.modules_to_save,
+        }
+    saved = read_json(home_path(config.adapter) / "adapter_config.json")
+    return {
+        "rank": saved["r"],
+        "alpha": float(saved["lora_alpha"]),
+        "rslora": saved.get("use_rslora", False),
+        "dora": saved.get("use_dora", False),
+        "dropout": float(saved.get("lora_dropout") or 0.0) if session.run.allows_noise else 0.0,
+        "targets": saved["target_modules"],
+        "modules_to_save": saved.get("modules_to_save") or [],
+    }
+
+
+def adapter_targets(
+    session: Session, modules: Mapping[str, nn.Module], adapted: Mapping[str, Any], asked: Any
+) -> set[str]:
+    """The names of the modules that were to be adapted."""
+    if isinstance(asked, str) and asked != "all-linear":  # peft's regular expression
+        return set(adapted)
+    head: Any = session.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    linear = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear | Conv1D) and not INNER & set(name.split("."))
+    }
+    every = {name for name in linear | set(adapted) if modules[name] is not head}
+    targets: Sequence[str] = asked
+    if asked == "all-linear":
+        targets = ["language_model"] if architecture.has_parts(session.scorer.model) else ["*"]
+        every = {name for name in every if not hasattr(modules[name], "modules_to_save")}
+    # of an adapter that is continued, peft's list has ends of names and no patterns
+    has_patterns = session.run.lora.adapter is None or asked == "all-linear"
+    wanted: set[str] = set()
+    for target in targets:
+        if has_patterns and (
+            target in architecture.WORDS or any(sign in target for sign in "*?[/")
+        ):
+            model = session.scorer.model
+            wanted |= set(architecture.matching(model, target, sorted(every), "lora.targets"))
+        else:
+            wanted |= {name for name in every if f".{name}".endswith(f".{target}")}
+    return wanted
+
+
+# -- steps
+
+
+@check("run.steps", after=["model.trains"])
+def each_step_has_its_samples(session: Session) -> Finding:
+    """Does each step have the samples it should, in this run and in one that goes on from it?
+
+    The order is a pure function of the seed and the step: a second object of it gives the same samples, whatever the
+    first was asked before, and so does the one that a resumed run makes of a cursor. That an epoch has each sample as
+    often as it should is ``data.packing``.
+    """
+    method, run, last = session.job.method, session.run, session.job.num_steps
+    if not isinstance(method, Offline):
+        return skipped("the method prepares its steps itself")
+    order = method.order
+    wanted = run.steps
+    if wanted is None:
+        samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
+        wanted = -(-samples // run.batch.samples_per_step)
+    if last != wanted and not order.origin.step:
+        asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1}"
+        return failed(
+            f"the run has {last} steps where {asked} makes {wanted}",
+            number=last,
+            unit="steps",
+            evidence=[f"{order.epoch_size} samples an epoch, {run.batch.samples_per_step} a step"],
+            remedy="set steps to the number that is wanted, and please report this",
+        )
+    if fault := _unrepeatable_step(method, last):
+        return fault
+    size, full = len(order.step(last, method.epochs)), order.samples_per_step
+    times = round(method.cursor(last).samples / order.epoch_size, 2)
+    what = "rows" if run.compares_answers else "samples"
+    says = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
+    notes = [f"the last step has {size} of {full} samples"] if size != full else []
+    if order.epoch_size < full:
+        most = -(-full // order.epoch_size)
+        return warned(
+            f"a step has {full} {what} and an epoch {order.epoch_size}, so one {what[:-1]} is up to {most} times in a "
+            "step",
+            number=times,
+            unit="times round",
+            remedy=f"set batch.samples_per_step={order.epoch_size} or less, or add data",
+            notes=[says, *notes],
+        )
+    return passed(says, times, "times round", notes)
+
+
+def _unrepeatable_step(method: Offline, last: int) -> Finding | None:
+    """A step that differs when it is prepared again, or after a resume."""
+
+    def sample_ids(trees: list[Tree]) -> list[str]:
+        return [sample.id for tree in trees for sample in tree.samples]
+
+    first = method.order.origin.step + 1
+    for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
+        ids = sample_ids(method.prepare(step))
+        again = sample_ids(replace(method, order=replace(method.order)).prepare(step))
+        order = replace(method.order).going_on_from(method.cursor(step - 1), method.epochs)
+        resumed = sample_ids(replace(method, order=order).prepare(step))
+        if ids == again == resumed:
+            continue
+        if ids != again:
+            says = f"step {step} has other samples when it is prepared again"
+            evidence = [f"first {ids[:4]}", f"then {again[:4]}"]
+        else:
+            says = f"after a resume step {step} has other samples"
+            evidence = [f"uninterrupted {ids[:4]}", f"resumed {resumed[:4]}"]
+        return failed(
+            says,
+            number=step,
+            unit="is the step",
+            evidence=evidence,
+            remedy="the run could not be gone on with as it began; train without shuffle, and please report this",
+        )
+    return None
+
+
+# -- output
+
+
+@check("run.output", after=["model.trains"])
+def the_output_fits_on_its_disk(session: Session) -> Finding:
+    """Can the run be written to its out, and is there room for checkpoints and model?
+
+    What the run would be refused for at its beginning, and what it would fail of later. Predicted are the checkpoints
+    that exist at a time, as ``checkpoint`` counts them, and the model (with save.merged=false only the adapter): once,
+    or twice with the best one. Logs are small and left out. Some space has to stay free.
+    """
+    run = session.run
+    if run.out is None:
+        return skipped("out is not set")
+    try:
+        out = user_path(run.out, "out")
+        require_usable(out, resume=run.resume, overwrite=run.overwrite)
+    except OutputError as error:
+        says, remedy = split_error(error)
+        return failed(says, remedy=remedy)
+    directory = next(path for path in (out, *out.absolute().parents) if path.is_dir())
+    replaced = [out / name for name in WRITTEN] if run.overwrite else complete(out / CHECKPOINTS)
+    files = [file for path in replaced for file in (path.rglob("*") if path.is_dir() else [path])]
+    free = shutil.disk_usage(directory).free
+    free += sum(file.stat().st_size for file in files if file.is_file())
+    checkpoints, config = 0, run.checkpoint
+    if config.every or config.keep_best:
+        size = sharded.num_bytes(sharded.training_state(session.scorer, session.job.optimizer))
+        checkpoints = config.most(session.job.num_steps) * int(session.ranks.sum([size])[0])
+    sizes = {"checkpoints": checkpoints, "model": saved_model_bytes(session), "kept free": SPARE}
+    needed = sum(sizes.values())
+    evidence = [f"{name}: {_in_gb(size)}" for name, size in sizes.items()]
+    if free < needed:
+        return failed(
+            f"{_in_gb(needed)} are needed at {out}, and {_in_gb(free)} are free",
+            number=free / 1e9,
+            unit="GB free",
+            evidence=evidence,
+            remedy=f"free some, name an out on another disk, or set checkpoint.keep=1 (it is {config.keep}) or "
+            f"checkpoint.every=0 (it is {config.every})",
+        )
+    return passed(f"there is room: {_in_gb(free)} are free", needed / 1e9, "GB needed", evidence)
+
+
+def saved_model_bytes(session: Session) -> int:
+    """Bytes of the models that exist at a time, the one being written included."""
+    has_adapters = is_adapted(session.scorer.model)
+    saved = [p for p in session.scorer.parameters() if not (has_adapters and p.requires_grad)]
+    model = session.built.saved_dtype.itemsize * sum(p.numel() for p in saved)
+    adapter = 4 * sum(p.numel() for p in session.job.trained) if has_adapters else 0
+    count = 1 if session.run.eval.best is None else 2
+    return model * count + adapter if session.run.save.merged else adapter * count
+
+
+def _in_gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f} GB"
+
+
+MOST_PARAMETERS = 2_000_000_000
+"""Parameters up to which a model is saved for this."""
+NOISE = 0.02
+"""Standard deviation of the noise that is added to adapters."""
+
+
+@check(
+    "run.saved",
+    part="full",
+    after=[
+        "stop.saved",
+        "stop.generation",
+        "attention.shared",
+        "loss.dtype",
+        "loss.tied",
+        "loss.adapter_start",
+    ],
+)
+def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
+    """Is the model that is saved and loaded again the one in memory, adapters merged?
+
+    It is saved as it would be at the end, into a temporary directory, and compared as at the end of each run: every
+    weight bit for bit, log-probs merged and reloaded. The description of how pictures are processed is read again too.
+    Adapters begin as nothing at all, so that a merge that loses them would not show: they are moved meanwhile, then put
+    back.
+    """
+    number = sum(parameter.numel() for parameter in session.scorer.parameters())
+    if number > MOST_PARAMETERS:
+        return skipped(f"{number:,} parameters would take long to write; the run asks at its end")
+    report = "the model would not be the one that was trained; please report it"
+    with TemporaryFolder("check") as place, _moved_adapters(session):
+        try:
+            comparisons, other_pictures = _save_and_compare(session, place / "model")
+        except OutputError as error:
+            return skipped(str(error).partition(";")[0])
+        except TautError as error:
+            return failed(f"what was saved cannot be loaded: {error}", remedy=report)
+    if other_pictures:
+        return failed(
+            "what describes pictures is not saved as it was",
+            evidence=[other_pictures],
+            remedy="a server would show the model other pictures; please report it",
+        )
+    wrong = [one for one in comparisons if not one.is_sound]
+    if wrong:
+        name, value = wrong[0].name, wrong[0].value
+        return failed(
+            f"{name}: a difference of {value:.3g}, at most {wrong[0].tolerance:g} is rounding",
+            number=value,
+            unit="nats" if name != "weights" else "",
+            evidence=[f"{one.name}: {one.value:.3g}: {one.detail}" for one in wrong],
+            remedy=report,
+        )
+    first, last = comparisons[0], comparisons[-1]
+    what = "trained, merged and reloaded agree" if is_adapted(session.scorer.model) else "the same"
+    return passed(f"{what} ({last.name})", last.value, "nats", [f"{first.detail}: the same bits"])
+
+
+def _save_and_compare(session: Session, directory: Path) -> tuple[list[Comparison], str]:
+    """What is compared, and how the processing of pictures differs."""
+    inputs, model = session.inputs, session.scorer.model
+    data = inputs.train if inputs.eval is None else inputs.eval
+    samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
+    logps = score(session.scorer, samples)
+    before = Trained(model, None, samples, logps, session.built.saved_dtype)
+    with saving(
+        model,
+        inputs.tokenizer,
+        directory,
+        stop_ids=inputs.stops.ids,
+        template=inputs.renderer.template.template,
+        dtype=before.dtype,
+    ) as written:
+        device = room_for(model, session.ranks.device)
+        reloaded = load_anew(str(written), device, session.run.trust_remote_code)
+        return compare_saved(before, reloaded), _other_pictures(session, str(written))
+
+
+def _other_pictures(session: Session, path: str) -> str:
+    """What differs in how pictures are processed for those who load the model; empty: nothing, or it takes none."""
+    album = session.inputs.renderer.album
+    if album is None:
+        return ""
+    trust = session.run.trust_remote_code
+    saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
+    if saved is None or saved.identity() != album.processor.identity():
+        return "preprocessor_config.json and processor_config.json make other tensors of a picture"
+    trained_words, saved_words = (
+        (one.placeholder, one.image_id, one.reserved) for one in (album.processor, saved)
+    )
+    if trained_words == saved_words:
+        return ""
+    return f"pictures are written {saved_words}, in training {trained_words}"
+
+
+@contextmanager
+def _moved_adapters(session: Session) -> Iterator[None]:
+    """Inside, adapters have noise added; at the end all is as it was. A model without adapters is left alone."""
+    moved = session.job.trained if is_adapted(session.scorer.model) else []
+    copies = [parameter.detach().clone() for parameter in moved]
+    generator = torch.Generator(session.ranks.device).manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter in moved:
+                parameter.add_(torch.empty_like(parameter).normal_(0.0, NOISE, generator=generator))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, copy in zip(moved, copies, strict=True):
+                parameter.copy_(copy)

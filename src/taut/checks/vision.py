@@ -1,0 +1,296 @@
+"""Pictures in the model: as many features as placeholders, numbered as the library numbers them, seen by the sample
+they belong to and by no other.
+
+A stand-in has the size of the picture it replaces, and noise for colours, the same every time. Samples are the
+session's pair: two with pictures, if there are so many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from taut.checks.measure import drift, gap, replace_tokens
+from taut.checks.registry import Finding, check, failed, passed, skipped, split_error
+from taut.checks.session import PROBE_TOKENS, Session, beginning, num_tokens, once
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.errors import ModelError
+from taut.models import architecture
+from taut.types import Picture, Sample
+from taut.vision import tower
+
+SAMPLES = 4
+TOKENS = 768
+"""Of all samples with pictures of different sizes, but for the first."""
+SHOWN = 3
+
+
+def _no_pictures(session: Session) -> Finding | None:
+    """Why checks of pictures are skipped; None: they are asked."""
+    if session.inputs.renderer.album is None:
+        return skipped("the model takes no pictures")
+    return None if session.with_pictures else skipped("no row has a picture")
+
+
+@once
+def _samples_of_all_sizes(session: Session) -> list[Sample]:
+    """Samples with pictures of different sizes, the smallest first."""
+    chosen: list[Sample] = []
+    sizes: set[tuple[int, Any]] = set()
+    for index in session.with_pictures:
+        sample = beginning(session.train[index], PROBE_TOKENS)
+        new_sizes = {(media.stop - media.start, media.grid) for media in sample.media} - sizes
+        if not new_sizes:
+            continue
+        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
+            break
+        sizes |= new_sizes
+        chosen.append(sample)
+    return chosen
+
+
+@check("vision.placeholders", after=["data.packing"])
+def pictures_have_a_feature_for_each_placeholder(session: Session) -> Finding:
+    """Does each picture have as many features as placeholders?
+
+    The real tower is run on some of the user's own pictures, of as many sizes as there are among the first. That the
+    number of placeholders follows from a picture's size was proven when the data were read. With another number the
+    library stops, or shifts every picture after it.
+    """
+    if why_not := _no_pictures(session):
+        return why_not
+    samples = _samples_of_all_sizes(session)
+    for sample in samples:
+        try:
+            session.numbers([sample])
+        except ModelError as error:
+            says, remedy = split_error(error)
+            return failed(
+                "the vision tower gives another number of features than there are placeholders",
+                evidence=[f"{sample.id}: {says}"],
+                remedy=remedy,
+            )
+    number = sum(len(sample.media) for sample in samples)
+    return passed("as many features as placeholders", number, "pictures")
+
+
+@check("vision.positions", after=["vision.placeholders"])
+def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
+    """Are tokens and pictures numbered in a pack as the library numbers them alone?
+
+    Packed and with a prefix shared, against each alone: by ``get_rope_index`` if the model numbers pictures in three
+    dimensions, else by depth.
+    """
+    if why_not := _no_pictures(session):
+        return why_not
+    first, *others = _samples_of_all_sizes(session)
+    other_end = replace_tokens(
+        session, first, [first.num_tokens - 1], f"{first.id} with another end"
+    )
+    samples = {one.id: one for one in (first, *others, other_end, session.pair[1])}
+    number_by_library = getattr(architecture.decoder(session.model), "get_rope_index", None)
+    alone = {name: _numbered_alone(session, one) for name, one in samples.items()}
+    number = 0
+    for how, policy in {"packed": ALONE, "with a prefix shared": PackPolicy(True, 1)}.items():
+        packed = pack(list(samples.values()), policy)
+        for row, name in enumerate(packed.sample_ids):
+            last_read = packed.read_R[packed.row_R == row][-1]
+            path = (packed.reach_T[: last_read + 1] > last_read).nonzero()[:, 0]
+            positions = packed.position_ids.reshape(-1, packed.num_tokens)[:, path]
+            expected = alone[name][:, : positions.shape[1]].expand(positions.shape)
+            number += positions.shape[1]
+            is_wrong_T = (positions != expected).any(0)
+            if not is_wrong_T.any():
+                continue
+            at, num_wrong = int(is_wrong_T.int().argmax()), int(is_wrong_T.sum())
+            token = session.inputs.token(int(samples[name].ids_T[at]))
+            return failed(
+                f"{how}, {num_wrong} of {is_wrong_T.numel()} tokens of {name} have other positions",
+                number=num_wrong,
+                unit=f"of {is_wrong_T.numel()} tokens",
+                evidence=[
+                    f"token {at}, {token!r}: {positions[:, at].tolist()}, by the library {expected[:, at].tolist()}"
+                ],
+                remedy="the model would see pictures elsewhere than it was taught to; train with the version of "
+                "transformers that taut names, and please report this",
+            )
+    what = "in three dimensions" if number_by_library else "by depth"
+    return passed(f"{what}, as alone", number, "tokens")
+
+
+def _numbered_alone(session: Session, sample: Sample) -> Tensor:
+    """As the library numbers a sample, [1, T] or [3, T]."""
+    backbone = architecture.decoder(session.model)
+    number_by_library: Any = getattr(backbone, "get_rope_index", None)
+    if number_by_library is None or not sample.media:
+        return torch.from_numpy(np.arange(sample.num_tokens))[None]
+    ids_T = torch.from_numpy(sample.ids_T)
+    arguments = tower.library_arguments(backbone, sample.media, ids_T)
+    sizes = {name: it.cpu() for name, it in arguments.items() if not it.is_floating_point()}
+    positions: Tensor = number_by_library(input_ids=ids_T[None], **sizes)[0][:, 0]
+    return positions
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A picture of noise."""
+
+    original: Picture
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"noise for {self.original.digest}".encode()).hexdigest()
+
+    @property
+    def source(self) -> str:
+        return f"noise for {self.original.source}"
+
+    @property
+    def content(self) -> str:
+        return self.digest
+
+    @property
+    def num_pictures(self) -> int:
+        return self.original.num_pictures
+
+    def expect(self) -> None:
+        self.original.expect()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        tensors = self.original.tensors().items()
+        return {name: _waves(it) if it.is_floating_point() else it for name, it in tensors}
+
+
+def _waves(like: Tensor) -> Tensor:
+    """Waves along every axis: not one colour everywhere."""
+    size = math.prod(like.shape)
+    return (0.7 * torch.arange(size, dtype=torch.float64)).sin().reshape(like.shape).to(like)
+
+
+def _with_stand_ins(sample: Sample) -> Sample:
+    """The same with stand-ins for all its pictures."""
+    media = tuple(replace(one, picture=StandIn(one.picture)) for one in sample.media)
+    return replace(sample, id=f"{sample.id} with other pictures", media=media)
+
+
+class Swap(NamedTuple):
+    """The numbers of a sample and of its neighbour in the pack, before and after the sample gets other pictures."""
+
+    sample: Sample
+    neighbour: Sample | None
+    """None: the model packs nothing."""
+    after_picture: tuple[Tensor, Tensor]
+    """Of the sample's targets after its first picture."""
+    of_neighbour: tuple[Tensor, Tensor]
+    all_after: Tensor
+    """All of the sample with other pictures."""
+
+
+@once
+def _swaps(session: Session) -> list[Swap]:
+    """Each of the pair that has pictures. At most two forwards in addition to those that all checks share."""
+    swaps = []
+    is_packed = session.loaded.one_sample is None
+    before = session.packed if is_packed else session.alone
+    for sample, neighbour in (session.pair, session.pair[::-1]):
+        if not sample.media:
+            continue
+        other = _with_stand_ins(sample)
+        order = [other if one.id == sample.id else one for one in session.pair]
+        after = session.numbers(order if is_packed else [other])
+        is_later = sample.target_at_N >= sample.media[0].stop
+        after_picture = before[sample.id][is_later], after[other.id][is_later]
+        nothing = before[sample.id][:0]
+        of_neighbour = (
+            (before[neighbour.id], after[neighbour.id]) if is_packed else (nothing, nothing)
+        )
+        company = neighbour if is_packed else None
+        swaps.append(Swap(sample, company, after_picture, of_neighbour, after[other.id]))
+    return swaps
+
+
+@check("vision.swapped", after=["attention.neighbour"])
+def another_picture_changes_the_answer(session: Session) -> Finding:
+    """Does another picture change what the model says after it?
+
+    Log-probs that are equal to the last bit mean that the model answers without having seen the picture. How much they
+    change says nothing yet: that is what training is for.
+    """
+    if why_not := _no_pictures(session):
+        return why_not
+    quantity = session.quantity
+    moves = {swap.sample.id: gap(*swap.after_picture) for swap in _swaps(session)}
+    blind = [name for name, moved in moves.items() if not moved > 0.0]
+    if blind:
+        return failed(
+            f"another picture changes no {quantity.one.removeprefix('a ')} of {blind[0]}",
+            number=0.0,
+            unit=quantity.unit,
+            evidence=[f"{name}: noise in place of its pictures" for name in blind],
+            remedy="the picture does not reach the language model: a projector of zeros, or features that are lost; "
+            "take the checkpoint that the model came with, and please report the model",
+        )
+    return passed(f"another picture changes {quantity.many}", min(moves.values()), quantity.unit)
+
+
+@check("vision.neighbour", after=["vision.swapped"])
+def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
+    """Does a neighbour's picture change nothing?
+
+    Asked packed, and with prefixes shared, where two pictures of one size are two prefixes. Also: two of the user's own
+    pictures that differ have different digests, by which they are told apart.
+    """
+    if why_not := _no_pictures(session):
+        return why_not
+    remedy = "pictures are mixed up between samples; set batch.share_prefixes=false, and please report the model"
+    first_with: dict[str, tuple[str, str]] = {}
+    mistaken = []
+    for index in session.with_pictures:
+        sample = session.train[index]
+        for picture in (media.picture for media in sample.media):
+            known = first_with.setdefault(picture.digest, (picture.content, picture.source))
+            if known[0] != picture.content:
+                mistaken.append(f"{sample.id}: {picture.source} is taken for {known[1]}")
+    if mistaken:
+        return failed(
+            "two different pictures are taken for one",
+            number=len(mistaken),
+            unit="pictures",
+            evidence=mistaken[:SHOWN],
+            remedy=remedy,
+        )
+    if session.loaded.one_sample is not None:
+        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    worst, quantity = 0.0, session.quantity
+    for where, moved, limit in _moves_of_neighbours(session):
+        if moved > limit:
+            says = f"a neighbour's picture changes {quantity.one} by {moved:.3g} {quantity.unit}"
+            return failed(says, number=moved, unit=quantity.unit, evidence=[where], remedy=remedy)
+        worst = max(worst, moved)
+    return passed("a neighbour's picture changes nothing", worst, quantity.unit)
+
+
+def _moves_of_neighbours(session: Session) -> Iterator[tuple[str, float, float]]:
+    """A neighbour, how far its numbers move, and how far they may."""
+    swaps = _swaps(session)
+    for swap in swaps:
+        assert swap.neighbour is not None
+        where = f"{swap.neighbour.id}, packed with {swap.sample.id}"
+        yield where, gap(*swap.of_neighbour), session.exact
+    if not session.job.policy.share_prefixes:
+        return
+    sample, neighbour = swaps[0].sample, swaps[0].neighbour
+    assert neighbour is not None
+    other = _with_stand_ins(sample)
+    with session.inference():  # once around all: autocast keeps its casts
+        shared = session.numbers([sample, other, neighbour], PackPolicy(min_saved_tokens=1))
+        packed = {**session.numbers(session.pair), other.id: swaps[0].all_after}
+    for name, numbers in shared.items():
+        yield f"{name}, with prefixes shared", drift(numbers, packed[name]), session.tolerance

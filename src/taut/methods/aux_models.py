@@ -1,0 +1,299 @@
+"""The models next to the one that trains: a reference, a teacher, a critic. A method says which it has
+(``RunConfig.models``); here they are loaded, and here is what other rooms ask of them.
+
+Each has the attention and dtype of the policy, for the same micro-batches, and its tokenizer. Those that checkpoints
+have to hold are parts of the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from taut.config import Decision
+from taut.errors import ModelError
+from taut.losses import Loss
+from taut.methods.inputs import Inputs, Loaded, MayChange
+from taut.methods.reference import Other, ReferenceConfig, Start
+from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
+from taut.models import architecture
+from taut.models.load import (
+    context_length,
+    load_config,
+    load_model,
+    load_skeleton,
+    require_language_model,
+)
+from taut.models.scorer import Scorer
+from taut.models.self_test import one_sample_reasons
+from taut.models.tokens import require_same_tokenizer
+from taut.rl.critic import CriticConfig, build_critic
+from taut.rl.critic import Setting as CriticSetting
+from taut.train import distributed
+from taut.train.distributed import Ranks
+from taut.train.optim import Pace, highest
+from taut.train.trainer import Role
+from taut.types import Wants
+from taut.vision.image_store import require_alike
+
+if TYPE_CHECKING:
+    from taut.methods.method import RunConfig
+
+
+MAY_CHANGE = MayChange(
+    freely=(
+        "reference.model",  # these are hashed, wherever they lie
+        "distill.teacher",
+        "distill.top_logprobs",
+        "distill.eval_top_logprobs",
+        "critic.model",
+    ),
+    rounding=("reference.file",),
+    schedule=("critic.learning_rate",),
+)
+"""Of their sections, where a method has them."""
+
+
+@dataclass(frozen=True)
+class AuxModels:
+    """The models next to the policy; None: there is no such model."""
+
+    reference: ReferenceConfig | None = None
+    """What the policy is compared with."""
+    teacher: DistillConfig | None = None
+    """What the policy learns from."""
+    critic: CriticConfig | None = None
+    """What predicts the reward still to come."""
+
+    # -- what other rooms ask before anything is loaded
+
+    @property
+    def directories(self) -> Iterator[tuple[str, str, str]]:
+        """(part of the fingerprint, configuration key, path) of each model named by the configuration."""
+        if self.critic is not None and self.critic.model is not None:
+            yield "critic", "critic.model", self.critic.model
+        if self.reference is not None and self.reference.model is not None:
+            yield "reference", "reference.model", self.reference.model
+        if self.teacher is not None and self.teacher.teacher is not None:
+            yield "teacher", "distill.teacher", self.teacher.teacher
+
+    @property
+    def paths(self) -> list[str]:
+        """Every directory and file that is read for them."""
+        files = [self.reference_file]
+        if self.teacher is not None:
+            files += [self.teacher.top_logprobs, self.teacher.eval_top_logprobs]
+        return [*(path for _, _, path in self.directories), *(path for path in files if path)]
+
+    @property
+    def reference_file(self) -> str | None:
+        """Where the reference's log-probabilities are kept; then it is not held while training."""
+        return None if self.reference is None else self.reference.file
+
+    @property
+    def has_live_reference(self) -> bool:
+        """Whether a reference runs with each step."""
+        return self.reference is not None and self.reference.file is None
+
+    @property
+    def unlike_the_start(self) -> str | None:
+        """Why the policy is not its own reference before the first update; None: it is."""
+        if self.reference is None:
+            return "the loss has no reference"
+        return "reference.model names another model" if self.reference.model is not None else None
+
+    @property
+    def not_in_samples(self) -> str | None:
+        """Why the loss cannot be computed from the policy's log-probs of its samples; None: it can."""
+        if self.teacher is not None:
+            return "the loss is measured against a teacher, which is not asked here"
+        if self.reference is not None and self.reference.model is not None:
+            return "the loss is measured against reference.model, which is not asked here"
+        if self.critic is not None:
+            return "the loss is also that of a critic, which is not asked here"
+        return None
+
+    @property
+    def unpredicted(self) -> str | None:
+        """Which of them takes memory that cannot be predicted; None: none does."""
+        if self.teacher is not None:
+            return "teacher"
+        return "critic" if self.critic is not None else None
+
+    def reference_bytes(self, run: RunConfig, trained: Sequence[Tensor]) -> int:
+        """Memory of a reference: another model whole, or the tensors that train as they were; of a file, none."""
+        if self.reference is None or self.reference.file is not None:
+            return 0
+        if self.reference.model is None:
+            return sum(tensor.nbytes for tensor in trained)
+        path, trust = self.reference.model, run.trust_remote_code
+        other = load_skeleton(path, load_config(path, trust, needs_weights=False), trust)
+        itemsize = max((tensor.element_size() for tensor in trained), default=4)
+        return itemsize * sum(parameter.numel() for parameter in other.parameters())
+
+    # -- loading
+
+    def attach(
+        self, run: RunConfig, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
+    ) -> list[Decision]:
+        """Give the scorer its teacher and its critic, before it is sharded."""
+        decisions = []
+        if self.teacher is not None:
+            decisions += self._attach_teacher(self.teacher, run, inputs, loaded, scorer, ranks)
+        if self.critic is not None:
+            decisions += self._attach_critic(self.critic, run, inputs, loaded, scorer, ranks)
+        return decisions
+
+    def _attach_teacher(
+        self,
+        config: DistillConfig,
+        run: RunConfig,
+        inputs: Inputs,
+        loaded: Loaded,
+        scorer: Scorer,
+        ranks: Ranks,
+    ) -> list[Decision]:
+        if config.teacher is not None:
+            require_same_pictures(run, inputs, config.teacher, "distill.teacher")
+        setting = Setting(
+            tokenizer=inputs.tokenizer,
+            num_rows=architecture.head(scorer.model).weight.shape[0],
+            longest=inputs.longest,
+            dtype=loaded.dtype.dtype,
+            device=ranks.device,
+            attention=run.attention,
+            trust_remote_code=run.trust_remote_code,
+        )
+        scorer.teacher, decisions = load_teacher(config, setting)
+        return decisions
+
+    def _attach_critic(
+        self,
+        config: CriticConfig,
+        run: RunConfig,
+        inputs: Inputs,
+        loaded: Loaded,
+        scorer: Scorer,
+        ranks: Ranks,
+    ) -> list[Decision]:
+        new_ids = inputs.new_ids
+        if config.model is not None:
+            theirs = require_same_inputs(run, inputs, config.model, "critic.model", new_ids)
+            new_ids = [index for index in new_ids if inputs.token(index) not in theirs]
+            context = context_length(load_config(config.model, run.trust_remote_code))
+            require_context(f"critic.model={config.model}", context, inputs.longest)
+        setting = CriticSetting(
+            policy=scorer.model,
+            path=run.model,
+            dtype=loaded.dtype.dtype,
+            device=ranks.device,
+            attention=loaded.attention.implementation,
+            longest=inputs.longest,
+            new_ids=new_ids,
+            one_sample=loaded.one_sample,
+            recomputes=run.activation_checkpointing,
+            seed=run.seed,
+            trust_remote_code=run.trust_remote_code,
+        )
+        scorer.critic, decisions = build_critic(config, setting)
+        return decisions
+
+    def critic_pace(self, run: RunConfig) -> Pace | None:
+        """How fast the critic learns, where there is one."""
+        if self.critic is None:
+            return None
+        return self.critic.pace(run.optim, highest(run.resolved_optim))
+
+    def build_roles(
+        self,
+        run: RunConfig,
+        loss: Loss,
+        inputs: Inputs,
+        loaded: Loaded,
+        scorer: Scorer,
+        ranks: Ranks,
+    ) -> tuple[list[Role], list[Decision]]:
+        """The reference, once the scorer is sharded, and why this one."""
+        config = self.reference
+        if config is None:
+            return [], []
+        wants = Wants(temperature=loss.wants.temperature)
+        if config.model is not None:
+            key = "reference.model"
+            try:
+                named = load_config(config.model, run.trust_remote_code)
+            except ModelError as error:
+                raise ModelError(f"{key}: {error}") from error
+            require_language_model(config.model, named, key)
+            require_same_inputs(run, inputs, config.model, key)
+            other = Scorer(_load_reference(run, config.model, inputs, loaded, ranks))
+            distributed.shard(other, architecture.layers(other.model), ranks)
+            return [Other(other, wants)], [
+                Decision("reference", config.model, "named by reference.model")
+            ]
+        trained = [p for p in scorer.model.parameters() if p.requires_grad]
+        start = Start(scorer, trained, config, wants)
+        if config.update_every:
+            scorer.reference = start  # so that a checkpoint holds it
+            value = f"the policy, every {config.update_every} steps"
+            reason = f"moves {config.update_mix:g} of the way (reference.update_every, update_mix)"
+            return [start], [Decision("reference", value, reason)]
+        if run.lora.rank and not run.lora.adapter:
+            value = "the base model"
+            reason = "the policy without what LoRA adds: its adapters' start"
+        elif run.lora.is_on:
+            value, reason = "lora.adapter as it is", "the policy at the start, adapter included"
+        else:
+            value, reason = "a frozen copy", "the policy at the start"
+        return [start], [Decision("reference", value, reason)]
+
+
+def _load_reference(
+    run: RunConfig, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks
+) -> PreTrainedModel:
+    """Another model, with the attention and dtype of the one that trains, for the same micro-batches."""
+    context = context_length(load_config(path, run.trust_remote_code))
+    require_context(f"reference.model={path}", context, inputs.longest)
+    model = load_model(
+        path,
+        dtype=loaded.dtype.dtype,
+        device=ranks.device,
+        attention=loaded.attention.implementation,
+        trust_remote_code=run.trust_remote_code,
+    )
+    alone = "; ".join(one_sample_reasons(model, inputs.longest))
+    if alone and not loaded.one_sample:
+        raise ModelError(
+            f"reference.model={path} runs one sample at a time ({alone}), and model={run.model} does not; expected a "
+            "reference that packs as it does; name another"
+        )
+    return model
+
+
+def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
+    """Raise ModelError where pictures of the data would not be made ready for another model in the same way."""
+    album, trust = inputs.renderer.album, run.trust_remote_code
+    data = [split for split in (inputs.train, inputs.eval) if split is not None]
+    if album is None or not any(split.report.num_pictures for split in data):
+        return
+    try:
+        config = load_config(path, trust)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    require_alike(path, config, inputs.tokenizer, album, key, trust)
+
+
+def require_same_inputs(
+    run: RunConfig, inputs: Inputs, path: str, key: str, may_lack: Sequence[int] = ()
+) -> dict[str, int]:
+    """The vocabulary of another model. Raises ModelError where the same data would be other ids or other pictures to
+    it. ``may_lack``: added tokens that it need not have.
+    """
+    require_same_pictures(run, inputs, path, key)
+    return require_same_tokenizer(
+        path, inputs.tokenizer, key, run.trust_remote_code, may_lack=may_lack
+    )

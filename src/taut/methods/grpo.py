@@ -1,0 +1,100 @@
+"""Group relative policy optimisation (GRPO, arXiv 2402.03300) and its family: the answers to a prompt are compared
+with each other, there is no critic. The formulas are in losses/{advantages,policy}.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.errors import ConfigError
+from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
+from taut.methods.method import MethodName
+from taut.methods.online import REWARD_ENDS
+from taut.methods.policy import Key, PolicyConfig, PolicyMethod
+from taut.rl.monitors import GuardConfig
+from taut.train.optim import DefaultRates
+
+Advantage: TypeAlias = Literal[
+    "group", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"
+]
+"""The names of losses.advantages.ESTIMATORS; a test holds them to it."""
+
+
+@configclass
+class GrpoConfig(PolicyConfig):
+    """GRPO and its variants: the answers to a prompt are compared with each other, without a critic."""
+
+    section: ClassVar[str] = "grpo"
+
+    advantage: Advantage = "group"
+    """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, or
+    pass_at_k."""
+    pass_k: Annotated[int, Field(ge=1)] | None = None
+    """For advantage=pass_at_k: the k whose pass@k is maximised, at most the size of a group; 4 if not set."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """How rewards become advantages."""
+        estimator = ESTIMATORS[self.advantage]
+        if self.pass_k is not None:
+            return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
+        return estimator
+
+    def _keys(self) -> Iterator[Key]:
+        yield from PolicyConfig._keys(self)
+        yield Key("pass_k", self.advantage == "pass_at_k", "advantage=pass_at_k")
+
+
+@configclass
+class Grpo(PolicyMethod):
+    """A run of ``taut grpo``."""
+
+    learning_rates: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "TRL, verl and OpenRLHF; tinker-cookbook with LoRA: 1e-5 to 4e-5"
+    )
+
+    method: MethodName = "grpo"
+    grpo: GrpoConfig = GrpoConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout.n == 1 and self.grpo.advantage != "reinforce_pp":
+            raise ConfigError(
+                f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
+                "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
+            )
+        penalties = ("missing_stop", "soft_overlong", "length_cost")
+        lowering = [f"shaping.{name}" for name in penalties if getattr(self.shaping, name)]
+        if self.grpo.advantage == "maxrl" and lowering:
+            raise ConfigError(
+                f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
+                "expected rewards of at least 0; name another advantage, or take it out"
+            )
+        if self.guard.warn_values != GuardConfig.warn_values:
+            raise ConfigError(
+                f"guard.warn_values={self.guard.warn_values:g} watches a critic, and taut grpo has none; taut ppo "
+                "has one; take it out"
+            )
+        if (self.grpo.pass_k or 0) > self.rollout.n:
+            raise ConfigError(
+                f"grpo.pass_k={self.grpo.pass_k} and rollout.n={self.rollout.n}: the best of more than there "
+                "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
+            )
+
+    @property
+    def policy(self) -> GrpoConfig:
+        return self.grpo
+
+    def estimate(self) -> Estimator:
+        return self.grpo.estimator
+
+    @property
+    def ends_remedy(self) -> str:
+        # maxrl refuses what may take a reward below 0
+        return REWARD_ENDS if self.grpo.advantage == "maxrl" else super().ends_remedy

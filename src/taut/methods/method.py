@@ -1,0 +1,462 @@
+"""``RunConfig``, the base of all training methods: the keys that every run has, and what a method answers about
+itself.
+
+A method is a subclass in a file of its own. It adds its sections to the configuration and refuses settings that have
+no meaning (``__post_init__``); it says what a row of its data is, what it minimises, which models stand next to the
+policy and where its steps come from. Every member has a default, which is that of supervised fine-tuning, so that a
+method states what is different about it and no more. No other room asks which method a run has: it asks these
+members.
+
+May import rl, evals, inference, train and what is below them. ``run`` and all above it import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from taut.config import ComputeDtype, Decision, configclass, read_toml, to_dict
+from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
+from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
+from taut.data.render import Renderer
+from taut.data.schema import Kind
+from taut.errors import ConfigError
+from taut.evals.contract import ContractConfig
+from taut.evals.during import AnswersConfig
+from taut.evals.stopping import StopConfig
+from taut.inference.engine import Sampling
+from taut.inference.local import LocalEngine
+from taut.losses import Loss
+from taut.losses.supervised import CrossEntropy
+from taut.methods import METHODS, command_of
+from taut.methods.aux_models import MAY_CHANGE, AuxModels
+from taut.methods.inputs import Inputs, Language, Loaded, MayChange, Plan
+from taut.methods.offline import Offline
+from taut.methods.teacher import with_lists
+from taut.models.load import context_length
+from taut.models.lora import LoraConfig
+from taut.models.noise import NoiseConfig
+from taut.models.reward_model import NewHead
+from taut.models.scorer import Scorer
+from taut.models.tokens import TokensConfig
+from taut.rewards import files_of
+from taut.rewards.in_process import files_read, models_of
+from taut.rewards.judge import RewardModel
+from taut.rewards.registry import RewardSpec
+from taut.train.checkpoint import CheckpointConfig
+from taut.train.log import LogConfig
+from taut.train.monitors import DivergenceConfig
+from taut.train.optim import DefaultRates, OptimConfig
+from taut.train.run_dir import SaveConfig
+from taut.train.trainer import Job
+from taut.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    MethodName: TypeAlias = str
+else:
+    MethodName = Literal[tuple(METHODS)]
+"""The type of the key ``method``: one of the names in METHODS."""
+
+
+@configclass
+class EvalConfig:
+    """Evaluation while training. It always runs at the end as well."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: only at the end."""
+    best: str | None = None
+    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, NAME_pass_K, or for data
+    with judged answers rewards/accuracy, rewards/margin, accuracy, score/margin."""
+    answers: AnswersConfig = AnswersConfig()
+
+
+@configclass
+class ChecksConfig:
+    """Which checks run before training."""
+
+    skip: list[str] = field(default_factory=list)
+    """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
+
+
+@configclass
+class RunConfig:
+    """A training run: the keys that all methods have, and the questions that a method answers."""
+
+    learning_rates: ClassVar[DefaultRates] = DefaultRates(
+        2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
+    )
+    """Taken where ``optim.learning_rate`` is not set."""
+    allows_noise: ClassVar[bool] = True
+    """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
+    generates: ClassVar[bool] = False
+    """Whether the run learns from completions that its model generates: then rows of data are prompts."""
+    may_change: ClassVar[MayChange] = MAY_CHANGE.plus(
+        MayChange(
+            freely=(
+                "out",
+                "resume",
+                "overwrite",
+                "steps",
+                "epochs",
+                "check",
+                "checks",
+                "log",
+                "checkpoint",
+                "contract",
+                "save",
+                "divergence",
+                "stop",
+                "eval",
+                "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
+                "model",  # its files are hashed, wherever they lie
+                "data.cache",
+                "data.apply_chat_template",  # what it makes of the data is compared
+                "data.eval",
+                "dtype",  # what came of it is compared
+            ),
+            rounding=(
+                "device",
+                "attention",
+                "activation_checkpointing",
+                "batch.tokens_per_microbatch",
+                "batch.share_prefixes",
+                "batch.min_saved_tokens",
+            ),
+            schedule=(
+                "optim.learning_rate",
+                "optim.rates",
+                "optim.schedule",
+                "optim.warmup_steps",
+                "optim.warmup_ratio",
+                "optim.min_learning_rate_ratio",
+            ),
+        )
+    )
+    """The keys that a resume may change (taut/run/fingerprint.py)."""
+
+    method: MethodName = "sft"
+    """The training method: for ``taut check``, ``show`` and ``plan``, which take a run of any method."""
+    model: str
+    """Directory (or hub name) of the model to start from."""
+    out: str | None = None
+    """Directory of the run's output; refused if it is not empty, unless resume or overwrite is set. ``taut show`` needs
+    none."""
+    data: DataConfig
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps; the data are repeated as often as needed. Exclusive with epochs."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data; 1 if steps is not set."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Random seed: of the order of samples, adapter initialisation and noise."""
+    dtype: ComputeDtype | None = None
+    """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32. bf16,
+    fp32 and fp64 are accepted as names of these."""
+    check: Literal["quick", "off"] = "quick"
+    """Which part of ``taut check`` runs before training: quick (seconds), or off, which is logged. checks.skip leaves
+    out single checks."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    attention: str = "auto"
+    """Attention backend: auto, reference, varlen or flex. A backend that is named and not available is an error."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters not to train: vision_tower, projector, language_model, globs over names, or /regular expressions/."""
+    resume: bool = False
+    """Continue from the newest checkpoint in out; from step 1 if there is none; a finished run is left as it is."""
+    overwrite: bool = False
+    """Replace the run that is in out."""
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
+    checks: ChecksConfig = ChecksConfig()
+    lora: LoraConfig = LoraConfig()
+    tokens: TokensConfig = TokensConfig()
+    noise: NoiseConfig = NoiseConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
+    stop: StopConfig = StopConfig()
+    save: SaveConfig = SaveConfig()
+    contract: ContractConfig = ContractConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        if self.method != type(self).method:
+            raise ConfigError(
+                f"found method={self.method} in a run of {self.command()}; expected {type(self).method}; give the "
+                f"run to {command_of(self.method)}, or take the key out"
+            )
+        if not self.save.merged and not self.lora.is_on:
+            raise ConfigError(
+                "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
+                "expected a LoRA run; set lora.rank, or remove save.merged"
+            )
+        if not self.has_rewards:
+            self.eval.answers.require_rewards()
+        noise = {
+            "lora.dropout": self.lora.dropout,
+            "noise.neftune_alpha": self.noise.neftune_alpha,
+        }
+        for key, value in noise.items():
+            if value and not self.allows_noise:
+                raise ConfigError(
+                    f"{key}={value:g} in a run of {self.command()}: what is compared must not be noisy; "
+                    f"expected {key}=0; take the key out"
+                )
+
+    @classmethod
+    def command(cls) -> str:
+        """The command that trains such a run, as it is typed."""
+        return command_of(cls.method)
+
+    # -- what is learned, and from what
+
+    @property
+    def row_kind(self) -> Kind:
+        """What a row of data is."""
+        return "sft"
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether the answers of a row are compared with each other, and so stay in one micro-batch."""
+        return self.row_kind == "preference"
+
+    @property
+    def couples_samples(self) -> bool:
+        """Whether the loss compares samples of a step, which then have to share a forward."""
+        return self.compares_answers
+
+    @property
+    def observes_mismatched(self) -> bool:
+        """Whether the loss's statistics are taken over prompts with each other's answers (KTO)."""
+        return False
+
+    def loss(self) -> Loss:
+        """What is minimised."""
+        return CrossEntropy()
+
+    @property
+    def teaches_ends(self) -> bool:
+        """Whether good answers are imitated, their end tokens with them, and not only compared or judged."""
+        return not self.loss().units.keys().isdisjoint(("cross_entropy", "divergence", "sft"))
+
+    @property
+    def loss_has_floor(self) -> bool:
+        """Whether the loss may stay well above 0 where all is learned: log-ratios are bounded, a teacher is unsure."""
+        return self.row_kind != "sft" or self.models().teacher is not None
+
+    @property
+    def loss_not_in_samples(self) -> str | None:
+        """Why the loss cannot be computed from log-probs of the samples alone; None: it can."""
+        if (obstacle := self.models().not_in_samples) is not None:
+            return obstacle
+        if self.loss().wants.entropy:
+            return "the loss reads entropies, which are not asked here"
+        if self.loss().wants.temperature != 1:
+            return "the loss reads log-probs at another temperature than the library's"
+        return None
+
+    # -- models
+
+    def new_head(self) -> NewHead | None:
+        """The scalar head that trains in the place of the language model's; None: the model's own head."""
+        return None
+
+    @property
+    def has_scalar_head(self) -> bool:
+        """Whether a scalar head trains: the run makes a reward model, which writes no text."""
+        return self.new_head() is not None
+
+    def models(self) -> AuxModels:
+        """The models next to the policy: reference, teacher, critic."""
+        return AuxModels()
+
+    def extra_forwards(self) -> int:
+        """Forwards of a step other than the one that is trained through: of a reference, and for statistics."""
+        has_reference = self.models().has_live_reference
+        observed = 1 + (has_reference and self.observes_mismatched)
+        return int(has_reference) + (observed if self.loss().observes else 0)
+
+    # -- settings that are left to the method
+
+    @property
+    def resolved_optim(self) -> OptimConfig:
+        """``optim`` with the learning rate that the run takes."""
+        if self.optim.learning_rate is not None:
+            return self.optim
+        rates = self.learning_rates
+        return replace(self.optim, learning_rate=rates.lora if self.lora.is_on else rates.full)
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration as JSON-able values, with defaults that depend on other keys filled in."""
+        return to_dict(self) | {"optim": to_dict(self.resolved_optim)}
+
+    @classmethod
+    def defaults_by_method(cls) -> dict[str, str]:
+        """Key -> what the command takes where it is not set, for its help."""
+        rates = cls.learning_rates
+        text = f"{cls.command()}: {rates.full:g}, with adapters {rates.lora:g}."
+        return {"optim.learning_rate": text}
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What the configuration leaves to the method, and what that comes to."""
+        if self.optim.learning_rate is not None:
+            return []
+        what = "adapters train" if self.lora.is_on else "all weights train"
+        reason = f"the default of {self.command()} where {what} ({self.learning_rates.sources})"
+        rate = f"{self.resolved_optim.learning_rate:g}"
+        return [Decision("optim.learning_rate", rate, reason)]
+
+    # -- data
+
+    def longest_sample(self, config: PreTrainedConfig) -> int:
+        """Tokens a sample may have."""
+        longest = self.data.max_length or context_length(config)
+        if longest is None:
+            raise ConfigError(
+                f"data.max_length is not set and {self.model} names no context; set data.max_length"
+            )
+        return longest
+
+    @property
+    def grows(self) -> int:
+        """Tokens that generation may add to a prompt; 0 where nothing is generated."""
+        return 0
+
+    def load_data(
+        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+    ) -> Dataset:
+        """The samples of a split, with a teacher's log-probabilities where there is a file of them. ``looks_again``:
+        see ``load_dataset``.
+        """
+        longest, kind = self.longest_sample(language.config), self.row_kind
+        data = load_dataset(self.data, split, renderer, longest, kind=kind, looks_again=looks_again)
+        teacher = self.models().teacher
+        return data if teacher is None else with_lists(teacher, data, split, language.num_rows)
+
+    def rows_of(self, data: Dataset) -> Rows:
+        """A data set as the trees that are compared or pooled."""
+        return Rows(data, self.compares_answers, has_targets=not self.has_scalar_head)
+
+    # -- steps
+
+    def plan(self, train: Dataset, cursor: Cursor = START) -> Plan:
+        """The source of steps with its order of samples, and the number of steps. ``cursor``: how far a resumed run
+        has come.
+        """
+        rows, batch = self.rows_of(train), self.batch
+        groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
+        order = Order(rows.weights, self.seed, batch.samples_per_step, batch.shuffle, groups)
+        epochs = None if self.steps is not None else (1.0 if self.epochs is None else self.epochs)
+        order = order.going_on_from(cursor, epochs)
+        num_steps = self.steps if epochs is None else order.num_steps(epochs)
+        assert num_steps is not None
+        longest = int(train.lengths.max()) if self.observes_mismatched else None
+        return Plan(Offline(rows, order, epochs, self.loss(), longest), num_steps, cursor)
+
+    def connect(
+        self,
+        job: Job,
+        scorer: Scorer,
+        inputs: Inputs,
+        loaded: Loaded,
+        make_engine: Callable[..., LocalEngine],
+    ) -> None:
+        """Give the source of steps what it works with, where it needs more than data."""
+
+    # -- files, and what a resume may not change
+
+    def input_files(self) -> list[str]:
+        """Every file and directory that the run reads: the output directory must hold none of them."""
+        answers = self.eval.answers
+        questions = replace(self.data, train=None, eval=answers.data, template=None, cache=None)
+        return [
+            self.model,
+            *([self.lora.adapter] if self.lora.adapter else []),
+            *self.models().paths,
+            *input_paths(self.data),
+            *input_paths(questions),
+            *map(str, files_of(answers.rewards)),
+            *files_read(answers.rewards),
+        ]
+
+    @property
+    def training_rewards(self) -> str | Sequence[str | RewardSpec]:
+        """What judges completions in training; empty: nothing does."""
+        return ()
+
+    def user_code(self) -> list[Path]:
+        """Files of the user's own code that training runs: rewards, an environment, its tools."""
+        return []
+
+    def reward_models(self) -> Mapping[str, RewardModel]:
+        """The reward models in this process that judge what is trained on, by label."""
+        return models_of(self.training_rewards)
+
+    # -- generation
+
+    def sampling(self, seed: int) -> Sampling:
+        """How completions of the model that trains are sampled."""
+        return Sampling(seed=seed)
+
+    # -- held-out measurements
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether answers are judged in training, by what can judge held-out ones too."""
+        return False
+
+    @property
+    def held_out_answers(self) -> AnswersConfig:
+        """How held-out answers are judged."""
+        return self.eval.answers
+
+    def held_out_decisions(self) -> list[Decision]:
+        """What differs between held-out answers and what is trained on."""
+        return []
+
+    def questions(self, data: Dataset) -> Sequence[Sample] | Sequence[Prompt]:
+        """The prompts on which the trained model is tested for ending its answers."""
+        return Good(self.rows_of(data))
+
+    @property
+    def ends_remedy(self) -> str:
+        """What to do where the model ends fewer of its answers than it did, in keys that the method has."""
+        return ""
+
+    # -- memory
+
+    @property
+    def unpredicted_memory(self) -> str | None:
+        """Which model next to the policy takes memory that cannot be predicted; None: none does."""
+        return self.models().unpredicted
+
+    def reference_bytes(self, trained: Sequence[Tensor]) -> int:
+        """Memory of the reference. ``trained``: the tensors that train."""
+        return self.models().reference_bytes(self, trained)
+
+    # -- what is printed
+
+    def describe_rollouts(self, num_steps: int) -> str | None:
+        """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""
+        return None
+
+
+def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
+    """The class of the run that a TOML file and the ``key=value`` settings on top describe, by its key ``method``."""
+    name = read_toml(path).get("method", "sft")
+    for text in overrides:
+        key, _, value = text.partition("=")
+        name = value.strip().strip("\"'") if key.strip() == "method" else name
+    if name not in list(METHODS):  # the value in a file may be of any type
+        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; correct it")
+    return METHODS[name]

@@ -1,0 +1,58 @@
+"""Online DPO (arXiv 2402.04792): the best and the worst of several answers to a prompt, as a preference. The section
+``[dpo]`` is in methods/preference.py, for ``taut dpo`` has it too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.losses.loss import Loss
+from taut.methods.aux_models import AuxModels
+from taut.methods.method import MethodName
+from taut.methods.online import OnlineMethod, require_live_reference
+from taut.methods.preference import DpoConfig
+from taut.methods.reference import STREAM, ReferenceConfig
+from taut.rl.advantages import Pairs
+from taut.rl.rollout import RolloutConfig
+from taut.train.optim import DefaultRates
+
+
+@configclass
+class PairsRollout(RolloutConfig):
+    """How completions are sampled, and for how many steps a rollout is trained on."""
+
+    n: Annotated[int, Field(ge=2)] = 2
+    """Completions per prompt; the best and the worst of them are a pair."""
+
+
+@configclass
+class OnlineDpo(OnlineMethod):
+    """A run of ``taut online-dpo``."""
+
+    learning_rates: ClassVar[DefaultRates] = DefaultRates(5e-7, 5e-6, "TRL; open-instruct: 8e-7")
+
+    method: MethodName = "online_dpo"
+    rollout: PairsRollout = PairsRollout()
+    dpo: DpoConfig = DpoConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_read = STREAM in self.loss().needs
+        require_live_reference(self.reference, "dpo.reference_free=true", is_read=is_read)
+
+    @property
+    def couples_samples(self) -> bool:
+        return True
+
+    def loss(self) -> Loss:
+        return self.dpo.make_loss()
+
+    def models(self) -> AuxModels:
+        return AuxModels(self.reference if STREAM in self.loss().needs else None)
+
+    def make_credit(self) -> Pairs:
+        return Pairs(self.loss())

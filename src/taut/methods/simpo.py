@@ -1,0 +1,67 @@
+"""SimPO (arXiv 2405.14734) and AlphaPO: log-probabilities per token with a target margin, on pairs, without a
+reference. The formula is in losses/preference.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, TypeAlias
+
+from pydantic import Field
+
+from taut.config import configclass
+from taut.losses.loss import Loss
+from taut.losses.preference import simpo
+from taut.methods.method import MethodName
+from taut.methods.preference import PairMethod, require_valid_loss
+from taut.train.optim import DefaultRates
+
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+@configclass
+class SimpoConfig:
+    """SimPO and AlphaPO: log-probabilities per token with a target margin, on pairs, without a reference."""
+
+    beta: Positive = 2.0
+    """Scale of the implicit reward, beta * mean log-probability of a token; the paper's values begin at
+    2."""
+    gamma: NotNegative = 1.0
+    """Target margin between the rewards of a pair; the paper tries 0.3 to 1.6."""
+    alpha: float = 0.0
+    """AlphaPO's shape of the reward: (1 - p^-alpha) / alpha; 0: log p, which is SimPO."""
+    label_smoothing: NotNegative = 0.0
+    """Assumed probability that a pair is labelled the wrong way round."""
+    sft_weight: NotNegative = 0.0
+    """Weight of the mean negative log-probability of the preferred answers' tokens."""
+    entropy: bool = False
+    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
+
+    def __post_init__(self) -> None:
+        require_valid_loss("simpo", self)
+
+    def make_loss(self) -> Loss:
+        """The loss. Raises ConfigError for what has no meaning."""
+        return simpo(
+            self.beta,
+            self.gamma,
+            alpha=self.alpha,
+            label_smoothing=self.label_smoothing,
+            sft_weight=self.sft_weight,
+            entropy=self.entropy,
+        )
+
+
+@configclass
+class Simpo(PairMethod):
+    """A run of ``taut simpo``."""
+
+    learning_rates: ClassVar[DefaultRates] = DefaultRates(
+        1e-6, 1e-5, "its authors: 3e-7 to 1e-6, and 1e-5 breaks the model"
+    )
+
+    method: MethodName = "simpo"
+    simpo: SimpoConfig = SimpoConfig()
+
+    def loss(self) -> Loss:
+        return self.simpo.make_loss()

@@ -1,0 +1,223 @@
+"""A teacher: the section ``[distill]``, of ``taut distill`` and ``taut gkd``, the loss it makes, and which models
+can teach. Wiring, no maths: the divergences and their papers are in models/teacher.py.
+
+    teacher         a model that gives all of its distribution: any architecture and width, the student's tokenizer.
+                    Every rank holds it, whole, in the compute dtype; it runs just before the student
+    top_logprobs    a file of its likeliest tokens at each target, made once with ``taut teach``: then there is no
+                    teacher to be held while training, and the forward divergence only
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from taut.attention.select import select
+from taut.config import Decision, configclass, home_path, user_path
+from taut.data.dataset import Dataset
+from taut.data.top_logprobs import WithTeacher, read_top_logprobs
+from taut.errors import ConfigError, ModelError
+from taut.losses.loss import Loss
+from taut.losses.supervised import Distill
+from taut.models.architecture import head
+from taut.models.load import (
+    context_length,
+    load_config,
+    load_model,
+    require_language_model,
+)
+from taut.models.scorer import Teacher
+from taut.models.self_test import one_sample_reasons
+from taut.models.teacher import ListedTeacher, ModelTeacher
+from taut.models.tokens import require_same_tokenizer
+from taut.types import Divergence
+
+
+@configclass
+class DistillConfig:
+    """Distillation on fixed data."""
+
+    teacher: str | None = None
+    """Directory (or hub name) of the model to learn from; it has the student's tokenizer."""
+    top_logprobs: str | None = None
+    """Instead of a teacher: the file that ``taut teach`` wrote for data.train."""
+    eval_top_logprobs: str | None = None
+    """The same file for data.eval."""
+    divergence: Literal["forward", "reverse", "js"] = "forward"
+    """forward: KL(teacher || student), mode-covering; reverse: KL(student || teacher), mode-seeking; js: the
+    generalised Jensen-Shannon divergence."""
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """For divergence=js: the teacher's share of the mixture. Near 0 it acts as forward, near 1 as reverse; 0.5 if not
+    set."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of both models; the term is multiplied by its square, which keeps the scale of gradients."""
+    tail: Literal["bucket", "renormalise"] | None = None
+    """For top_logprobs: how tokens that are not listed count. bucket (if not set): all together as one more outcome;
+    renormalise: not at all, the listed probabilities are normalised to 1."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cross-entropy on the data's own tokens, added to the divergence."""
+
+    def __post_init__(self) -> None:
+        if self.beta is not None and self.divergence != "js":
+            raise ConfigError(
+                f"distill.beta={self.beta:g} has no effect with distill.divergence={self.divergence}; expected "
+                "divergence=js; set that, or leave beta out"
+            )
+        if self.top_logprobs is None:
+            self._require_no_list()
+            return
+        if self.teacher is not None:
+            raise ConfigError(
+                "distill.teacher and distill.top_logprobs are both set; expected one: the file stands for the teacher; "
+                "keep one"
+            )
+        if self.divergence != "forward":
+            raise ConfigError(
+                f"distill.divergence={self.divergence} with distill.top_logprobs: it needs all of the teacher's "
+                "distribution and a file has its likeliest tokens; expected forward; set distill.teacher for another"
+            )
+        if self.temperature != 1 and self.tail != "renormalise":
+            raise ConfigError(
+                f"distill.temperature={self.temperature:g} with distill.tail=bucket: what the tokens that are not "
+                "listed have at that temperature is not in the file; expected temperature=1; or set tail=renormalise"
+            )
+
+    def _require_no_list(self) -> None:
+        for key in ("tail", "eval_top_logprobs"):
+            if getattr(self, key) is not None:
+                raise ConfigError(
+                    f"distill.{key}={getattr(self, key)} has no effect without distill.top_logprobs; expected both; "
+                    f"set that, or leave {key} out"
+                )
+
+    def make_loss(self) -> Loss:
+        """The loss."""
+        tail = self.tail or "bucket"
+        beta = 0.5 if self.beta is None else self.beta
+        how = Divergence(self.divergence, beta, self.temperature, tail)
+        return Distill(how, self.sft_weight, is_listed=self.top_logprobs is not None)
+
+    def require_teacher(self, student: str, *, has_eval: bool) -> None:
+        """Raise ConfigError where there is nothing to learn from. ``student``: the model that trains."""
+        if self.teacher is None and self.top_logprobs is None:
+            raise ConfigError(
+                "distill.teacher is not set; expected a model directory; set distill.teacher=DIR, or "
+                "distill.top_logprobs=FILE"
+            )
+        if has_eval and self.top_logprobs is not None and self.eval_top_logprobs is None:
+            raise ConfigError(
+                "data.eval is set and distill.eval_top_logprobs is not; expected the teacher's file of the held-out "
+                "data too; make it with taut teach, or leave data.eval out"
+            )
+        if self.eval_top_logprobs is not None and not has_eval:
+            raise ConfigError(
+                "distill.eval_top_logprobs is set and data.eval is not; expected both; set data.eval, or leave it out"
+            )
+        if self.teacher is not None and not self.sft_weight and _is_same(self.teacher, student):
+            raise ConfigError(
+                f"distill.teacher={self.teacher} is the model that trains; expected another: it has nothing to teach; "
+                "name one, or set distill.sft_weight to train with a tie to the start"
+            )
+
+
+class Setting(NamedTuple):
+    """What a teacher has in common with its student."""
+
+    tokenizer: PreTrainedTokenizerBase
+    num_rows: int
+    """Rows of the student's vocabulary."""
+    longest: int
+    """Tokens of the longest sample."""
+    dtype: torch.dtype
+    device: torch.device
+    attention: str
+    """As configured."""
+    trust_remote_code: bool = False
+
+
+class Chosen(NamedTuple):
+    """A teacher, and what was settled about it: name, value, reason."""
+
+    teacher: Teacher
+    decisions: list[Decision]
+
+
+def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
+    """The teacher of a run. Raises ModelError where it cannot teach this student."""
+    path = config.teacher
+    if path is None:
+        reason = "what taut teach made of data.train; no teacher is held"
+        return Chosen(
+            ListedTeacher(), [Decision("distill.teacher", str(config.top_logprobs), reason)]
+        )
+    vocabulary = require_same_tokenizer(
+        path,
+        setting.tokenizer,
+        "distill.teacher",
+        setting.trust_remote_code,
+        may_have_more=False,
+    )
+    num_ids = 1 + max(vocabulary.values())
+    settings = load_config(path, setting.trust_remote_code)
+    require_language_model(path, settings, "distill.teacher")
+    require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
+    attention = select(setting.attention, setting.device, setting.dtype, settings)
+    model = load_model(
+        path,
+        dtype=setting.dtype,
+        device=setting.device,
+        attention=attention.implementation,
+        trust_remote_code=setting.trust_remote_code,
+        is_narrow=True,
+    )
+    alone = one_sample_reasons(model, setting.longest)
+    if alone:
+        raise ModelError(
+            f"distill.teacher={path} runs one sample at a time ({'; '.join(alone)}); expected a model that packs; use "
+            "it once with taut teach, and set distill.top_logprobs"
+        )
+    decisions = [
+        Decision(
+            "distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})"
+        )
+    ]
+    num_theirs = head(model).weight.shape[0]
+    if min(num_theirs, setting.num_rows) < num_ids:
+        raise ModelError(
+            f"distill.teacher={path} has {num_theirs:,} rows, the student {setting.num_rows:,} and their tokenizer "
+            f"{num_ids:,} ids; expected a row for each id; name another teacher"
+        )
+    if num_theirs == setting.num_rows:
+        return Chosen(ModelTeacher(model), decisions)
+    sizes = f"the teacher has {num_theirs:,} rows and the student {setting.num_rows:,}"
+    decisions.append(Decision("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
+    return Chosen(ModelTeacher(model, num_ids), decisions)
+
+
+def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) -> Dataset:
+    """The data with the teacher's log-probabilities, if the configuration names a file of them. ``split``: train or
+    eval."""
+    key = "top_logprobs" if split == "train" else "eval_top_logprobs"
+    named = getattr(config, key)
+    if named is None:
+        return data
+    path = user_path(named, f"distill.{key}")
+    return WithTeacher(data, read_top_logprobs(path, data, num_rows))
+
+
+def require_context(named: str, context: int | None, longest: int) -> None:
+    """Raise ModelError where a sample is longer than a teacher's context. ``named``: the key and its value."""
+    if context is not None and longest > context:
+        raise ModelError(
+            f"{named} has a context of {context:,} tokens and the longest sample has {longest:,}; "
+            f"expected samples it was made for; set data.max_length={context} and data.too_long, or name another"
+        )
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two names are of one model."""
+    left, right = (home_path(it) for it in (one, other))
+    return one == other or (left.is_dir() and right.is_dir() and left.samefile(right))

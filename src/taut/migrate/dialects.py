@@ -1,0 +1,527 @@
+"""The frameworks whose recipes are read: TRL, open-r1, ms-swift and OpenRLHF.
+
+A ``Dialect`` says which commands start a framework, what its options are called and which names are aliases;
+``read_recipe`` makes a ``Recipe`` of a settings file or a shell script. A settings file does not always name its
+method: it follows from the options, then from the file's name, then is sft; where several remain, it is an error.
+
+``table/options.json`` lists the options of each framework and method.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from taut.errors import ConfigError
+from taut.migrate.recipe import (
+    SUFFIXES,
+    Framework,
+    Method,
+    Recipe,
+    Setting,
+    Unknown,
+    flattened,
+    parsed,
+    read_settings,
+    read_text,
+)
+from taut.migrate.script import Word, commands, pairs
+
+PARENTS = 6
+"""How many directories above a script are searched for a file that it names."""
+
+
+class Start(NamedTuple):
+    """Where the framework's own options begin in a command."""
+
+    method: Method | None
+    at: int
+    """Index of the first option."""
+    is_script: bool = False
+
+
+class Release(NamedTuple):
+    """A version, and the reason for assuming it."""
+
+    version: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The commands and options of one framework."""
+
+    name: Framework
+    library: str
+    find_start: Callable[[Sequence[str]], Start | None]
+    """The words of a command -> where this framework's options begin; None: it is another command."""
+    methods: tuple[Method, ...]
+    newest: Release
+    """The release assumed where neither the caller nor the settings say one."""
+    options_of: str
+    """The release whose options are known."""
+    model: tuple[str, ...]
+    """Options that name the model, the current name first."""
+    data: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of options -> the name that traps use. The later of the two settings holds."""
+    method_of: Callable[[Mapping[str, Setting]], Method | None] = lambda settings: None
+    """The method that the settings themselves name."""
+    release_of: Callable[[Mapping[str, Setting]], Release | None] = lambda settings: None
+    """The release that the names of the settings reveal."""
+    prefers_alias: frozenset[str] = frozenset()
+    """Aliases that win over the option itself, wherever they stand."""
+    environment: str = ""
+    """The key of a settings file under which it sets environment variables."""
+
+
+def read_recipe(
+    dialect: Dialect, path: Path, method: str | None = None, version: str | None = None
+) -> Recipe:
+    """The recipe in a settings file or a script. Raises ConfigError where there is none."""
+    launch: dict[str, Any]
+    environment: dict[str, Setting] = {}
+    if path.suffix in SUFFIXES:
+        settings, unread = read_settings(path)
+        keys_in_file = {setting.key for setting in settings}
+        launch = {"place": path.name}
+    else:
+        (words, exported, start), *others = _framework_commands(dialect, path)
+        settings, unread, keys_in_file = _read_options(words[start.at :], path)
+        unread += [
+            f"{path.name}:{other[0].line}: another command, not read" for other, *_ in others
+        ]
+        assignments = [word for word in words[: start.at] if _assigns(word)]
+        variables = [*exported.items()]
+        for word in assignments:
+            name, _, value = word.text.partition("=")
+            variables.append((name, word._replace(text=value)))
+        for name, word in variables:
+            environment[name] = Setting(name, word.text, f"{path.name}:{word.line}", word.obstacle)
+        method = method or start.method
+        launch = {
+            "place": f"{path.name}:{words[max(start.at - 1, 0)].line}",
+            "launcher": tuple(word.text for word in words[: start.at] if not _assigns(word)),
+            "is_script": start.is_script,
+            "has_command": True,
+        }
+    if dialect.environment:
+        prefix = f"{dialect.environment}."
+        in_settings = {
+            name: setting._replace(key=name)
+            for setting in settings
+            if (name := setting.key.removeprefix(prefix)) != setting.key
+        }
+        environment = in_settings | environment
+        settings = [one for one in settings if one.key.partition(".")[0] != dialect.environment]
+    by_given_key = {setting.key: setting for setting in settings}
+    by_key: dict[str, Setting] = {}
+    for setting in settings:
+        key = dialect.aliases.get(setting.key, setting.key)
+        by_key[key] = setting._replace(key=key)
+        if setting.key.startswith("no_") and setting.value is True:
+            key = key.removeprefix("no_")
+            by_key[key] = Setting(key, False, setting.place)
+    for alias in dialect.prefers_alias & by_given_key.keys():
+        key = dialect.aliases[alias]
+        by_key[key] = by_given_key[alias]._replace(key=key)
+    if version:
+        release = Release(version, "as asked")
+    else:
+        release = dialect.release_of(by_key | by_given_key) or dialect.newest
+    chosen, reason = _choose_method(dialect, method, by_key, by_given_key, path)
+    known = options(dialect.name, chosen)
+    counted = [key for key in by_given_key if "." not in key or dialect.name == "openrlhf"]
+    unknown = [
+        Unknown(
+            key,
+            by_given_key[key].place,
+            next(iter(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)), None),
+            key in keys_in_file,
+        )
+        for key in counted
+        if key not in known and key not in dialect.aliases and key.removeprefix("no_") not in known
+    ]
+    if path.suffix in SUFFIXES:
+        # accelerate's configuration, another framework's recipe
+        own_keys = [key for key in keys_in_file if "." not in key or dialect.name == "openrlhf"]
+        if len(unknown) > len(own_keys) / 2:
+            raise ConfigError(
+                f"{path}: {len(unknown)} of {len(own_keys)} keys are no options of {dialect.options_of} "
+                f"({', '.join(one.key for one in unknown[:3])}); expected a recipe of {dialect.name}"
+            )
+    return Recipe(
+        framework=dialect.name,
+        library=dialect.library,
+        options_of=dialect.options_of,
+        version=release.version,
+        version_reason=release.reason,
+        method=chosen,
+        method_reason=reason,
+        settings=by_key,
+        model=_first_text(by_key, dialect.model),
+        data=_first_text(by_key, dialect.data),
+        unread=tuple(unread),
+        unknown=tuple(unknown),
+        environment=environment,
+        **launch,
+    )
+
+
+def _framework_commands(
+    dialect: Dialect, path: Path
+) -> list[tuple[list[Word], Mapping[str, Word], Start]]:
+    """The script's commands of this framework, with the exported variables."""
+    found = [
+        (words, exported, start)
+        for words, exported in commands(read_text(path), path.name)
+        if (start := dialect.find_start([word.text for word in words])) is not None
+    ]
+    if not found:
+        raise ConfigError(
+            f"{path} has no command of {dialect.name}; expected a YAML or JSON file of settings, or a script with one"
+        )
+    return found
+
+
+def _assigns(word: Word) -> bool:
+    name, equals, _ = word.text.partition("=")
+    return bool(equals) and name.isidentifier()
+
+
+def _read_options(words: list[Word], path: Path) -> tuple[list[Setting], list[str], set[str]]:
+    """The settings of a command, those of the files it names first; lines of what is not read; the files' keys."""
+    from_files, from_command = list[Setting](), list[Setting]()
+    unread = list[str]()
+    for option, values in pairs(words):
+        place = f"{path.name}:{(option if option.text else values[0]).line}"
+        key = option.text.lstrip("-").replace("-", "_")
+        if key == "config" or (not key and values[0].text.endswith(SUFFIXES)):
+            word = values[0] if values else option
+            inner = None if word.obstacle else find_near(path, word.text)
+            if inner is None:
+                unread.append(f"{place}: {word.text} is not here; its settings are not known")
+                from_files.append(Setting("config", word.text, place, "not here"))
+            else:
+                settings, unread_in_file = read_settings(inner)
+                from_files += [Setting("config", word.text, place), *settings]
+                unread += unread_in_file
+        elif key:
+            obstacle = ", ".join(dict.fromkeys(word.obstacle for word in values if word.obstacle))
+            parts = [parsed(word.text) for word in values]
+            value = True if not parts else parts[0] if len(parts) == 1 else parts
+            from_command += flattened(Setting(key, value, place, obstacle))
+        else:
+            unread += [f"{place}: {word.text!r} is no option" for word in values]
+    unread += [f"{one.place}: {one.key} is {one.obstacle}" for one in from_command if one.obstacle]
+    return [*from_files, *from_command], unread, {setting.key for setting in from_files}
+
+
+def find_near(path: Path, name: str) -> Path | None:
+    """A file that a script names: relative to the working directory, the script, or a directory above it."""
+    above = [path.parent, *path.resolve().parents[1 : PARENTS + 1]]
+    candidates = (Path(name), *(directory / name for directory in above))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _first_text(settings: Mapping[str, Setting], keys: tuple[str, ...]) -> str | None:
+    """The first of the keys that has a known value, as text."""
+    for key in keys:
+        setting = settings.get(key)
+        if setting is not None and not setting.obstacle and setting.value:
+            value = setting.value
+            return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
+    return None
+
+
+def _choose_method(
+    dialect: Dialect,
+    requested: str | None,
+    settings: Mapping[str, Setting],
+    by_given_key: Mapping[str, Setting],
+    path: Path,
+) -> tuple[Method, str]:
+    """The method and the reason for it. Raises ConfigError where several are equally likely."""
+    named = dialect.method_of(settings) or requested
+    if named is not None:
+        for method in dialect.methods:
+            if method == named:
+                return method, "the recipe names it"
+        choices = ", ".join(dialect.methods)
+        raise ConfigError(f"found method {named} for {dialect.name}; expected one of {choices}")
+    counts = {
+        method: len(by_given_key.keys() & options(dialect.name, method))
+        for method in dialect.methods
+    }
+    best = [method for method in dialect.methods if counts[method] == max(counts.values())]
+    words = re.findall("[a-z]+", f"{path.parent.name} {path.name}".lower())
+    hinted = [method for method in best if method in words and method != "other"]
+    if len(best) == 1:
+        return best[0], "the options it has"
+    if len(hinted) == 1:
+        return hinted[0], "the file's name"
+    if "sft" in best:
+        return "sft", "no option of it belongs to another method"
+    raise ConfigError(
+        f"{path} may be for {' or '.join(best)}; say which: --recipe {dialect.name}.{best[0]}:{path}"
+    )
+
+
+@cache
+def _option_names() -> dict[str, dict[str, list[str]]]:
+    text = files("taut.migrate").joinpath("table/options.json").read_text(encoding="utf-8")
+    table: dict[str, dict[str, list[str]]] = json.loads(text)
+    return table
+
+
+@cache
+def options(framework: str, method: str) -> frozenset[str]:
+    """Every known option of a framework for a method."""
+    table = _option_names()[framework]
+    names = [name for part in ("*", method, "flat") for name in table.get(part, [])]
+    return frozenset(" ".join(names).split())
+
+
+# -- TRL: `trl METHOD`, its scripts under accelerate or torchrun, and YAML for `--config`
+
+TRL_METHODS: tuple[Method, ...] = ("sft", "dpo", "grpo", "kto", "rloo", "reward")
+TRL_ALIASES: Mapping[str, str] = {
+    "torch_dtype": "dtype",
+    "model_init_kwargs.attn_implementation": "attn_implementation",
+    "model_init_kwargs.dtype": "dtype",
+    "model_init_kwargs.torch_dtype": "dtype",
+    "evaluation_strategy": "eval_strategy",
+    "max_seq_length": "max_length",
+}
+
+
+def find_trl(words: Sequence[str]) -> Start | None:
+    """``trl sft``, or a script called sft.py."""
+    for at, (word, after) in enumerate(zip(words, (*words[1:], ""), strict=True)):
+        path = PurePosixPath(word)
+        for method in TRL_METHODS:
+            if path.name == "trl" and after == method:
+                return Start(method, at + 2)
+            if path.name in (f"{method}.py", f"{method}_trainer.py") and "open_r1" not in word:
+                return Start(method, at + 1, is_script=True)
+            if word == f"trl.scripts.{method}":
+                return Start(method, at + 1, is_script=True)
+    return None
+
+
+TRL = Dialect(
+    name="trl",
+    library="trl",
+    find_start=find_trl,
+    methods=TRL_METHODS,
+    newest=Release("1.16.0", "the newest known; say another as trl==VERSION:FILE"),
+    options_of="trl 1.16.0",
+    model=("model_name_or_path",),
+    data=("dataset_name", "datasets"),
+    aliases=TRL_ALIASES,
+    prefers_alias=frozenset({"model_init_kwargs.attn_implementation", "model_init_kwargs.dtype"}),
+    environment="env",
+)
+
+
+# -- open-r1: recipes/MODEL/METHOD/config.yaml, and scripts that start src/open_r1/METHOD.py with such a file
+
+OPEN_R1_METHODS: tuple[Method, ...] = ("sft", "grpo")
+
+
+def find_open_r1(words: Sequence[str]) -> Start | None:
+    """``src/open_r1/sft.py`` under any launcher."""
+    for at, word in enumerate(words):
+        for method in OPEN_R1_METHODS:
+            if word.endswith((f"open_r1/{method}.py", f"open_r1.{method}")):
+                return Start(method, at + 1, is_script=True)
+    return None
+
+
+OPEN_R1 = Dialect(
+    name="open-r1",
+    library="trl",
+    find_start=find_open_r1,
+    methods=OPEN_R1_METHODS,
+    newest=Release("0.18.0", "what open-r1's setup.py pins"),
+    options_of="open-r1 with trl 0.18.0",
+    model=("model_name_or_path",),
+    data=("dataset_name", "dataset_mixture"),
+    aliases=TRL_ALIASES,
+    environment="env",
+)
+
+
+# -- ms-swift: `swift sft`, `swift rlhf --rlhf_type METHOD`, `swift pt`, with YAML or JSON as the first word;
+# `megatron sft` is another program and is not read
+
+SWIFT_COMMANDS: Mapping[str, Method | None] = {"sft": "sft", "pt": "other", "rlhf": None}
+SWIFT_TYPES: Mapping[str, Method] = {
+    "dpo": "dpo",
+    "grpo": "grpo",
+    "kto": "kto",
+    "ppo": "ppo",
+    "rm": "reward",
+}
+
+
+def find_swift(words: Sequence[str]) -> Start | None:
+    """``swift sft``, or swift/cli/sft.py under torchrun."""
+    for at, (word, after) in enumerate(zip(words, (*words[1:], ""), strict=True)):
+        for command, method in SWIFT_COMMANDS.items():
+            if PurePosixPath(word).name == "swift" and after == command:
+                return Start(method, at + 2)
+            if word.endswith((f"cli/{command}.py", f"swift.cli.{command}")):
+                return Start(method, at + 1)
+    return None
+
+
+def swift_method(settings: Mapping[str, Setting]) -> Method | None:
+    """The method that ``rlhf_type`` names; a file without it may be for any command."""
+    setting = settings.get("rlhf_type")
+    if setting is None or setting.obstacle:
+        return None
+    return SWIFT_TYPES.get(str(setting.value), "other")
+
+
+SWIFT = Dialect(
+    name="swift",
+    library="ms-swift",
+    find_start=find_swift,
+    methods=("sft", "dpo", "grpo", "kto", "ppo", "reward", "other"),
+    newest=Release("4.6.0", "the newest known; say another as swift==VERSION:FILE"),
+    options_of="ms-swift 4.6",
+    model=("model",),
+    data=("dataset",),
+    aliases={"train_type": "tuner_type", "model_id_or_path": "model", "sft_type": "tuner_type"},
+    method_of=swift_method,
+    environment="ENV",
+)
+
+
+# -- OpenRLHF: `openrlhf.cli.train_METHOD` under deepspeed, python -m or ray job submit
+
+OPENRLHF_SCRIPTS: Mapping[str, Method] = {
+    "train_sft": "sft",
+    "train_dpo": "dpo",
+    "train_rm": "reward",
+    "train_ppo_ray": "ppo",
+    "train_ppo": "ppo",
+    "train_kto": "kto",
+}
+OPENRLHF_FLAT: Mapping[str, str] = {
+    "pretrain": "model.model_name_or_path",
+    "dataset": "data.dataset",
+    "prompt_data": "data.prompt_dataset",
+    "input_key": "data.input_key",
+    "output_key": "data.output_key",
+    "input_template": "data.input_template",
+    "apply_chat_template": "data.apply_chat_template",
+    "tokenizer_chat_template": "data.tokenizer_chat_template",
+    "multiturn": "data.multiturn",
+    "max_len": "data.max_len",
+    "max_samples": "data.max_samples",
+    "eval_dataset": "eval.dataset",
+    "pretrain_mode": "model.pretrain_mode_enable",
+    "packing_samples": "ds.packing_samples",
+    "attn_implementation": "ds.attn_implementation",
+    "zero_stage": "ds.zero_stage",
+    "lora_rank": "ds.lora.rank",
+    "lora_alpha": "ds.lora.alpha",
+    "target_modules": "ds.lora.target_modules",
+    "use_liger_kernel": "ds.use_liger_kernel",
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "max_epochs": "train.max_epochs",
+    "seed": "train.seed",
+    "learning_rate": "adam.lr",
+    "gradient_checkpointing": "model.gradient_checkpointing_enable",
+    "save_path": "ckpt.output_dir",
+    "use_kl_loss": "algo.kl.use_loss",
+    "aux_loss_coef": "model.aux_loss_coef",
+    "gradient_checkpointing_use_reentrant": "model.gradient_checkpointing_reentrant",
+    "load_in_4bit": "ds.load_in_4bit",
+    "lora_dropout": "ds.lora.dropout",
+    "adam_offload": "ds.adam_offload",
+    "grad_accum_dtype": "ds.grad_accum_dtype",
+    "overlap_comm": "ds.overlap_comm",
+    "param_dtype": "ds.param_dtype",
+    "ring_attn_size": "ds.ring_attn_size",
+    "ring_head_stride": "ds.ring_attn_head_stride",
+    "ds_tensor_parallel_size": "ds.tensor_parallel_size",
+    "zpg": "ds.zpg",
+    "adam_betas": "adam.betas",
+    "l2": "adam.weight_decay",
+    "dataset_probs": "data.dataset_probs",
+    "dataset_split": "data.dataset_split",
+    "dataloader_num_workers": "data.dataloader_num_workers",
+    "disable_fast_tokenizer": "data.disable_fast_tokenizer",
+    "eval_split": "eval.split",
+    "eval_steps": "eval.steps",
+    "ckpt_path": "ckpt.path",
+    "load_checkpoint": "ckpt.load_enable",
+    "save_steps": "ckpt.save_steps",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "max_ckpt_num": "ckpt.max_num",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "logging_steps": "logger.logging_steps",
+    "use_tensorboard": "logger.tensorboard_dir",
+    "use_wandb": "logger.wandb.key",
+    "wandb_org": "logger.wandb.org",
+    "wandb_group": "logger.wandb.group",
+    "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "logger.wandb.run_name",
+    "full_determinism": "train.full_determinism_enable",
+    "kl_estimator": "algo.kl.estimator",
+    "init_kl_coef": "algo.kl.init_coef",
+    "advantage_estimator": "algo.advantage.estimator",
+    "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
+    "top_p": "rollout.top_p",
+    "temperature": "rollout.temperature",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "async_train": "train.async_enable",
+}
+"""The flat options of 0.10.0 and before -> the dotted ones of 0.11.0 (``--ds.packing_samples``)."""
+
+
+def find_openrlhf(words: Sequence[str]) -> Start | None:
+    """``openrlhf.cli.train_sft``, as a module or a path."""
+    for at, word in enumerate(words):
+        for script, method in OPENRLHF_SCRIPTS.items():
+            if word.endswith((f"openrlhf.cli.{script}", f"openrlhf/cli/{script}.py")):
+                return Start(method, at + 1)
+    return None
+
+
+def openrlhf_release(settings: Mapping[str, Setting]) -> Release | None:
+    """0.8 has --flash_attn; the options of 0.9 and 0.10.0 are flat."""
+    if "flash_attn" in settings:
+        return Release("0.8.5", "--flash_attn is of 0.8 and before")
+    flat = next((key for key in settings if key in OPENRLHF_FLAT and key != "seed"), None)
+    return None if flat is None else Release("0.10.0", f"--{flat} is flat, as up to 0.10.0")
+
+
+OPENRLHF = Dialect(
+    name="openrlhf",
+    library="openrlhf",
+    find_start=find_openrlhf,
+    methods=("sft", "dpo", "reward", "ppo", "kto"),
+    newest=Release("0.11.0", "the newest known; say another as openrlhf==VERSION:FILE"),
+    options_of="openrlhf 0.11.0 and 0.10.0",
+    model=("model.model_name_or_path", "actor.model_name_or_path"),
+    data=("data.dataset", "data.prompt_dataset"),
+    aliases=OPENRLHF_FLAT,
+    release_of=openrlhf_release,
+)
+
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect for dialect in (TRL, OPEN_R1, SWIFT, OPENRLHF)
+}
