@@ -269,7 +269,7 @@ class Template:
             group = [text for text in unique if text.is_rendering == is_rendering]
             if not group:
                 continue
-            with self._panics_told():
+            with self._panics_as_model_errors():
                 encoded = self.tokenizer(
                     [text.text for text in group],
                     add_special_tokens=not is_rendering,
@@ -282,7 +282,7 @@ class Template:
 
     def spans(self, text: Text) -> list[tuple[int, int]]:
         """Where each of a text's tokens lies in it: [start, stop); empty for tokens that are added."""
-        with self._panics_told():
+        with self._panics_as_model_errors():
             encoded = self.tokenizer(
                 text.text,
                 add_special_tokens=not text.is_rendering,
@@ -292,7 +292,7 @@ class Template:
         return [(int(start), int(stop)) for start, stop in encoded["offset_mapping"]]
 
     @contextmanager
-    def _panics_told(self) -> Iterator[None]:
+    def _panics_as_model_errors(self) -> Iterator[None]:
         """The tokenizers library panics where a regular expression of tokenizer.json backtracks past its limit."""
         try:
             yield
