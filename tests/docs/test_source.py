@@ -76,6 +76,46 @@ def test_no_submodule_hides_a_public_name() -> None:
     assert children & set(taut.__all__) == set()
 
 
+def is_trainer(node: ast.AST) -> bool:
+    """Whether an expression is a trainer, by its name: ``job``, ``self.job``, ``built.job``."""
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+    return name in {"job", "trainer"}
+
+
+def assigned_to_a_trainer(tree: ast.AST) -> Iterator[str]:
+    """The attributes of a trainer that a file assigns, deletes or sets by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            owner: ast.AST = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            owner = node.args[0]
+        else:
+            continue
+        if is_trainer(owner):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_only_the_loop_assigns_to_a_trainer() -> None:
+    loop = SOURCE / "train" / "trainer.py"
+    found = {path: list(assigned_to_a_trainer(tree)) for path, tree in TREES.items()}
+    assert found.pop(loop), "the loop advances it"
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "job.monitors = []",
+        "built.job.done, x = 1, 2",
+        "self.job.loss += 1",
+        "with watch() as job.interrupts: pass",
+        "setattr(trainer, 'emit', print)",
+    ],
+)
+def test_an_assignment_to_a_trainer_is_seen(text: str) -> None:
+    assert list(assigned_to_a_trainer(ast.parse(text)))
+
+
 def reads(tree: ast.AST) -> Iterator[str]:
     """The attributes a file reads, outside the validation of configurations."""
     for node in ast.iter_child_nodes(tree):

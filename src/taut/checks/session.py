@@ -236,7 +236,7 @@ class Session:
         run, inputs = self.run, self.inputs
         models = join_models(run, inputs, self.ranks, self.loaded, self.adapted)
         job = build_trainer(run, inputs, models, run.plan(self.train), self.ranks)
-        return Built(run, inputs, models, job, [*inputs.decisions, *models.decisions])
+        return Built(run, inputs, models, job)
 
     @property
     def adapted_decisions(self) -> list[Decision]:

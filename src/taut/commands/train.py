@@ -1,9 +1,10 @@
-"""What a run begins with: nothing, a checkpoint to go on from, or an end that was reached already.
+"""``train`` trains a run of any method, ``show`` prints one. The command line calls nothing else.
 
-Only looks; refuses what does not fit. A finished run is known by its last event, so that a damaged checkpoint is no
-obstacle where none is needed.
+    look at out -> inputs -> models -> trainer -> checks -> claim out -> train -> evaluate -> save
 
-May import identity, run, checkpoint and what is below them. lifecycle and api import it.
+Nothing is written before all that could be refused has been, so that a mistake found before training leaves nothing
+behind. The file reads in three parts: what a run begins with, a run from its claim of ``out`` to its last event, and
+the two functions.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Finish(TypedDict):
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, or goes on."""
+    """Where a run begins: at step 1, at a checkpoint, or at an end that was reached already. A finished run is known by
+    its last event, so that a damaged checkpoint is no obstacle where none is needed.
+    """
 
     plan: Plan
     identity: Mapping[str, Any]
@@ -202,15 +205,10 @@ def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
 
 
 # --------------------------------------------------------------------------------------------------
-# A run from its first look at ``out`` to its last event: begun, gone on with, interrupted, finished.
+# A run from its claim of ``out`` to its last event: begun or resumed, interrupted or finished.
 #
-#     look at out -> data and identity -> what is there to go on from -> build -> claim out -> train -> measure -> save
-#
-# Nothing is written before all that could be refused has been. A run that is gone on with takes the newest checkpoint,
-# verified; one that is finished is left as it is. What stops a run half-way leaves a checkpoint of its last whole step
-# where it can.
-#
-# May import run, deliver, identity, checkpoint and what is below them. ``api`` imports it.
+# A resumed run takes the newest checkpoint, verified; a finished one is left as it is. What stops a run half-way leaves
+# a checkpoint of its last whole step where it can.
 
 
 class Ended(NamedTuple):
@@ -526,10 +524,7 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The library: ``train(run)`` trains a run of any method, ``show(run)`` looks. The command line calls nothing else.
-#
-# ``train`` refuses, builds, checks, claims the output directory, trains, evaluates, saves: in that order, so that a
-# mistake found before training leaves nothing behind.
+# The library.
 
 
 @dataclass(frozen=True)
@@ -593,8 +588,8 @@ def train(run: RunConfig) -> Result:
                 log = RunLog()
                 built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
                 with closing(built.job.method) as method:
-                    built.decisions.extend(method.open())
-                    built.decisions.extend(run.held_out_decisions())
+                    built.opened.extend(method.open())
+                    built.opened.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     asked = Asked(before_training(built), evaluations, stop_check)
                     keep_reference(built)
@@ -652,7 +647,7 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
     if answering is not None:
         found.append(answering.as_evaluation())
         settled = answering.decisions
-        built.decisions.extend(it for it in settled if it not in built.decisions)
+        built.opened.extend(it for it in settled if it not in built.decisions)
     if run.eval.best is None:
         if run.checkpoint.keep_best:
             raise ConfigError(

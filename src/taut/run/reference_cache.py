@@ -65,7 +65,7 @@ def keep_reference(built: Built) -> None:
     assert isinstance(role, Recorded)
     role.record(table.__getitem__)
     reason += "; no reference is held while training"
-    built.decisions.append(Decision("reference.file", str(path), reason))
+    built.opened.append(Decision("reference.file", str(path), reason))
 
 
 def _splits(built: Built) -> dict[str, Dataset]:

@@ -8,7 +8,7 @@ with its reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -67,8 +67,13 @@ class Built:
     inputs: Inputs
     models: Models
     job: Job
-    decisions: list[Decision]
-    """What was settled for the user so far; what is opened later adds to it."""
+    opened: list[Decision] = field(default_factory=list)
+    """What was settled for the user when the run's engine, rewards and evaluations were opened."""
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All that was settled for the user so far."""
+        return [*self.inputs.decisions, *self.models.decisions, *self.opened]
 
     @property
     def scorer(self) -> Scorer:
@@ -86,7 +91,7 @@ def build(
     """The models and the trainer of a run; everything is in force or refused when this returns."""
     models = load_models(run, inputs, plan, ranks)
     job = build_trainer(run, inputs, models, plan, ranks, emit, interrupts)
-    return Built(run, inputs, models, job, [*inputs.decisions, *models.decisions])
+    return Built(run, inputs, models, job)
 
 
 # --------------------------------------------------------------------------------------------------

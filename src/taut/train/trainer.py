@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -131,32 +131,32 @@ def emit_nowhere(kind: str, **fields: Any) -> None:
 @dataclass
 class Job:
     """Everything that the loop works with, made whole by ``build_trainer`` (taut/run/setup.py). Nothing is assigned to
-    it from outside: this module alone advances ``budget`` and the fields from ``done`` on.
+    it from outside: the loop itself advances ``budget`` and the fields from ``done`` on, all others are final.
     """
 
-    scorer: nn.Module
-    method: StepSource
-    optimizer: torch.optim.Optimizer
-    learning_rate: Callable[[int], float]
-    num_steps: int
+    scorer: Final[nn.Module]
+    method: Final[StepSource]
+    optimizer: Final[torch.optim.Optimizer]
+    learning_rate: Final[Callable[[int], float]]
+    num_steps: Final[int]
     budget: Budget
-    policy: PackPolicy
-    ranks: Ranks
-    compute: Callable[[], AbstractContextManager[Any]]
+    """With the micro-batch size that is in use: the loop cuts it where memory runs out."""
+    policy: Final[PackPolicy]
+    ranks: Final[Ranks]
+    compute: Final[Callable[[], AbstractContextManager[Any]]]
     """The precision context of a forward."""
-    compute_backward: Callable[[], AbstractContextManager[Any]]
+    compute_backward: Final[Callable[[], AbstractContextManager[Any]]]
     """The precision context of a backward."""
-    noise: Noise | None
-    fit: Fit
-    roles: Sequence[Role] = ()
-    clip_grad_norm: float | None = None
-    monitors: Sequence[Monitor] = ()
-    before_step: Sequence[Callable[[int, Job], None]] = ()
+    noise: Final[Noise | None]
+    fit: Final[Fit]
+    roles: Final[Sequence[Role]] = ()
+    clip_grad_norm: Final[float | None] = None
+    monitors: Final[Sequence[Monitor]] = ()
+    before_step: Final[Sequence[Callable[[int, Job], None]]] = ()
     """Preparation of the next step, e.g. reading images."""
-    emit: Callable[..., None] = emit_nowhere
+    emit: Final[Callable[..., None]] = emit_nowhere
     """Writes an event: ``emit(kind, **fields)``."""
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    trained: list[nn.Parameter] = field(init=False)
+    interrupts: Final[Interrupts] = field(default_factory=Interrupts)
     done: int = field(default=0, init=False)
     """The last step whose update the weights have."""
     followed: int = field(default=0, init=False)
@@ -166,8 +166,9 @@ class Job:
     random: random_state.State = field(init=False)
     """The generators' state at the start of the current step, or of the ``after_step`` calls."""
 
-    def __post_init__(self) -> None:
-        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def go_on_from(job: Job, step: int, loss: float, *, is_measured: bool) -> None:
