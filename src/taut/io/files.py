@@ -38,18 +38,19 @@ JSON_LIMIT = 64 * 2**20
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises OSError for anything else, and never blocks."""
-    _require_regular(os.stat(path), path)  # noqa: PTH116 (opening a device may already do something)
+    require_regular(os.stat(path), path)  # noqa: PTH116 (opening a device may already do something)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     try:
-        _require_regular(os.fstat(descriptor), path)
+        require_regular(os.fstat(descriptor), path)
     except OSError:
         file.close()
         raise
     return file
 
 
-def _require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+def require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    """Raise OSError where ``status`` is not that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a file")
         raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fspath(path))

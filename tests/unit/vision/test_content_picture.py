@@ -203,8 +203,8 @@ class TestFiles:
         pipe = tmp_path / "cat.png"
         os.mkfifo(pipe)
         for path, says in (
-            (pipe, "a pipe"),
-            (Path("/dev/zero"), "a device"),
+            (pipe, "a FIFO"),
+            (Path("/dev/zero"), "a character device"),
             (tmp_path, "a directory"),
         ):
             with pytest.raises(PictureError, match=says):
