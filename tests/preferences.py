@@ -134,9 +134,9 @@ def ready(loss: Loss, microbatches: Sequence[Packed], score: Score) -> list[Pack
         seen = [pack([sample], ALONE) for sample in mismatched(answers())]
     with torch.no_grad():
         observed = [loss.observe(score(packed), packed) for packed in seen]
-    stats = step_statistics.statistics(loss, observed, ONE)
+    stats = step_statistics.compute_statistics(loss, observed, ONE)
     planned = [(packed, True) for packed in microbatches]
-    return [packed for packed, _ in step_statistics.attached(planned, stats, ONE)]
+    return [packed for packed, _ in step_statistics.attach_statistics(planned, stats, ONE)]
 
 
 def scales(loss: Loss, microbatches: Sequence[Packed]) -> dict[str, float]:

@@ -67,7 +67,7 @@ def test_the_engine_draws_from_the_weights_of_the_last_step(
     """Class 19: after a large step the engine says something else of the same draw, and still what the scorer says."""
     built, _ = jobs.make(tmp_path, dtype="float32", optim__learning_rate=0.1, **keys)
     job: Job = built.job
-    job.alarms = ()
+    job.monitors = ()
     engine = engine_of(built)()
     before = engine.generate([PROMPT], SAMPLING)
     for step in (1, 2):

@@ -55,8 +55,8 @@ def of_pairs(loss: Loss, logp: list[float], reference: list[float] | None = None
 
 def whole_step(loss: Loss, packed: Packed, scores: Scores) -> LossSum:
     if loss.observes:
-        stats = step_statistics.statistics(loss, [loss.observe(scores, packed)], ONE)
-        ((packed, _),) = step_statistics.attached([(packed, True)], stats, ONE)
+        stats = step_statistics.compute_statistics(loss, [loss.observe(scores, packed)], ONE)
+        ((packed, _),) = step_statistics.attach_statistics([(packed, True)], stats, ONE)
     return loss(scores, packed)
 
 

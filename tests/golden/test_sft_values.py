@@ -45,7 +45,7 @@ def test_a_head_of_zeros_by_hand(tmp_path: Path) -> None:
     def keep(report: Any, job: Any) -> None:
         seen["grad"] = head.grad.clone()
 
-    job.alarms = (keep,)
+    job.monitors = (keep,)
     report = train_step(job, 1)
     assert report.loss == pytest.approx(math.log(vocabulary), rel=1e-12)
     grad = seen["grad"]

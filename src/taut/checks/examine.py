@@ -21,7 +21,7 @@ from taut.checks.session import Session, Unavailable
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
 from taut.run.setup import Built
 from taut.train import random_state
-from taut.train.log.events import plain
+from taut.train.log.events import to_json
 
 EVIDENCE_SHOWN = 3
 """Lines of evidence in the error that stops a run."""
@@ -47,7 +47,7 @@ class Answered(NamedTuple):
         head = {"name": self.name, "question": self.question}
         tail = {"seconds": round(self.seconds, 3), "cause": self.cause}
         fields = {**head, **self.finding.as_fields(), **tail}
-        return {key: plain(value) for key, value in fields.items()}
+        return {key: to_json(value) for key, value in fields.items()}
 
 
 @dataclass(frozen=True)

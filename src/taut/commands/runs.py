@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from taut.config import configclass, user_path
 from taut.errors import OutputError, TautError
 from taut.io.console import one_line
-from taut.train.log.events import Event, newest_first, plain
+from taut.train.log.events import Event, newest_first, to_json
 from taut.train.run_dir import (
     CHECKPOINTS,
     EVENTS,
@@ -105,7 +105,7 @@ def run(config: Runs) -> int:
     found = runs(places)
     if config.json:
         listed = [{**asdict(one), "resumes_after": one.resumes_after} for one in found]
-        sys.stdout.write(json.dumps(plain(listed), indent=1, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(to_json(listed), indent=1, ensure_ascii=False) + "\n")
     elif found:
         sys.stdout.write(table(found, time.time()))
     else:

@@ -145,7 +145,7 @@ def look(run: RunConfig, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
                 )
             return Start(plan, mine, finished=end)
     skip_damaged = run.checkpoint.skip_damaged
-    saved, damaged = checkpoint.find(out / CHECKPOINTS, ranks, skip_damaged=skip_damaged)
+    saved, damaged = checkpoint.find_newest(out / CHECKPOINTS, ranks, skip_damaged=skip_damaged)
     if end is not None and saved is None:
         raise ConfigError(
             f"resume=true: {out} is finished after step {end['step']} and has no checkpoint to train on from; expected "
@@ -279,9 +279,9 @@ def _claim(built: Built, start: Start, lock: Lock) -> None:
 def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
     job, best = built.job, evaluations.best
     memories: dict[str, Memory] = {
-        type(alarm).__name__: alarm
-        for alarm in job.alarms
-        if isinstance(alarm, Untouched | Spikes | Divergence)
+        type(monitor).__name__: monitor
+        for monitor in job.monitors
+        if isinstance(monitor, Untouched | Spikes | Divergence)
     }
     if job.method.state is not None:
         memories["online"] = job.method.state
@@ -325,7 +325,7 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
     written = all_events(out / EVENTS) if job.ranks.is_writer else []
     cuts = [event for event in written if event["kind"] == "budget"]
     job.fit.replay(job.ranks.gather(cuts)[0])
-    use_budget(job, from_step, is_told=True)
+    use_budget(job, from_step, is_reported=True)
     is_at_end = from_step == job.num_steps  # what is measured there comes after its checkpoint
     job.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
     for text in start.damaged:
@@ -392,7 +392,7 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
 
 
 def _divergence(job: Job) -> Divergence:
-    return next(alarm for alarm in job.alarms if isinstance(alarm, Divergence))
+    return next(monitor for monitor in job.monitors if isinstance(monitor, Divergence))
 
 
 def _asked_at_end(
@@ -450,7 +450,7 @@ def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
     """
     job = built.job
     if isinstance(error, DivergenceError):
-        checkpoints.settle_or_tell()
+        checkpoints.settle_or_warn()
         if job.ranks.is_writer:
             checkpoint.set_aside(checkpoints.folder, _divergence(job).sound_step)
         job.ranks.barrier()
@@ -473,7 +473,7 @@ def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
 def _save(job: Job, checkpoints: Checkpoints) -> Path:
     """Save the last whole step, as it was before anything that follows it."""
     is_measured = job.followed == job.done
-    checkpoints.settle_or_tell()  # one that failed before does not keep this one from being tried
+    checkpoints.settle_or_warn()  # one that failed before does not keep this one from being tried
     return checkpoints.save(job.done, wait=True, is_measured=is_measured, random=job.random)
 
 
@@ -575,7 +575,7 @@ def train(run: RunConfig) -> Result:
     """Train a model by the method of the run (taut/methods).
 
     Raises TautError (what was found, what was expected, what to do) before anything is written; CheckFailed where a
-    proof or an alarm stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
+    proof or a monitor stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
     goes on from its newest checkpoint; a finished one is left as it is.
     """
     if run.out is None:

@@ -7,7 +7,7 @@ In this order, each with its reason:
 2. the token that ends a turn with tool calls, where the template writes another one there (gpt-oss's ``<|call|>``);
    skipped for a template that takes no tools;
 3. the tokenizer's original eos;
-4. ``inherited``: the tokens that the model's generation_config and config name (``models.load.inherited_ends``).
+4. ``inherited``: the tokens that the model's generation_config and config name (``models.load.stop_ids_in_files``).
 
 Ids of 3 and 4 are left out, with the reason, where stopping at them would be wrong: no token of the tokenizer, plain
 text (config.json naming an id of another vocabulary), a token that the template writes inside an answer (a reasoning

@@ -40,7 +40,7 @@ from taut.rewards.registry import read_parts
 from taut.train.distributed import Ranks
 from taut.train.oom import require_room
 from taut.train.step_statistics import Planned, Sums
-from taut.train.trainer import Job, made_ready
+from taut.train.trainer import Job, prepare_microbatches
 from taut.types import Packed, Scores, Tree
 
 ROWS_AT_A_TIME = 512
@@ -98,7 +98,7 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
-            planned = made_ready(job, trees, observed, f"held-out loss after step {step}")
+            planned = prepare_microbatches(job, trees, observed, f"held-out loss after step {step}")
             self._add(planned, trees, found, step)
         ranks = job.ranks
         metrics = {"loss": sum(found.terms.means(ranks).values()), **found.metrics.means(ranks)}

@@ -264,7 +264,7 @@ class Trained:
 
     def state(self) -> dict[str, torch.Tensor] | None:
         """Every tensor under the model's own names; None but on the writer."""
-        return distributed.whole_state_dict(self.scorer.model, self.ranks)
+        return distributed.full_state_dict(self.scorer.model, self.ranks)
 
     def log_probs(self, ids_T: IntArray) -> FloatArray:
         """Of every id but the first."""

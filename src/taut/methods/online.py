@@ -198,7 +198,7 @@ class OnlineMethod(RunConfig):
         )
         roles = job.roles if self.scores_reference_first else ()
         online.join(Crew(job, roles, partial(setup.open_roller, setting)))
-        job.alarms = [*job.alarms, online.guard]
+        job.monitors = [*job.monitors, online.guard]
 
     # -- files
 

@@ -118,7 +118,7 @@ class Start(nn.Module):
     def _exchange(self) -> None:
         """Exchange the contents of the policy's tensors and the start's."""
         for number, parameter in enumerate(self._trained):
-            distributed.exchange(parameter, self.get_buffer(f"tensor_{number}"))
+            distributed.swap(parameter, self.get_buffer(f"tensor_{number}"))
         distributed.reshard(self._scorer[0])
 
 

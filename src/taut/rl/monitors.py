@@ -16,7 +16,7 @@ twice).
 
 What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
 
-May import alarms, loop, config and errors. online.method and build use it.
+May import monitors, loop, config and errors. online.method and build use it.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class Guard:
             emit("warning", name=name, step=step, detail=detail)
 
     def __call__(self, report: StepReport, job: Job) -> None:
-        """An alarm of the loop: the engine's log-probs against the trainer's, and what an update does to the policy."""
+        """A monitor of the loop: the engine's log-probs against the trainer's, and how an update changes the policy."""
         self._look_at_engine(report, job)
         self._look_at_update(report, job.emit)
 

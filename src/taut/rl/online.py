@@ -38,7 +38,7 @@ from taut.rl.advantages import Credit, Credited, paths_of
 from taut.rl.buffer_state import KeptTree, as_tuple, decoded, encoded
 from taut.rl.monitors import Guard, GuardState
 from taut.rl.rollout import Rolled, Roller, RolloutConfig, scored
-from taut.train.log.events import plain
+from taut.train.log.events import to_json
 from taut.train.oom import require_room
 from taut.train.trainer import Job, Role
 from taut.types import Tree
@@ -382,7 +382,7 @@ class Online:
         held = [encoded(tree) for tree in phase.trees]
         if update or phase.before is None:
             return [number, held, [], None]
-        return [number, held, plain(list(phase.told)), phase.before.encoded()]
+        return [number, held, to_json(list(phase.told)), phase.before.encoded()]
 
     def recall(self, remembered: dict[str, Any]) -> None:
         album = self.prompts.album

@@ -37,7 +37,7 @@ from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, World
 from taut.rl.sampler import Episode, play
 from taut.train.distributed import Ranks
-from taut.train.trainer import Job, Role, microbatches_of, padded
+from taut.train.trainer import Job, Role, pad_microbatches, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
 
 RESERVED = ("shaped", "kept")
@@ -382,7 +382,7 @@ def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role],
     found: Said = {s.id: {} for tree in trees for s in tree.samples}
     if not (asked.policy or asked.values or roles):
         return found
-    planned = padded(microbatches_of(trees, job), trees, job)
+    planned = pad_microbatches(plan_microbatches(trees, job), trees, job)
     if asked.policy or asked.values:
         for packed, is_real in planned:
             scores = _attempted(

@@ -64,7 +64,7 @@ def open_roller(setting: Setting) -> Roller:
     prompts = [row.as_prompt() for row in setting.prompts]
     if config.engine == "server":
         require_text(prompts)
-    ranks = setting.ranks.apart() if config.ahead else setting.ranks
+    ranks = setting.ranks.on_cpu() if config.ahead else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and rewards:
         panel = open_panel(rewards, setting.grading, reserved=RESERVED, open_rater=open_rater)

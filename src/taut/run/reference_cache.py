@@ -29,7 +29,7 @@ from taut.io import files
 from taut.methods.reference import STREAM, Recorded
 from taut.run.fingerprint import differences, identity_of
 from taut.run.setup import Built
-from taut.train.trainer import Role, filled
+from taut.train.trainer import Role, fill_streams
 
 HEADER = "taut"
 """Where the identity and the digest are, as JSON, in one entry: the order of several is not fixed."""
@@ -94,7 +94,7 @@ def _compute(built: Built, data: Dataset) -> Tensor:
     found: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         trees = rows.trees(list(range(start, min(start + ROWS_AT_A_TIME, len(rows)))))
-        for packed, is_real in filled(job, trees, "log-probs of the reference"):
+        for packed, is_real in fill_streams(job, trees, "log-probs of the reference"):
             logp_N = packed.streams[STREAM]
             for row, name in enumerate(packed.sample_ids if is_real else ()):
                 found[name] = logp_N[packed.row_N == row]

@@ -77,7 +77,7 @@ def save_model(
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(built.scorer, samples)
-    state = distributed.whole_state_dict(built.scorer.model, ranks)
+    state = distributed.full_state_dict(built.scorer.model, ranks)
     failure = ""
     if ranks.is_writer:
         sharded = state if ranks.size > 1 else None
@@ -228,7 +228,7 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
     completed it.
     """
     run, ranks = built.run, built.job.ranks
-    whole = distributed.whole_state_dict(built.scorer.model, ranks)
+    whole = distributed.full_state_dict(built.scorer.model, ranks)
     state = whole if ranks.size > 1 else None
     if ranks.is_writer and run.save.merged:
         with _saving_model(built, directory, state) as partial_directory:

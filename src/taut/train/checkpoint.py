@@ -1,17 +1,16 @@
-"""Checkpoints: when training state is saved, that it is complete, which are kept, and which one a run goes on from.
+"""Checkpoints: when training state is saved, which checkpoints are kept, and from which one a run resumes.
 
     out/checkpoints/step-000200/   the tensors (taut/train/sharded.py) and meta.json
-    out/checkpoints/latest         "step-000200": only ever the name of a complete one
+    out/checkpoints/latest         "step-000200": always the name of a complete checkpoint
 
-Saving copies the tensors into buffers allocated at the start and hands these to a thread: training waits for the copy
-only. The thread writes beside, forces every file to the disk, notes its SHA-256 in ``meta.json``, renames, and names
-it in ``latest``. One is written at a time. A failure is raised after the next step; under several ranks, who have to
-raise it together, at the next save. At the end it is raised in any case.
+Saving copies the tensors into buffers allocated at the start and hands these to a thread, so training waits for the
+copy only. The thread writes to a partial directory, forces every file to the disk, records its SHA-256 in
+``meta.json``, renames the directory, and names it in ``latest``. One checkpoint is written at a time. A failure is
+raised after the next step; with several ranks, which have to raise it together, at the next save; at the latest at the
+end.
 
-``meta.json`` also has what is no tensor: the step, the data cursor, every generator's state, the identity of the run
-(taut/run/fingerprint.py) and what the parts named in ``memories`` remember. It holds its own digest.
-
-May import sharded, randomness, durable, outdir, memory, parallel. api and lifecycle import it.
+``meta.json`` also holds the step, the data cursor, every random generator's state, the identity of the run
+(taut/run/fingerprint.py) and the state of each part in ``memories``, with its own digest.
 """
 
 from __future__ import annotations
@@ -33,59 +32,59 @@ from torch import nn
 
 from taut.config import configclass, first_problem
 from taut.errors import OutputError
-from taut.io import files as durable
+from taut.io import files
 from taut.train import random_state, sharded
 from taut.train.distributed import Ranks
 from taut.train.oom import require_room
 from taut.train.run_dir import EVENTS, LATEST, MARK, META, complete, step_of
 
 ROOMIER = "set checkpoint.background=false, which needs no second copy of what is saved"
-"""What to do where memory runs out."""
+"""The remedy where memory runs out."""
 SPARE = 64 * 2**20
-"""Bytes that have to be left over beside a checkpoint."""
+"""Bytes that must stay free next to a checkpoint."""
 
 
 @configclass
 class CheckpointConfig:
-    """When training state is saved: when a run is interrupted, whatever stands here, and"""
+    """When training state is saved. An interrupted run saves it in any case."""
 
     every: Annotated[int, Field(ge=0)] = 500
-    """Steps between checkpoints, beside one after the last step; 0: none of these."""
+    """Steps between checkpoints; one more follows the last step. 0 disables both."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Also save, and keep, a checkpoint where eval.best finds the best model so far."""
+    """Also save and keep a checkpoint of the best model so far by eval.best."""
     background: bool = True
-    """Train on while a checkpoint is written. Takes memory for a second copy of what is saved."""
+    """Write checkpoints in the background while training continues. Needs CPU memory for a second copy of the state."""
     skip_damaged: bool = False
-    """On resume: where the newest checkpoint is damaged, go on from the one before."""
+    """On resume, skip damaged checkpoints and continue from the newest intact one."""
 
-    def most(self, num_steps: int) -> int:
-        """How many there are at a time, the one being written included."""
-        most = self.keep + self.keep_best + 1
-        return min(most, -(-num_steps // self.every)) if self.every else most
+    def max_count(self, num_steps: int) -> int:
+        """The largest number of checkpoints at a time, including the one being written."""
+        count = self.keep + self.keep_best + 1
+        return min(count, -(-num_steps // self.every)) if self.every else count
 
 
 META_LIMIT = 2**29
-"""Largest meta.json that is read, in bytes: it holds the roll-outs that are not used up."""
+"""Largest meta.json that is read, in bytes: it holds the unused rollouts."""
 
 
 class Memory(Protocol):
-    """Something that must remember across a resume, the same on all ranks."""
+    """A part with state that survives a resume, the same on all ranks."""
 
     @property
     def remembered(self) -> Any:
-        """The type of what ``remember`` returns. A checkpoint is validated against it before ``recall``."""
+        """The type that ``remember`` returns. A checkpoint is validated against it before ``recall``."""
 
     def remember(self) -> Any:
         """Its state, as JSON-able values."""
 
     def recall(self, remembered: Any) -> None:
-        """Take the state back."""
+        """Restore the state."""
 
 
 class Identity(pydantic.BaseModel):
-    """What makes a run the one it is (taut/run/fingerprint.py), as far as its reader relies on it."""
+    """The fields of a run's identity (taut/run/fingerprint.py) that are read back."""
 
     model_config = pydantic.ConfigDict(extra="allow")
     config: dict[str, Any]
@@ -99,7 +98,7 @@ class Meta(pydantic.BaseModel):
     step: Annotated[int, Field(ge=0, lt=2**63)]
     is_measured: bool
     random: Annotated[list[random_state.Saved], Field(min_length=1)]
-    """Of each rank that saved."""
+    """Generator states of each rank that saved."""
     memories: dict[str, Any]
     cursor: tuple[Annotated[int, Field(ge=0, lt=2**63)], Annotated[int, Field(ge=0, lt=2**63)]]
     loss: float
@@ -109,7 +108,7 @@ class Meta(pydantic.BaseModel):
 
 
 class Saved(NamedTuple):
-    """A checkpoint that can be gone on from."""
+    """A checkpoint from which a run can resume."""
 
     path: Path
     meta: Meta
@@ -120,18 +119,18 @@ class Saved(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the thread has to tell."""
+    """The thread's result."""
 
     step: int
     path: Path
     seconds: float
     missing: list[str]
-    """Checkpoints this run wrote that somebody has removed."""
+    """Checkpoints of this run that something else has removed."""
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run; callable after each step, on all ranks."""
+    """The checkpoints of one run. Called after each step, on all ranks."""
 
     folder: Path
     config: CheckpointConfig
@@ -141,13 +140,13 @@ class Checkpoints:
     ranks: Ranks
     emit: Callable[..., None]
     notes: Callable[[int], Mapping[str, Any]]
-    """What goes into meta.json of a step: cursor and identity."""
+    """The method's part of meta.json after a step: cursor and identity."""
     memories: Mapping[str, Memory] = field(default_factory=dict)
     best_step: Callable[[], int | None] = lambda: None
     is_sound: Callable[[], bool] = lambda: True
-    """Whether the state is worth keeping. Where it is not, no checkpoint that falls due before the end is saved."""
+    """Whether the state is worth keeping. If not, no checkpoint is saved before the end."""
     saved_step: int | None = None
-    """The step of the newest checkpoint, complete or under way."""
+    """The step of the newest checkpoint, complete or being written."""
     _side: Ranks = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
     _room: Future[sharded.State] | None = field(init=False, default=None)
@@ -156,20 +155,20 @@ class Checkpoints:
     _blocked: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._side = self.ranks.apart()
+        self._side = self.ranks.on_cpu()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def prepare(self) -> None:
-        """Before training: clear what a killed run left, see that there is room, allocate the buffers."""
+        """Before training: remove leftovers of a killed run, check the free disk space, allocate the buffers."""
         every, keep_best = self.config.every, self.config.keep_best
         if self.ranks.is_writer and self.folder.is_dir():
-            durable.clear_leftovers(self.folder)
+            files.clear_leftovers(self.folder)
         if not (every or keep_best):
             return
         state = sharded.training_state(self.scorer, self.optimizer)
         self._require_room(int(self.ranks.sum([sharded.num_bytes(state)])[0]))
-        is_under_way = keep_best or every < self.num_steps  # the last one keeps no step waiting
-        if self.config.background and is_under_way:
+        saves_while_training = keep_best or every < self.num_steps
+        if self.config.background and saves_while_training:
             self._room = self._thread.submit(sharded.allocate, state)
 
     def __call__(self, step: int) -> None:
@@ -191,10 +190,10 @@ class Checkpoints:
         is_measured: bool = True,
         random: random_state.State | None = None,
     ) -> Path:
-        """Save the state after ``step`` unless that has been done.
+        """Save the state after ``step`` unless it is saved already.
 
-        ``wait``: until it is complete. ``is_measured``: whether what follows the step (evaluations) is over.
-        ``random``: where the generators stood after the step, if they have moved since.
+        ``wait``: until it is complete. ``is_measured``: whether the evaluations after the step are done.
+        ``random``: the generators' state after the step, if they have moved since.
         """
         began = time.perf_counter()
         self.settle()
@@ -226,11 +225,11 @@ class Checkpoints:
         return final
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written, and tell of it. Raises OutputError where it failed."""
+        """Wait for the checkpoint that is being written, and emit its event. Raises OutputError where it failed."""
         if self._pending is None:
             return
         try:
-            done = self._pending.result()
+            written = self._pending.result()
         except OSError as error:
             self._pending, self.saved_step = None, None
             kept = [path.name for path in complete(self.folder)]
@@ -241,38 +240,38 @@ class Checkpoints:
         self._pending = None
         self.emit(
             "checkpoint",
-            step=done.step,
-            path=str(done.path),
-            seconds=done.seconds,
+            step=written.step,
+            path=str(written.path),
+            seconds=written.seconds,
             seconds_blocked=self._blocked,
         )
-        for name in done.missing:
+        for name in written.missing:
             detail = f"{self.folder / name} is gone: something else than this run removed it"
-            self.emit("warning", name="checkpoint", step=done.step, detail=detail)
+            self.emit("warning", name="checkpoint", step=written.step, detail=detail)
 
-    def settle_or_tell(self) -> None:
-        """The same where something else is ending the run: a failure is told only."""
+    def settle_or_warn(self) -> None:
+        """``settle`` where another error is ending the run: a failure is a warning only."""
         try:
             self.settle()
         except OutputError as error:
             self.emit("warning", name="checkpoint", detail=str(error))
 
     def rescue(self, step: int, random: random_state.State) -> str:
-        """Save what a run that fails has come to. Where it is, or why it is not, for the message."""
+        """Save the state of a failing run. Returns where it is, or why it is not saved, for the error message."""
         try:
             return f"training state: {self.save(step, wait=True, random=random)}"
         except OutputError as error:
             return f"its training state was not saved: {error}"
 
     def close(self) -> None:
-        """Finish what is being written, and end the thread."""
+        """Finish the checkpoint that is being written, and end the thread."""
         try:
-            self.settle_or_tell()
+            self.settle_or_warn()
         finally:
             self._thread.shutdown()
 
     def resume(self, saved: Saved) -> None:
-        """Put everything back to where it was when ``saved`` was taken."""
+        """Restore the state of ``saved``: tensors, memories, generators."""
         remembered = {
             name: _validated(
                 memory.remembered, saved.meta.memories[name], f"memories.{name}", saved
@@ -291,19 +290,20 @@ class Checkpoints:
         random_state.restore(generators.model_dump(exclude_none=True), self.ranks.device)
         self.saved_step = saved.step
         if self.ranks.is_writer:
-            self._let_go()  # a killed run may not have come to it
+            self._remove_old()  # a killed run may not have done so
 
     def _write(self, step: int, state: sharded.State, meta: dict[str, Any]) -> Written:
-        """In the thread, on all ranks."""
+        """Write one checkpoint. Runs in the thread, on all ranks."""
         began, side = time.perf_counter(), self._side
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f".{final.name}.partial"
         try:
             _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
             sharded.write(state, partial, side)
-            files = _together(side, lambda: _digests(partial, side))
+            digests = _together(side, lambda: _digests(partial, side))
             missing: list[list[str]] = _together(
-                side, lambda: self._complete(partial, final, meta, files) if side.is_writer else []
+                side,
+                lambda: self._complete(partial, final, meta, digests) if side.is_writer else [],
             )
         except OSError:
             if side.is_writer:
@@ -328,39 +328,39 @@ class Checkpoints:
         partial: Path,
         final: Path,
         meta: dict[str, Any],
-        files: list[dict[str, str]],
+        digests: list[dict[str, str]],
     ) -> list[str]:
-        """Give a written checkpoint its name, then let go of old ones. Those that are gone already."""
-        body = {**meta, "files": {name: digest for some in files for name, digest in some.items()}}
+        """Rename a written checkpoint, remove old ones, and return the names of those that something else removed."""
+        body = {**meta, "files": {name: value for part in digests for name, value in part.items()}}
         text = json.dumps({"sha256": _digest_of(body), **body})
         if len(text) > META_LIMIT:
             raise OSError(
                 f"{META} has {len(text):,} bytes, and at most {META_LIMIT:,} can be read back; lower "
                 "batch.samples_per_step"
             )
-        durable.write_text(partial / META, text)
+        files.write_text(partial / META, text)
         if (events := self.folder.parent / EVENTS).is_file():
-            durable.sync(events)  # the steps that will not be gone through again
-        durable.replace_directory(partial, final)
-        durable.write_text(self.folder / LATEST, f"{final.name}\n")
-        found = [path.name for path in complete(self.folder)]
-        missing = sorted(self._written - set(found))
-        self._written = {*found[-self.config.keep :]}
-        self._let_go()
+            files.sync(events)  # a resume does not repeat these steps
+        files.replace_directory(partial, final)
+        files.write_text(self.folder / LATEST, f"{final.name}\n")
+        names = [path.name for path in complete(self.folder)]
+        missing = sorted(self._written - set(names))
+        self._written = {*names[-self.config.keep :]}
+        self._remove_old()
         return missing
 
-    def _let_go(self) -> None:
-        """Remove all but the newest, and the one of the best model where it is kept."""
+    def _remove_old(self) -> None:
+        """Remove all checkpoints but the newest, and that of the best model with keep_best."""
         best = self.best_step()
         for path in complete(self.folder)[: -self.config.keep]:
             if not (self.config.keep_best and step_of(path) == best):
-                durable.remove_directory(path)
+                files.remove_directory(path)
 
     def _require_room(self, num_bytes: int) -> None:
-        """Raise OutputError where the disk cannot hold what will be kept and the one being written."""
+        """Raise OutputError where the disk cannot hold the kept checkpoints and the one being written."""
         if not self.ranks.is_writer:
             return
-        needed = self.config.most(self.num_steps) * num_bytes + SPARE
+        needed = self.config.max_count(self.num_steps) * num_bytes + SPARE
         place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
         free = shutil.disk_usage(place).free + held
@@ -372,10 +372,12 @@ class Checkpoints:
             )
 
 
-def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | None, list[str]]:
-    """The newest complete checkpoint, its files checked, and what is wrong with newer ones.
+def find_newest(
+    folder: Path, ranks: Ranks, *, skip_damaged: bool
+) -> tuple[Saved | None, list[str]]:
+    """The newest complete checkpoint with intact files (None: there is none), and the damage of newer ones.
 
-    None where there is none. Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or all are.
+    Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or all are damaged.
     """
     damaged: list[str] = []
     for path in reversed(ranks.gather(complete(folder))[0]):  # a network may show them differently
@@ -390,29 +392,29 @@ def find(folder: Path, ranks: Ranks, *, skip_damaged: bool) -> tuple[Saved | Non
             )
     if damaged:
         raise OutputError(
-            f"resume=true: no checkpoint is left to go on from: {'; '.join(damaged)}; bring the files back, or begin "
-            "anew with overwrite=true"
+            f"resume=true: no checkpoint is left to go on from: {'; '.join(damaged)}; bring the files back, or start "
+            "again with overwrite=true"
         )
     return None, []
 
 
 def set_aside(folder: Path, after_step: int) -> None:
-    """Take the names of checkpoints after a step away: they are damaged, and the run will come to these steps again.
+    """Rename the checkpoints after a step: they are damaged, and the run will take these steps again.
 
-    ``latest`` names the newest of the others, as it may not after a kill either.
+    ``latest`` then names the newest of the others; after a kill it may be outdated.
     """
-    found = complete(folder)
-    kept = [path for path in found if step_of(path) <= after_step]
+    checkpoints = complete(folder)
+    kept = [path for path in checkpoints if step_of(path) <= after_step]
     if kept:
-        durable.write_text(folder / LATEST, f"{kept[-1].name}\n")
+        files.write_text(folder / LATEST, f"{kept[-1].name}\n")
     else:
         (folder / LATEST).unlink(missing_ok=True)
-    for path in found[len(kept) :]:
+    for path in checkpoints[len(kept) :]:
         path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
 
 
 def _validated(kind: Any, value: Any, key: str, saved: Saved) -> Any:
-    """A part of ``meta.json`` that only its owner knows the type of. Raises OutputError where it has another."""
+    """An entry of ``memories``, whose type only its owner knows. Raises OutputError where the type differs."""
     try:
         return pydantic.TypeAdapter(kind).validate_python(value, strict=True)
     except pydantic.ValidationError as error:
@@ -427,11 +429,11 @@ def _unusable(saved: Saved, reason: str) -> OutputError:
 
 
 def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
-    """A checkpoint whose every file is as it was written; or what is not."""
+    """A checkpoint with all files intact, or the damage."""
     trouble = ""
     meta: Meta | None = None
     try:
-        body = durable.read_json(path / META, META_LIMIT)
+        body = files.read_json(path / META, META_LIMIT)
         wanted = body.pop("sha256", None) if isinstance(body, dict) else None
         if wanted is None or wanted != _digest_of(body):
             trouble = (
@@ -448,27 +450,27 @@ def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
         trouble = f"{error.filename or path / META} cannot be read ({error.strerror or error})"
     except ValueError as error:
         trouble = f"{path / META} cannot be read ({error})"
-    found = [text for text in ranks.gather(trouble) if text]
-    return (None, found[0]) if found or meta is None else (Saved(path, meta), "")
+    troubles = [text for text in ranks.gather(trouble) if text]
+    return (None, troubles[0]) if troubles or meta is None else (Saved(path, meta), "")
 
 
 def _damage(path: Path, meta: Meta, ranks: Ranks) -> str:
-    """What of a checkpoint is not as it was written; empty if all is. The ranks share the files."""
+    """The first damage of a checkpoint; empty where it is intact. The ranks share the files."""
     if {step_of(path), meta.cursor[0]} != {meta.step}:
         return f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step_of(path)}"
     if odd := next((name for name in meta.files if Path(name).name != name), None):
         return f"{path / META} names the file {odd!r}; expected files in {path}"
     mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
-    if found := durable.first_damaged(path, mine):
-        return found
+    if trouble := files.first_damaged(path, mine):
+        return trouble
     sharded.read_index(path)
     return ""
 
 
 def _digests(directory: Path, ranks: Ranks) -> dict[str, str]:
-    """This rank's share of a checkpoint's files, with their SHA-256."""
+    """The SHA-256 of this rank's share of a checkpoint's files."""
     names = sorted(path.name for path in directory.iterdir())
-    return {name: durable.digest(directory / name) for name in names[ranks.rank :: ranks.size]}
+    return {name: files.digest(directory / name) for name in names[ranks.rank :: ranks.size]}
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:
@@ -476,7 +478,7 @@ def _digest_of(body: Mapping[str, Any]) -> str:
 
 
 def _together(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
-    """What every rank's ``act`` gave; OSError on all ranks where one raised it."""
+    """The results of ``act`` on every rank; OSError on all ranks where one raised it."""
     mine: tuple[Any, str | None]
     try:
         mine = act(), None
@@ -486,4 +488,4 @@ def _together(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
     for _, trouble in outcomes:
         if trouble is not None:
             raise OSError(trouble)
-    return [given for given, _ in outcomes]
+    return [result for result, _ in outcomes]

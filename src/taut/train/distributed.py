@@ -1,10 +1,10 @@
 """Ranks: the process group, sharding with FSDP2, and the only collectives of the package.
 
-One process is the default and touches no process group. Under torchrun the model is sharded with ``fully_shard`` per
-decoder layer and at the Scorer, the root. Reduction over ranks is SUM on every sharded module: gradients are divided by
-the step's one denominator in the loop and nowhere else.
+A single process, the default, uses no process group. Under torchrun the model is sharded with ``fully_shard`` per
+decoder layer and at the root, the Scorer. Gradients are summed over ranks on every sharded module: the loop divides
+them by the step's one denominator, and nothing else does.
 
-Imports errors and printing only. torch.distributed is imported here and in checkpoint.py.
+torch.distributed is imported here and in sharded.py only.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from taut.errors import ConfigError, Interrupted
 from taut.io.console import is_first_on_host
 
 PATIENCE = timedelta(hours=12)
-"""How long ranks wait for each other: one tokenises, or writes a model, for all, and torch's own limit for GPUs is ten
-minutes. A rank that fails ends the others at once through torchrun."""
-
+"""How long ranks wait for each other: one may tokenise, or write a model, for all; torch's default for GPUs is ten
+minutes. A rank that fails ends the others immediately through torchrun."""
 FAILED, EXIT_CODE = "taut/failed", "taut/exit_code"
-"""In the store that the ranks share: how many have failed, and how the first one ends."""
+"""Keys in the ranks' shared store: the number of failed ranks, and the exit code of the first one."""
 LINGER = 1.0
-"""Seconds that rank 0, where it holds the store itself, waits so that others that fail find out they are not first."""
+"""Seconds that rank 0, if it holds the store itself, waits so that other failing ranks learn that they are not first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all of them."""
+    """This process's rank among all, and the collectives."""
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """What the collectives run on; None: the group of all."""
+    """The group of the collectives; None: the default group."""
 
     @property
     def is_writer(self) -> bool:
@@ -79,8 +79,8 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def apart(self) -> Ranks:
-        """The same ranks on the CPU, with a group of their own: for a thread beside the one that trains."""
+    def on_cpu(self) -> Ranks:
+        """The same ranks on the CPU with a separate group: for a thread next to the training thread."""
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -88,12 +88,12 @@ class Ranks:
 
 
 def world_size() -> int:
-    """How many ranks torchrun announces; 1 without it."""
+    """The number of ranks under torchrun; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start(device: str = "auto") -> Ranks:
-    """Join the process group torchrun announces, or stand alone. ``device``: auto, cpu, cuda or cuda:N."""
+    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N."""
     size = world_size()
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
@@ -106,7 +106,7 @@ def start(device: str = "auto") -> Ranks:
         )
     if device.startswith("cuda") and not has_cuda:
         raise ConfigError(
-            f"device={device} was asked for and no CUDA device is to be had; set device=cpu"
+            f"device={device} was asked for and no CUDA device is available; set device=cpu"
         )
     if device == "cpu" or not has_cuda:
         chosen = torch.device("cpu")
@@ -115,20 +115,16 @@ def start(device: str = "auto") -> Ranks:
     else:
         chosen = torch.device(device)
     if chosen.type == "cuda":
-        _require_present(chosen)
+        count = torch.cuda.device_count()
+        if chosen.index >= count:
+            raise ConfigError(
+                f"device {chosen} is wanted and there are {count} CUDA devices; name a smaller one, or start "
+                "no more ranks on a machine than it has devices"
+            )
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
     return Ranks(rank, size, chosen)
-
-
-def _require_present(device: torch.device) -> None:
-    count = torch.cuda.device_count()
-    if device.index >= count:
-        raise ConfigError(
-            f"device {device} is wanted and there are {count} CUDA devices; name a smaller one, or start "
-            "no more ranks on a machine than it has devices"
-        )
 
 
 def stop(ranks: Ranks) -> None:
@@ -139,9 +135,9 @@ def stop(ranks: Ranks) -> None:
 
 
 def is_first_to_fail(exit_code: int) -> bool:
-    """Whether no other rank has asked this before: the one that is told True prints the error that ends all.
+    """Whether this is the first rank to fail: that rank prints the error that ends all.
 
-    Before the ranks have met, the first one of each host prints it.
+    Before the process group exists, the first one of each host prints it.
     """
     if not dist.is_initialized():
         return is_first_on_host()
@@ -151,30 +147,30 @@ def is_first_to_fail(exit_code: int) -> bool:
         if is_first:
             store.set(EXIT_CODE, str(exit_code))
         if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            end = time.monotonic() + LINGER  # the store is in this process, and ends with it
+            end = time.monotonic() + LINGER  # the store lives in this process
             while int(store.add(FAILED, 0)) < dist.get_world_size() and time.monotonic() < end:
                 time.sleep(0.02)
     except dist.DistError:
-        # Without torchrun the store ends with rank 0, which has reported; then the launcher's signal ends the others.
+        # Without torchrun the store ends with rank 0, which has printed; the launcher's signal then ends the others.
         return exit_code != Interrupted.exit_code
     return is_first
 
 
 def exit_code_of_first_to_fail() -> int | None:
-    """The exit code of the rank whose end broke this one's collectives; None where no rank has said that it fails."""
+    """The exit code of the rank whose end broke this one's collectives; None where no rank has reported a failure."""
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
     try:
         return int(store.get(EXIT_CODE)) if store.check([EXIT_CODE]) else None
-    except dist.DistError:  # without torchrun the store ends with its rank: why, is not known
+    except dist.DistError:  # without torchrun the store ends with its rank, without a reason
         return None
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
-    """Shard every layer and the root over all ranks; gradients arrive summed.
+    """Shard every layer and the root over all ranks; gradients are summed.
 
-    A method of the root called next_logits is a way in, as forward is.
+    The root's method ``next_logits``, if it has one, is an entry point like ``forward``.
     """
     if ranks.size == 1:
         return
@@ -198,18 +194,18 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def exchange(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors of one shape; of shards, those this rank holds."""
-    if not hasattr(one, "full_tensor"):
-        one.data, other.data = other.data, one.data
+def swap(first: Tensor, second: Tensor) -> None:
+    """Swap the contents of two tensors of the same shape; of sharded ones, this rank's shards."""
+    if not hasattr(first, "full_tensor"):
+        first.data, second.data = second.data, first.data
         return
-    kept = one.detach().clone()  # FSDP gathers from the storage it knows
-    one.copy_(other)
-    other.copy_(kept)
+    kept = first.detach().clone()  # FSDP gathers from the storage it knows
+    first.copy_(second)
+    second.copy_(kept)
 
 
 def reshard(root: nn.Module) -> None:
-    """Forget gathered weights, so that the next forward gathers them as they are now."""
+    """Drop gathered weights, so that the next forward gathers the current ones."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
@@ -218,7 +214,7 @@ def reshard(root: nn.Module) -> None:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
-    """The gradient's total norm over all ranks; where finite, gradients are scaled down to ``max_norm``."""
+    """The gradient's total norm over all ranks. If it is finite, gradients are scaled down to ``max_norm``."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -227,8 +223,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     return float(whole)
 
 
-def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Every tensor of the module, gathered on the CPU of the writer; None on the other ranks."""
+def full_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
+    """The module's full tensors on the writer's CPU; None on the other ranks."""
     if ranks.size == 1:
         return dict(module.state_dict())
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -239,5 +235,5 @@ def whole_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | Non
         return None
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        state[name] = state[first.setdefault(id(parameter), name)]  # what is tied stays tied
+        state[name] = state[first.setdefault(id(parameter), name)]  # tied tensors stay tied
     return state

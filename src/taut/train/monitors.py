@@ -1,19 +1,18 @@
-"""Alarms: what the first steps must show, and what no step may show.
+"""Monitors of the training steps: they warn, or stop the run before an update.
 
-- ``FirstStep``: the first step's log-probs equal those of the same samples run one at a time through the library's own
-  attention and head (taken before training); a difference stops the run before the update.
-- ``Untouched``: after the first backward every trainable tensor has a gradient, and within ``PATIENCE`` steps one
-  that is not zero; a tensor outside the graph stops the run, one that is always zero is reported. A step whose
-  advantages are all 0, as where all rewards are equal, is not counted: it moves no tensor (taut/rl/monitors.py warns).
-  Nor is a step in which the critic alone learns: it leaves an adapter's B at 0, and so the gradient of A.
-- ``Spikes``: a gradient norm far above the recent median is reported.
-- ``Divergence``: a loss that stays far above its first value, or a gradient that stays exactly zero, is reported and
-  then stops the run.
-- ``ChangedSources``: a data file that changes under the run is reported.
+- ``FirstStep``: the first step's log-probs must equal those of the same samples run one at a time through the library's
+  own attention and head (taken before training); a difference stops the run before the update.
+- ``Untouched``: after the first backward every trainable tensor must have a gradient, and within ``PATIENCE`` steps a
+  nonzero one. A tensor outside the graph stops the run; a gradient that is always zero is a warning. Steps whose
+  advantages are all 0 (all rewards are equal) do not count: they move no tensor (taut/rl/monitors.py warns). Neither do
+  steps in which the critic trains alone: they leave an adapter's B at 0, and so the gradient of A.
+- ``Spikes``: warns of a gradient norm far above the recent median.
+- ``Divergence``: warns of, and then stops, a run whose loss stays far above its first value, or whose gradient stays
+  exactly zero.
+- ``ChangedSources``: warns of a data file that changes during the run.
 
-What they remember goes into checkpoints, so that a resumed run reports what an uninterrupted one would.
-
-Called by the loop through its ``Alarm`` protocol.
+Their state goes into checkpoints, so that a resumed run reports what an uninterrupted one would. The loop calls them
+through its ``Monitor`` protocol.
 """
 
 from __future__ import annotations
@@ -39,45 +38,43 @@ from taut.models import architecture
 from taut.train.trainer import Job, StepReport
 
 PATIENCE = 3
-"""Steps after which a trainable tensor whose gradient was always zero is reported (LoRA's A is zero at step 1)."""
+"""Steps after which a gradient that was always zero is reported (that of LoRA's A is zero at step 1)."""
 LOOK_EVERY = 60.0
-"""Seconds between two looks at the data files."""
+"""Seconds between two checks of the data files."""
 SPIKE = 10.0
 """A gradient norm this many times the recent median is reported."""
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Largest mean difference of a sample's log-probabilities (nats per target) that is rounding, by compute dtype."""
+"""Largest mean difference of a sample's log-probs (nats per target) that rounding explains, by compute dtype."""
 
 STEADY_TARGETS = 32
-"""The mean over fewer targets wanders: its difference counts by sqrt(targets / STEADY_TARGETS). SmolLM2 in bfloat16,
-packed and right, differs by up to 0.17 over 2 targets and 0.10 over 12."""
-
-
+"""The mean over fewer targets is noisy: its difference is weighted by sqrt(targets / STEADY_TARGETS). SmolLM2 in
+bfloat16, packed correctly, differs by up to 0.17 over 2 targets and 0.10 over 12."""
 FIRST_SAMPLES = 4
-"""Samples whose steps give the first value of the loss: one sample alone may be unusually easy."""
+"""Samples whose steps define the first value of the loss: a single sample may be unusually easy."""
 WARN_HIGH, WARN_ZERO = 3, 2
-"""Steps in a row with a loss above its limit, and with a gradient of zero, that are reported."""
+"""Consecutive steps with a loss above its limit, and with a gradient of zero, that cause a warning."""
 
 
 @configclass
 class DivergenceConfig:
-    """When a run stops because training has diverged. Before that it warns, and saves no checkpoint meanwhile."""
+    """When training counts as diverged and stops. Before that the run warns, and saves no checkpoint meanwhile."""
 
     loss_ratio: Annotated[float, Field(gt=1)] = 3.0
-    """The limit of the loss is this many times its first value, or"""
+    """Loss limit as a multiple of the first loss. The higher of this limit and ``loss_margin`` applies."""
     loss_margin: Annotated[float, Field(ge=0)] = 2.0
-    """this much (nats a token, for a likelihood) above its first value, whichever is higher. The losses of grpo and ppo
-    have no limit: they begin near 0 and change sign."""
+    """Loss limit as a margin above the first loss (nats per token for a likelihood). The losses of grpo and ppo have no
+    limit: they start near 0 and change sign."""
     loss_steps: Annotated[int, Field(ge=0)] = 20
-    """The run stops when the loss was above its limit in more than half of this many last steps; 0: it only warns."""
+    """Stop when the loss exceeds its limit in more than half of this many last steps. 0: warn only."""
     zero_gradient_steps: Annotated[int, Field(ge=0)] = 5
-    """Steps in a row with a gradient norm of exactly zero after which the run stops; 0: it only warns. Steps of grpo
-    and ppo in which all advantages are zero do not count (guard.max_silent is for those)."""
+    """Stop after this many consecutive steps with a gradient norm of exactly zero. 0: warn only. Steps of grpo and ppo
+    in which all advantages are zero do not count (see guard.max_silent)."""
 
 
 @dataclass
 class FirstStep:
-    """Compares the first step with the same samples alone."""
+    """Compares the first step with the same samples run alone."""
 
     alone: Mapping[str, Tensor]
     """Sample id -> logp_N of the sample run alone."""
@@ -92,34 +89,34 @@ class FirstStep:
             for row, sample_id in enumerate(packed.sample_ids):
                 if sample_id not in self.alone:
                     continue
-                difference = logp_N[packed.row_N == row] - self.alone[sample_id]
+                differences = logp_N[packed.row_N == row] - self.alone[sample_id]
                 compared += 1
-                gap = float(difference.abs().mean().nan_to_num(nan=torch.inf))
-                gap *= min(1.0, len(difference) / STEADY_TARGETS) ** 0.5
+                gap = float(differences.abs().mean().nan_to_num(nan=torch.inf))
+                gap *= min(1.0, len(differences) / STEADY_TARGETS) ** 0.5
                 if gap > worst:
                     worst, worst_id = gap, sample_id
-        found = job.ranks.max([worst])[0]
+        difference = job.ranks.max([worst])[0]
         total = int(job.ranks.sum([compared])[0])
         self.alone = {}
-        is_sound = found <= self.tolerance
+        is_sound = difference <= self.tolerance
         job.emit(
             "check",
             name="first_step",
             outcome="passed" if is_sound else "failed",
-            value=found,
+            value=difference,
             detail=f"{total} samples: packed against alone, mean |difference| of log-probs, worst sample",
         )
         if not is_sound:
             raise CheckFailed(
                 f"step {report.step}: the log-probs of {worst_id or 'a sample on another rank'} differ by "
-                f"{found:.3g} nats a token from the same sample run alone (at most {self.tolerance:g} is rounding); "
-                "the packed forward does not compute this model; nothing was updated; set attention=reference, and "
-                "please report the model"
+                f"{difference:.3g} nats a token from the same sample run alone (at most {self.tolerance:g} is "
+                "rounding); the packed forward does not compute this model; nothing was updated; set "
+                "attention=reference, and please report the model"
             )
 
 
 class UntouchedState(TypedDict):
-    """What Untouched remembers."""
+    """The saved state of Untouched."""
 
     steps: int
     silent: list[str]
@@ -127,7 +124,7 @@ class UntouchedState(TypedDict):
 
 @dataclass
 class Untouched:
-    """Finds trainable tensors that training does not reach."""
+    """Finds trainable tensors without a gradient."""
 
     remembered: ClassVar[Any] = UntouchedState
     names: dict[nn.Parameter, str]
@@ -160,16 +157,18 @@ class Untouched:
             name for name, flag in zip(self.names.values(), reached, strict=True) if flag
         }
         if self.silent and self.steps == PATIENCE:
-            some = sorted(self.silent)
+            names = sorted(self.silent)
             scorer: Any = job.scorer
-            blind = architecture.unreached(scorer.model, self.names.values(), self.silent)
+            blind = architecture.parts_without_gradient(
+                scorer.model, self.names.values(), self.silent
+            )
             why = f"; no picture was seen: set freeze={json.dumps(blind)}" if blind else ""
             job.emit(
                 "warning",
                 name="zero_gradient",
                 step=report.step,
-                detail=f"{len(some)} trainable tensors have had a gradient of exactly zero for {PATIENCE} steps{why}",
-                tensors=some[:20],
+                detail=f"{len(names)} trainable tensors have had a gradient of exactly zero for {PATIENCE} steps{why}",
+                tensors=names[:20],
             )
 
     def remember(self) -> dict[str, Any]:
@@ -189,9 +188,7 @@ class Spikes:
     def __call__(self, report: StepReport, job: Job) -> None:
         if len(self.recent) >= 10:
             median = statistics.median(self.recent)
-            if (
-                0.0 < SPIKE * median < report.grad_norm
-            ):  # a median of zero is for Divergence to tell
+            if 0.0 < SPIKE * median < report.grad_norm:  # Divergence reports a median of zero
                 job.emit(
                     "warning",
                     name="grad_norm_spike",
@@ -210,7 +207,7 @@ class Spikes:
 
 
 class DivergenceState(TypedDict, total=False):
-    """What Divergence remembers: its fields, but for the configuration."""
+    """The saved state of Divergence: its fields without the configuration."""
 
     first: float | None
     baseline: float | None
@@ -225,12 +222,12 @@ class DivergenceState(TypedDict, total=False):
 class Divergence:
     """Stops a run whose loss stays far above its first value, or whose gradient stays exactly zero.
 
-    Step 1 comes before any update, so its loss is that of the model the run began with; but it may be the loss of a
-    single easy sample. ``baseline`` is therefore the highest loss of the steps that hold the first ``FIRST_SAMPLES``
-    samples. It is at most the limit that step 1 gives, since the other steps may follow an update that went wrong.
+    The loss of step 1 precedes any update, but may be that of a single easy sample. ``baseline`` is therefore the
+    highest loss of the steps with the first ``FIRST_SAMPLES`` samples, capped at the limit that step 1 gives, since the
+    other steps may follow an update that went wrong.
 
-    A gradient of exactly zero is what saturated logits or scores give. It is no fault where the loss has nothing left
-    to ask for (``Loss.may_be_satisfied``), nor in policy gradients where every advantage of the step is zero.
+    Saturated logits or scores give a gradient of exactly zero. It is no fault where the loss is satisfied
+    (``Loss.may_be_satisfied``), nor in policy gradients where every advantage of the step is zero.
     """
 
     remembered: ClassVar[Any] = DivergenceState
@@ -238,17 +235,17 @@ class Divergence:
     first: float | None = None
     """The loss of step 1."""
     baseline: float | None = None
-    """The first value of the loss, which its limit is taken from."""
+    """The first value of the loss, which defines its limit."""
     num_samples: int = 0
-    """Samples seen so far."""
+    """Number of samples so far."""
     is_high: list[bool] = field(default_factory=list)
-    """Whether the loss was above its limit, for the last steps."""
+    """Whether the loss was above its limit, for each of the last steps."""
     zero_steps: int = 0
-    """Steps in a row with a gradient of exactly zero."""
+    """Consecutive steps with a gradient of exactly zero."""
     sound_step: int = 0
-    """The last step whose weights gave the next step a loss and a gradient that look sound."""
+    """The last step after which the next loss and gradient looked sound."""
     found: str | None = None
-    """What has been reported and still holds."""
+    """The reported problem, while it lasts."""
 
     def __call__(self, report: StepReport, job: Job) -> None:
         loss = job.method.loss
@@ -265,12 +262,12 @@ class Divergence:
 
     @property
     def limit(self) -> float:
-        """The loss that counts as high when it is exceeded."""
+        """The loss above which a step counts as high."""
         return math.inf if self.baseline is None else self._limit_of(self.baseline)
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a recent step looks like one of a run that diverges: its state must not replace a good checkpoint."""
+        """Whether recent steps look diverged: their state must not replace a good checkpoint."""
         return self.zero_steps > 0 or any(self.is_high[-WARN_HIGH:])
 
     def _limit_of(self, loss: float) -> float:
@@ -284,17 +281,17 @@ class Divergence:
         self.num_samples += len(report.sample_ids)
 
     def _stop_or_warn(self, report: StepReport, job: Job) -> None:
-        """Raise, or report, what the last steps show; forget what was reported once it is over."""
+        """Raise or warn by the last steps; clear the reported problem once it is over."""
         high, zero, config = sum(self.is_high), self.zero_steps, self.config
         if not self.is_suspected:
             self.found, self.sound_step = None, report.step - 1
             return
         if zero:
             key, is_over = "zero_gradient_steps", zero >= config.zero_gradient_steps > 0
-            found = f"the gradient was exactly zero in the last {zero} steps (the loss is {report.loss:.4g})"
+            problem = f"the gradient was exactly zero in the last {zero} steps (the loss is {report.loss:.4g})"
         else:
             key, is_over = "loss_steps", 2 * high > config.loss_steps > 0
-            found = (
+            problem = (
                 f"the loss was above {self.limit:.4g} in {high} of the last {len(self.is_high)} steps (it is "
                 f"{report.loss:.4g}, and was {self.baseline:.4g} at first)"
             )
@@ -304,16 +301,16 @@ class Divergence:
         )
         if is_over:
             raise DivergenceError(
-                f"step {report.step}: training has diverged: {found}; this step was not taken and no model is "
+                f"step {report.step}: training has diverged: {problem}; this step was not taken and no model is "
                 f"written; {remedy}; with divergence.{key}=0 it only warns"
             )
         was_reported = self.found is not None
         is_reported = zero >= WARN_ZERO or self.is_high[-WARN_HIGH:] == [True] * WARN_HIGH
         if was_reported or is_reported:
-            self.found = found
+            self.found = problem
         if is_reported and not was_reported:
             detail = (
-                f"training may have diverged: {found}; no checkpoint is saved meanwhile; {remedy}"
+                f"training may have diverged: {problem}; no checkpoint is saved meanwhile; {remedy}"
             )
             job.emit("warning", name="divergence", step=report.step, detail=detail)
 
@@ -325,18 +322,18 @@ class Divergence:
 
 
 def _has_advantages(report: StepReport, job: Job) -> bool:
-    """Whether any advantage of a step's policy gradient differs from zero, on any rank."""
+    """Whether any advantage of the step is nonzero, on any rank."""
     own = any(bool(packed.streams["advantage_N"].any()) for packed, _ in report.scored)
     return job.ranks.max([float(own)])[0] > 0
 
 
 @dataclass
 class ChangedSources:
-    """Tells once if a data file is no longer what was read. The run goes on with what it read; called after steps."""
+    """Warns once if a data file no longer has the content that was read. Called after steps."""
 
     data: Sequence[Dataset]
     job: Job
-    is_told: bool = False
+    is_reported: bool = False
     looked: float = field(default_factory=time.monotonic)
 
     def __call__(self, step: int) -> None:
@@ -346,17 +343,17 @@ class ChangedSources:
     def look(self) -> None:
         self.looked = time.monotonic()
         changed = [path for data in self.data for path in data.changed_sources()]
-        if changed and not self.is_told:
-            self.is_told = True
+        if changed and not self.is_reported:
+            self.is_reported = True
             detail = (
-                f"{', '.join(dict.fromkeys(changed))}: not what was read when this run began; it goes on with what was "
-                "read, but cannot be resumed unless that is brought back"
+                f"{', '.join(dict.fromkeys(changed))}: changed since this run read it; the run continues with what was "
+                "read, but cannot be resumed unless the old content is brought back"
             )
             self.job.emit("warning", name="data", step=self.job.done, detail=detail)
 
 
 def ids_to_compare(sizes: Sequence[tuple[str, int]], most_tokens: int) -> list[str]:
-    """Which samples of the first step are run alone: the shortest, up to ``most_tokens`` in all, at least one."""
+    """The samples of the first step to run alone: the shortest, up to ``most_tokens`` in total, at least one."""
     chosen: list[str] = []
     used = 0
     for sample_id, size in sorted(sizes, key=lambda item: item[1]):

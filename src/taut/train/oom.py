@@ -1,17 +1,15 @@
-"""A micro-batch that does not fit into memory: recognised, named, and where asked for, cut in half.
+"""Out of memory: the micro-batch that does not fit is reported, and with halve_when_out_of_memory its budget halved.
 
-    scores = fit.attempt(act, packed, trees, "step 7")      raises OutOfMemory; what the attempt held is free again
-    fit.halve(7, error)                                     True: begin step 7 again, with half the tokens
-    fit.begin(7)                                            the budget in force from step 7 on; what of it is new
+    scores = fit.attempt(act, packed, trees, "step 7")      raises OutOfMemory; the attempt's memory is free again
+    fit.halve(7, error)                                     True: repeat step 7 with half the tokens
+    fit.begin(7)                                            set the budget of step 7; returns the new cuts
 
-Half is half of the token budget or of the micro-batch that failed, whichever is less; it stays in force for the rest of
-the run. How a step is cut changes its numbers by rounding only, so the same run with the same cuts has the same numbers
-to the last bit: each cut is an event (``budget``), and a resumed run makes the cuts it finds in events.jsonl at their
-steps. A cut belongs to the ``batch.tokens_per_microbatch`` it was found with; another value begins afresh.
+Half is half of the token budget or of the micro-batch that failed, whichever is less, for the rest of the run. The
+split of a step changes its numbers by rounding only, and the same cuts give the same numbers to the last bit: each cut
+is an event (``budget``), and a resumed run repeats the cuts in events.jsonl at their steps. A cut applies to the
+``batch.tokens_per_microbatch`` it was made with; another value starts without cuts.
 
-Only what an allocator says is caught. A process that the system kills for its memory is told nothing.
-
-May import data.plan, parallel, types and errors. loop and what is above it import it.
+Only an allocator's errors are caught. A process that the system kills for its memory gets no message.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from taut.errors import ConfigError, OutOfMemory, OutputError
 from taut.train.distributed import Ranks
 from taut.types import Packed, Tree
 
-SAID = re.compile(
+ALLOCATOR_ERRORS = re.compile(
     r"can't allocate memory|not enough memory|CUDA error: out of memory|bad_alloc|ALLOC_FAILED"
 )
-"""How torch's CPU allocator and the CUDA libraries say it where they raise a plain RuntimeError."""
-ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
-SHOWN = 8
-"""Samples that a message names."""
+"""Messages of torch's CPU allocator and the CUDA libraries in a plain RuntimeError."""
+REQUESTED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+MAX_IDS = 8
+"""Sample ids in a message."""
 
 T = TypeVar("T")
 
@@ -46,26 +44,26 @@ class Halving(NamedTuple):
     """A cut of the token budget: the fields of a ``budget`` event."""
 
     step: int
-    """From this one on, the evaluations after it included."""
+    """The first step with this budget; the evaluations after it use it too."""
     tokens: int
     tokens_before: int
     configured: int
-    """batch.tokens_per_microbatch as it was."""
+    """batch.tokens_per_microbatch at the time."""
     reason: str
     sample_ids: Sequence[str]
     """Of the micro-batch that did not fit."""
 
 
 class Refused(NamedTuple):
-    """What came of an attempt that ran out of memory."""
+    """An attempt ran out of memory."""
 
     wanted: str
-    """How much more was asked for, for the message."""
+    """The amount that was requested, for the message."""
 
 
 @dataclass
 class Fit:
-    """The token budget in force, and what is known of what fits."""
+    """The current token budget, and the largest micro-batch that fit."""
 
     configured: int
     """batch.tokens_per_microbatch."""
@@ -73,28 +71,29 @@ class Fit:
     recomputes: bool = False
     """Whether activation checkpointing is on already."""
     tokens: int = field(init=False)
-    """The budget in force."""
+    """The current budget."""
     largest: int = field(init=False, default=0)
-    """Tokens of the largest micro-batch whose forward and backward did fit."""
+    """Tokens of the largest micro-batch whose forward and backward fit."""
     _ahead: list[Halving] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = self.configured
 
     def attempt(self, act: Callable[[], T], packed: Packed, trees: Sequence[Tree], where: str) -> T:
-        """What ``act`` gives. Raises OutOfMemory, with nothing of the attempt kept alive but gradients.
+        """The result of ``act`` on a micro-batch. Raises OutOfMemory; then only gradients of the attempt stay
+        allocated.
 
-        ``packed``: what it computes; ``trees``: those it was planned from; ``where``: for the message.
+        ``packed``: the micro-batch; ``trees``: those it was planned from; ``where``: for the message.
         """
-        given = _try(act)
-        if isinstance(given, Refused):
-            raise self._error(packed, trees, where, given)
+        result = _try(act)
+        if isinstance(result, Refused):
+            raise self._error(packed, trees, where, result)
         if torch.is_grad_enabled():  # an evaluation needs less
             self.largest = max(self.largest, packed.num_tokens)
-        return given
+        return result
 
     def halve(self, step: int, error: OutOfMemory) -> bool:
-        """Cut the budget from ``step`` on, where that is allowed and of use."""
+        """Halve the budget from ``step`` on. False where it is not allowed or does not help."""
         if not self.may_halve or error.half is None:
             return False
         self._ahead.append(
@@ -103,7 +102,7 @@ class Fit:
         return True
 
     def begin(self, step: int) -> list[Halving]:
-        """Put the budget of ``step`` into force; the cuts that are new with it."""
+        """Set the budget of ``step``; returns the cuts that begin with it."""
         new = []
         for halving in self._ahead:
             if halving.step <= step and halving.tokens < self.tokens:
@@ -113,9 +112,9 @@ class Fit:
         return new
 
     def replay(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Make the cuts again that the run has made before, each at its step."""
+        """Schedule the cuts of the ``budget`` events of an earlier start, each at its step."""
         try:
-            found = pydantic.TypeAdapter(list[Halving]).validate_python(
+            halvings = pydantic.TypeAdapter(list[Halving]).validate_python(
                 [{name: event.get(name) for name in Halving._fields} for event in events]
             )
         except pydantic.ValidationError as error:
@@ -123,7 +122,7 @@ class Fit:
                 f"an event 'budget' in the run's events.jsonl is damaged: {first_problem(error)}; expected what the "
                 "run wrote; bring the file back from a copy"
             ) from error
-        mine = [halving for halving in found if halving.configured == self.configured]
+        mine = [halving for halving in halvings if halving.configured == self.configured]
         self._ahead = sorted(mine, key=lambda halving: (halving.step, -halving.tokens))
 
     def _error(
@@ -133,13 +132,11 @@ class Fit:
         half = None if _is_whole(packed, trees) else min(self.tokens, size) // 2 or None
         reason = f"out of memory{refused.wanted} in a micro-batch of {size:,} tokens"
         ids = packed.sample_ids
-        named = (
-            f"{', '.join(ids[:SHOWN])}{f' and {len(ids) - SHOWN} more' if len(ids) > SHOWN else ''}"
-        )
+        more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
         known = f"; the largest that fit had {self.largest:,}" if self.largest else ""
         return OutOfMemory(
             f"{where}: {reason} (budget {self.tokens:,}{known}) of {'the sample' if len(ids) == 1 else 'samples'} "
-            f"{named}; expected it to fit; {self._remedy(size, half)}",
+            f"{', '.join(ids[:MAX_IDS])}{more}; expected it to fit; {self._remedy(size, half)}",
             half=half,
             reason=reason,
             sample_ids=ids,
@@ -157,9 +154,9 @@ class Fit:
 def build_fit(
     config: BatchConfig, ranks: Ranks, *, one_sample: str | None, recomputes: bool
 ) -> Fit:
-    """The budget of a run. Raises ConfigError where halving could not be honoured.
+    """The budget of a run. Raises ConfigError where halving cannot work.
 
-    ``one_sample``: why nothing is packed, if nothing is.
+    ``one_sample``: why a micro-batch is always one sample, if it is.
     """
     if config.halve_when_out_of_memory and ranks.size > 1:
         raise ConfigError(
@@ -176,47 +173,42 @@ def build_fit(
 
 
 def require_room(act: Callable[[], T], where: str, remedy: str) -> T:
-    """What ``act``, which is no micro-batch, gives. Raises OutOfMemory with nothing of it kept alive."""
-    given = _try(act)
-    if isinstance(given, Refused):
-        raise OutOfMemory(f"{where}: out of memory{given.wanted}; expected it to fit; {remedy}")
-    return given
+    """The result of ``act``, which computes no micro-batch. Raises OutOfMemory with its memory free again."""
+    result = _try(act)
+    if isinstance(result, Refused):
+        raise OutOfMemory(f"{where}: out of memory{result.wanted}; expected it to fit; {remedy}")
+    return result
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is how torch, numpy or Python say that there is no memory left."""
+    """Whether torch, numpy or Python report with this error that no memory is left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and SAID.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and ALLOCATOR_ERRORS.search(str(error)) is not None
 
 
 def _try(act: Callable[[], T]) -> T | Refused:
-    """What ``act`` gives; where memory ran out, all that it held let go of."""
+    """The result of ``act``; where memory ran out, Refused, with all its memory freed."""
     try:
         return act()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        wanted = _wanted(str(error))
-    # Out here the exception is gone, and with its traceback the frames that held the activations.
+        requested = REQUESTED.search(str(error))
+        wanted = ""
+        if requested is not None:
+            number, unit = requested.groups()
+            size = f"{int(number) / 1e9:,.3g} GB" if unit == "bytes" else f"{number} {unit}"
+            wanted = f" (wanting {size} more)"
+    # Outside the handler the exception is gone, and with its traceback the frames that held the activations.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return Refused(wanted)
 
 
-def _wanted(text: str) -> str:
-    """How much more memory was asked for, where the allocator tells."""
-    found = ASKED.search(text)
-    if found is None:
-        return ""
-    number, unit = found.groups()
-    size = f"{int(number) / 1e9:,.3g} GB" if unit == "bytes" else f"{number} {unit}"
-    return f" (wanting {size} more)"
-
-
 def _is_whole(packed: Packed, trees: Sequence[Tree]) -> bool:
-    """Whether no budget divides a micro-batch: it is one sample, or samples that belong together."""
+    """Whether no budget splits this micro-batch: it is one sample, or samples that must stay together."""
     if packed.num_samples == 1:
         return True
     ids = set(packed.sample_ids)

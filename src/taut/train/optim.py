@@ -5,17 +5,14 @@
     linear     rate * (m + (1 - m) (1 - x))
     cosine     rate * (m + (1 - m) (1 + cos(pi x)) / 2)
 
-with t counted from 1, W warm-up steps, x = (t - W - 1) / (total - W) the part of the decay that is
-done, and m = ``min_learning_rate_ratio``. The first step's rate is
-never 0 and the last step still has one. The rate is a pure function of (step, total): a resumed run
-has no scheduler state. Weight decay (arXiv:1711.05101) leaves out norms, biases and every parameter
-of fewer than two dimensions.
+with t counted from 1, W warm-up steps, x = (t - W - 1) / (total - W) the completed part of the decay, and
+m = ``min_learning_rate_ratio``. The rate of the first and of the last step is above 0. The rate is a pure function of
+(step, total): a resumed run has no scheduler state. Weight decay (arXiv:1711.05101) skips norms, biases and every
+parameter of fewer than two dimensions.
 
-A part of the model (a critic) may have a ``Pace`` of its own: its rate is the others' times a ratio, it may learn alone
-for some steps, in which the others' rate is 0, and its gradient is clipped apart, so that neither shrinks the other's.
-Parameters may have rates of their own (``optim.rates``): the same schedule times a ratio, clipped with the rest.
-
-Imports torch, parallel, config and errors. The loop and run import it.
+A part of the model (a critic) may have its own ``Pace``: its rate is the others' times a ratio, it may train alone for
+some steps, in which the others' rate is 0, and its gradient is clipped separately, so that neither shrinks the other's.
+Parameters may have their own rates (``optim.rates``): the same schedule times a ratio, clipped with the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from taut.config import configclass
 from taut.errors import ConfigError
@@ -39,31 +36,31 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """The highest learning rate, reached at the end of the warm-up. None: the default of the method, by whether all
-    weights train or adapters (docs/hyperparameters.md)."""
+    """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
+    (docs/hyperparameters.md)."""
     rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
-    """Highest learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
-    pattern as in ``freeze``. The others have ``learning_rate``.
+    """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
+    pattern as in ``freeze``. Other parameters use ``learning_rate``.
     """
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay; norms and biases have none."""
+    """Decoupled weight decay; not applied to norms and biases."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the mean of gradients."""
+    """AdamW beta1: decay rate of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's decay of the mean of squared gradients."""
+    """AdamW beta2: decay rate of the mean of squared gradients."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW's epsilon."""
+    """AdamW epsilon."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Steps of linear warm-up; excludes ``warmup_ratio``."""
+    """Linear warm-up steps; excludes ``warmup_ratio``."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Warm-up as a part of all steps, rounded up; 0.03 if neither is given."""
+    """Linear warm-up as a fraction of all steps, rounded up; 0.03 if neither is set."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where the decay ends, as a part of ``learning_rate``."""
+    """Final learning rate as a fraction of ``learning_rate``."""
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """The largest norm of the whole gradient (of PPO: the policy's and the critic's, each); a larger one is scaled down
-    to it. None: no clipping.
+    """Maximum gradient norm; a larger gradient is scaled down to it. PPO clips policy and critic separately. None: no
+    clipping.
     """
 
     def __post_init__(self) -> None:
@@ -81,37 +78,37 @@ class OptimConfig:
 
 
 class DefaultRates(NamedTuple):
-    """The highest learning rates that a method starts from where none is set."""
+    """A method's default peak learning rates."""
 
     full: float
-    """Where all weights train."""
+    """For full fine-tuning."""
     lora: float
-    """Where adapters train."""
+    """For LoRA."""
     sources: str
-    """Where they are from."""
+    """Their origin, for the documentation."""
 
 
 class Rate(NamedTuple):
     """A parameter's own learning rate."""
 
     name: str
-    """What it was given to, as the user wrote it."""
+    """The part or pattern it is set for, as the user wrote it."""
     highest: float
 
 
 class Pace(NamedTuple):
-    """How fast a part of the model learns."""
+    """The learning rate of a part of the model relative to the rest."""
 
     part: str
-    """Its name; those of its parameters begin with it and a dot."""
+    """Its name, which its parameters' names begin with, before a dot."""
     ratio: float = 1.0
-    """Its learning rate, over the others'."""
+    """Its learning rate divided by the others'."""
     head_start: int = 0
-    """Steps in which it alone learns."""
+    """Steps in which it trains alone."""
 
 
 def highest(config: OptimConfig) -> float:
-    """The highest learning rate of a configuration in which it is settled (``RunConfig.resolved_optim``)."""
+    """The peak learning rate of a configuration in which it is set (``RunConfig.resolved_optim``)."""
     assert config.learning_rate is not None, (
         "optim.learning_rate is unset: use RunConfig.resolved_optim"
     )
@@ -150,8 +147,8 @@ def parameter_groups(
     pace: Pace | None = None,
     rates: Mapping[str, Rate] | None = None,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: with weight decay, and without; the part with a pace of its own and those
-    of each of ``rates`` (parameter -> its own), in two more. A tied one is listed once.
+    """The trainable parameters in groups with and without weight decay; separate ones for the part with its own pace
+    and for each of ``rates`` (parameter -> its rate). A tied parameter is listed once.
     """
     usual, rates = Rate("", highest(config)), rates or {}
     listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
@@ -162,15 +159,15 @@ def parameter_groups(
             listed.setdefault(key, []).append(parameter)
     if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
-    own = pace or Pace("")
+    own_pace = pace or Pace("")
     return [
         {
             "params": params,
             "weight_decay": 0.0 if is_exempt else config.weight_decay,
-            "part": own.part if is_apart else "",
-            "ratio": own.ratio if is_apart else rate.highest / usual.highest,
+            "part": own_pace.part if is_apart else "",
+            "ratio": own_pace.ratio if is_apart else rate.highest / usual.highest,
             "rate": rate.name,
-            "waits": 0 if is_apart else own.head_start,
+            "waits": 0 if is_apart else own_pace.head_start,
         }
         for (is_apart, rate, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
     ]
@@ -182,7 +179,10 @@ def build_optimizer(
     pace: Pace | None = None,
     rates: Mapping[str, Rate] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over ``parameter_groups``, fused where the device has a fused kernel. Its state is there from the start."""
+    """AdamW over ``parameter_groups``, fused where the device has a fused kernel.
+
+    Its state is created here, as AdamW itself would at the first step, so that every checkpoint has the same tensors.
+    """
     groups = parameter_groups(model, config, pace, rates)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     optimizer = torch.optim.AdamW(
@@ -194,39 +194,34 @@ def build_optimizer(
     )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = _before_the_first_step(parameter, is_fused=group["fused"])
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
     return optimizer
-
-
-def _before_the_first_step(parameter: nn.Parameter, *, is_fused: bool) -> dict[str, Tensor]:
-    """What AdamW itself would begin with; so that there is one set of tensors to save, at every step."""
-    return {
-        "step": torch.zeros((), device=parameter.device if is_fused else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
 
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, rate: float, step: int | None = None
 ) -> None:
-    """The rate of the next update, in every group. ``step``: whose update it is; None: one after any head start."""
+    """Set the rate of the next update in every group. ``step``: of that update; None: after any head start."""
     for group in optimizer.param_groups:
         is_waiting = step is not None and step <= group["waits"]
         group["lr"] = 0.0 if is_waiting else rate * group["ratio"]
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """``learning_rate`` of the update that was made, and ``learning_rate/NAME`` of what has its own."""
+    """``learning_rate`` of the last update, and ``learning_rate/NAME`` of parameters with their own rate."""
     first, *_ = groups = optimizer.param_groups
     own = {f"learning_rate/{group['rate']}": group["lr"] for group in groups if group["rate"]}
     return {"learning_rate": first["lr"] / first["ratio"], **own}
 
 
 def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, float]:
-    """Scale the gradient down to ``max_norm``, and that of a part with a pace of its own apart from the rest.
+    """Scale the gradient down to ``max_norm``, separately for a part with its own pace.
 
-    ``grad_norm``: of the whole, before; ``grad_norm/critic``: of that part.
+    Returns ``grad_norm``, the norm of the whole before clipping, and ``grad_norm/critic``, that of the part.
     """
     norms = {
         part: distributed.clip_gradients(params, max_norm)
@@ -237,16 +232,14 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, 
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
-    """The parameters whose gradients are clipped together; that of most has no name."""
-    found: dict[str, list[nn.Parameter]] = {}
+    """The parameters whose gradients are clipped together, by part; the main part's name is empty."""
+    params_by_part: dict[str, list[nn.Parameter]] = {}
     for group in optimizer.param_groups:
-        found.setdefault(group["part"], []).extend(group["params"])
-    return found
+        params_by_part.setdefault(group["part"], []).extend(group["params"])
+    return params_by_part
 
 
 def _is_exempt(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay leaves a parameter out. DoRA's magnitudes are vectors, and so left
-    out.
-    """
+    """Whether weight decay skips a parameter. DoRA's magnitudes are vectors, and so exempt."""
     parts = name.lower().split(".")
     return parameter.ndim < 2 or "bias" in parts[-1] or any("norm" in part for part in parts)

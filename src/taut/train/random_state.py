@@ -1,9 +1,7 @@
-"""The state of every generator that draws for a process: Python's, numpy's, torch's on CPU and GPU.
+"""The state of a process's global random generators: Python's, numpy's, torch's on CPU and GPU, as JSON.
 
-Order, adapters, noise and sampling draw from generators of their own, keyed by the seed (data/plan.py, models/noise.py,
-rollout/sampling.py); what is kept here is what a model's own code or a user's reward may draw from. As JSON: no pickle.
-
-May be imported by checkpoint and what is above it.
+Data order, adapters, noise and sampling use their own generators, keyed by the seed (data/batching.py, models/noise.py,
+inference/engine.py); the global ones matter to a model's own code or a user's reward.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Word = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Saved(BaseModel):
-    """A ``State`` as a checkpoint holds it."""
+    """A ``State`` as a checkpoint stores it."""
 
     model_config = ConfigDict(strict=True)
 
@@ -67,7 +65,7 @@ class Saved(BaseModel):
 
 
 def capture(device: torch.device) -> State:
-    """Where the generators stand, as JSON-able values."""
+    """The generators' state as JSON-able values."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, numbers, following = random.getstate()
     state = {
@@ -81,7 +79,7 @@ def capture(device: torch.device) -> State:
 
 
 def restore(state: State, device: torch.device) -> None:
-    """Put the generators where they stood."""
+    """Set the generators to a captured state."""
     version, numbers, following = state["python"]
     random.setstate((version, tuple(numbers), following))
     name, keys, position, has_gauss, gauss = state["numpy"]

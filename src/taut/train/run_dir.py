@@ -1,16 +1,16 @@
-"""The output directory of a run: what is where, who may write to it, and what state it is in.
+"""The output directory of a run: its files, its lock, and whether a run may use it.
 
-    out/resolved.json    the configuration in force, decisions included; its presence makes a directory a run
-    out/events.jsonl     what happened
-    out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file that names the newest
-    out/model/           the result, in Hugging Face format; with LoRA also out/adapter/, or that alone
-    out/best/            the best model so far, where asked for
-    out/.lock            locked by the kernel while a process writes to the run; nothing if no process has it
+    out/resolved.json    the resolved configuration with all decisions; its presence makes a directory a run
+    out/events.jsonl     the log of events
+    out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file with the newest one's name
+    out/model/           the result in Hugging Face format; with LoRA also out/adapter/, or that alone
+    out/best/            the best model so far, with eval.best
+    out/.lock            locked by the kernel while a process writes to the run
 
-``require_usable`` only looks, so that it can be called before anything is loaded; ``claim`` writes. A checkpoint is
-complete if it has a name of its own: it is written under another and renamed (taut/train/checkpoint.py).
+``require_usable`` only reads, so that it can run before anything is loaded; ``claim`` writes. A checkpoint with its
+final name is complete: it is written under another and renamed (taut/train/checkpoint.py).
 
-No torch here. May be imported by checkpoint and what is above it.
+No torch here.
 """
 
 from __future__ import annotations
@@ -37,48 +37,51 @@ from taut.errors import OutputError
 from taut.io import files
 
 MARK = "resolved.json"
-"""The file by which a directory is known to be a run of taut's."""
+"""The file that marks a directory as a run of taut."""
 EVENTS = "events.jsonl"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
-"""In checkpoints/: names the newest complete one."""
+"""In checkpoints/: the name of the newest complete one."""
 META = "meta.json"
-"""In a checkpoint: what it is of."""
+"""In a checkpoint: everything but the tensors."""
 MODEL, ADAPTER, BEST, CRITIC = "model", "adapter", "best", "critic"
 LOCK = ".lock"
 LOOK, LOOKS = 0.01, 10
-"""Seconds that looking who has the lock may take, and how often one who wants it waits so long."""
+"""Seconds that ``owner`` may hold the lock, and how often ``Lock`` waits that long."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
-"""What the system says of a lock that another process has."""
+"""The system's errors where another process has the lock."""
 WRITTEN = (MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, EVENTS, "tensorboard", "wandb", MARK)
-"""What a run writes, and so what ``overwrite`` removes: the mark last, so that what a kill leaves is still a run."""
+"""The files of a run, which ``overwrite`` removes: the mark last, so that after a kill the rest is still a run."""
 
 
 @configclass
 class SaveConfig:
-    """What a run saves when it ends."""
+    """The model that a run saves at its end."""
 
     merged: bool = True
-    """Merge a LoRA adapter and save the whole model in out/model, next to the adapter in out/adapter. false: save only
-    the adapter, in out/adapter (and out/best); `taut merge` makes the model later."""
+    """Merge a LoRA adapter and save the full model in out/model, next to the adapter in out/adapter. false: save only
+    the adapter, in out/adapter (and out/best); `taut merge` merges it later."""
 
     @property
     def result(self) -> str:
-        """The directory in ``out`` that a finished run has."""
+        """The directory of a finished run's result in ``out``."""
         return MODEL if self.merged else ADAPTER
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:
     """Raise OutputError unless the run may be written to ``out``. Writes nothing.
 
-    ``inputs``: what the run reads; overwriting must not delete it.
+    ``inputs``: paths that the run reads; overwriting must not delete them.
     """
     if resume and overwrite:
         raise OutputError("resume=true and overwrite=true contradict each other; keep one")
     if out.exists() and not out.is_dir():
         raise OutputError(f"out={out} is a file; expected a directory; name another")
     _require_writable(out)
-    if not out.is_dir() or all(map(_is_of_no_account, out.iterdir())):
+    if not out.is_dir() or all(
+        path.name == LOCK or files.is_leftover(path, WRITTEN)  # of a run killed at its start
+        for path in out.iterdir()
+    ):
         return
     if (overwrite or resume) and not (out / MARK).is_file():
         raise OutputError(
@@ -87,7 +90,8 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
             "name another directory"
         )
     for path in inputs if overwrite else ():
-        if _would_go(home_path(path).resolve(), out.resolve()):
+        input_path, whole = home_path(path).resolve(), out.resolve()
+        if any(input_path == whole or input_path.is_relative_to(whole / name) for name in WRITTEN):
             raise OutputError(
                 f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
                 "name another out"
@@ -100,7 +104,7 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
 
 
 def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the directory, an overwritten run's files gone, and write the configuration into it."""
+    """Create the directory, remove an overwritten run's files, and write the resolved configuration."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         files.clear_leftovers(out, WRITTEN)
@@ -119,14 +123,14 @@ def _is_date(text: str) -> str:
 
 
 class _Identity(TypedDict):
-    """As far as a resume relies on it."""
+    """The fields that a resume reads."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
     config: dict[str, Any]
 
 
 class _Resolved(TypedDict, total=False):
-    """What ``claim`` writes, as far as it is read back by key. ``method`` and ``config`` are checked by taut resume."""
+    """The fields of resolved.json that are read back by key. taut resume checks ``method`` and ``config``."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
     num_steps: Annotated[int, Field(ge=0)]
@@ -135,11 +139,11 @@ class _Resolved(TypedDict, total=False):
 
 
 def read_resolved(out: Path) -> dict[str, Any]:
-    """What ``claim`` wrote. Raises OutputError where ``out`` is no run, or where it cannot be read."""
+    """The content of resolved.json. Raises OutputError where ``out`` is no run, or the file cannot be read."""
     path = out / MARK
-    found: Any
+    content: Any
     try:
-        found = files.read_json(path)
+        content = files.read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise OutputError(
             f"{out} is not a taut run (no {MARK}); expected the out of one; 'taut runs DIR' lists those in DIR"
@@ -149,13 +153,13 @@ def read_resolved(out: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror}; expected what the run wrote; see to its permissions"
         ) from error
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise OutputError(
             f"{path} is damaged: it is no JSON object; expected what the run wrote; bring it back from a copy"
         )
     try:
-        return dict(pydantic.TypeAdapter(_Resolved).validate_python(found, strict=True))
+        return dict(pydantic.TypeAdapter(_Resolved).validate_python(content, strict=True))
     except pydantic.ValidationError as error:
         raise OutputError(
             f"{path} is damaged: {first_problem(error)}; expected what the run wrote; bring it back from a copy"
@@ -163,12 +167,12 @@ def read_resolved(out: Path) -> dict[str, Any]:
 
 
 class Lock:
-    """Keeps other processes out of a run, from ``take`` until the block ends or the process does, however it ends."""
+    """Keeps other processes out of a run, from ``take`` until the block or the process ends."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.trouble: str | None = None
-        """Why other processes are not kept out, if they are not: not every file system can lock."""
+        """Why the lock does not work, if it does not: not every file system can lock."""
         self._file: IO[str] | None = None
 
     @property
@@ -176,7 +180,7 @@ class Lock:
         return self._file is not None
 
     def take(self) -> None:
-        """Take the lock, unless it is taken. Raises OutputError where another process has it."""
+        """Take the lock unless this process has it. Raises OutputError where another process has it."""
         if self.is_taken:
             return
         try:
@@ -191,16 +195,16 @@ class Lock:
             _lock(self._file)
         except OSError as error:
             if error.errno in HELD:
-                found = _owner(self._file)
+                owner_name = _read_owner(self._file)
                 self._file.close()
                 self._file = None
                 raise OutputError(
-                    f"out={self.out} is being written by {found}; expected no other run in it; wait for that one, "
+                    f"out={self.out} is being written by {owner_name}; expected no other run in it; wait for that one, "
                     "stop it, or name another out"
                 ) from None
-            self.trouble = f"{self.out} cannot be locked ({error.strerror}): a second run in it would not be noticed"
+            self.trouble = f"{self.out} cannot be locked ({error.strerror}): a second run in it would go unnoticed"
         try:
-            _sign(self._file, f"process {os.getpid()} on {socket.gethostname()}\n")
+            _write_owner(self._file, f"process {os.getpid()} on {socket.gethostname()}\n")
         except OSError as error:
             raise OutputError(
                 f"out={self.out} cannot be written: {error.strerror}; free some room, or name another"
@@ -211,39 +215,39 @@ class Lock:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            with suppress(OSError):  # the name says nothing once the lock is gone
-                _sign(self._file, "")
+            with suppress(OSError):  # the name does not matter without the lock
+                _write_owner(self._file, "")
             self._file.close()
 
 
 def owner(out: Path) -> str | None:
-    """Which process is writing to the run right now, as ``process 12 on host``; None where there is none."""
+    """The process that is writing to the run, as ``process 12 on host``; None: there is none."""
     try:
         file = os.fdopen(files.open_descriptor(out / LOCK, os.O_RDONLY), encoding="utf-8")
     except OSError:
         return None
     with file:
-        try:  # shared, so that those who look do not take each other for a writer
+        try:  # shared, so that two readers do not take each other for a writer
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            return _owner(file) if error.errno in HELD else None
+            return _read_owner(file) if error.errno in HELD else None
     return None
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
-    found = [path.parent for path in folder.glob(f"step-*/{META}")]
-    named = [path for path in found if re.fullmatch(r"step-\d{6,}", path.name)]
+    folders = [path.parent for path in folder.glob(f"step-*/{META}")]
+    named = [path for path in folders if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(named, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was taken, by its name."""
+    """The step of a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock a file for this process alone. Somebody who only looks (``owner``) is waited for."""
+    """Lock a file exclusively, waiting for a reader (``owner``)."""
     for left in reversed(range(LOOKS)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,19 +258,14 @@ def _lock(file: IO[str]) -> None:
         time.sleep(LOOK)
 
 
-def _sign(file: IO[str], text: str) -> None:
+def _write_owner(file: IO[str], text: str) -> None:
     file.truncate(0)
-    os.write(file.fileno(), text.encode())  # past Python's buffer: what fails is not tried again
+    os.write(file.fileno(), text.encode())  # unbuffered: a failed write is not retried
 
 
-def _owner(file: IO[str]) -> str:
+def _read_owner(file: IO[str]) -> str:
     file.seek(0)
     return file.read().strip() or "another process"
-
-
-def _would_go(path: Path, out: Path) -> bool:
-    """Whether overwriting ``out`` would delete ``path`` or something in it. Files of others in ``out`` stay."""
-    return any(path == out or path.is_relative_to(out / name) for name in WRITTEN)
 
 
 def _remove(path: Path) -> None:
@@ -274,11 +273,6 @@ def _remove(path: Path) -> None:
         files.remove_directory(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _is_of_no_account(path: Path) -> bool:
-    """What a run that was killed as it began leaves."""
-    return path.name == LOCK or files.is_leftover(path, WRITTEN)
 
 
 def _require_writable(out: Path) -> None:

@@ -1,19 +1,19 @@
-"""Signals that ask a run to end: Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal or the connection is gone) and SIGUSR1
-(Slurm announces a pre-emption).
+"""Signals that end a run: Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal or connection is gone) and SIGUSR1 (Slurm
+announces a pre-emption).
 
     with Interrupts.watching() as interrupts:
         with interrupts.before_training(): ...    a signal ends the process: there is nothing to save
-        interrupts.check()              raises Interrupt once a signal has come; between micro-batches
-        interrupts.agree(ranks)         the same, on all ranks alike; before the update
-        with interrupts.at_once(ranks): ...   a signal raises Interrupt right there
-        with interrupts.held(): ...     not there: something would be left half done
+        interrupts.check()                        raises Interrupt after a signal; between micro-batches
+        interrupts.agree(ranks)                   the same on all ranks together; before the update
+        with interrupts.at_once(ranks): ...       a signal raises Interrupt immediately
+        with interrupts.held(): ...               inside at_once: raises at the end, so that nothing is left half done
 
-The first signal is only noted, so that no update is cut in two. A second one ends the process at once, without saving;
-what comes within ``SAME_NOTICE`` of the first is the same notice, since a launcher passes on what its ranks got too.
-A signal that the process was started to ignore (``nohup``) stays ignored. SIGINT does not: shells ignore it for every
-job in the background.
+The first signal is only recorded, so that no update is interrupted. A second one ends the process immediately, without
+saving; a signal within ``SAME_NOTICE`` of the first counts as the same one, since a launcher repeats the signal that
+its ranks got too. A signal that the process was started to ignore (``nohup``) stays ignored, except SIGINT: shells
+ignore it for every background job.
 
-No torch here. May be imported by loop and what is above it.
+No torch here.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_NOTICE = 1.0
-"""Seconds."""
+"""Seconds after the first signal in which others count as the same."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """A signal, by its name. No Exception, so that nothing on its way takes it for a mistake of its own."""
+    """A signal, by its name. Not an Exception, so that no handler on the way catches it as an error."""
 
 
 class Interrupts:
-    """What signals have come."""
+    """The received signal, and when it raises."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -52,7 +52,7 @@ class Interrupts:
     @classmethod
     @contextmanager
     def watching(cls, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[Interrupts]:
-        """Take the signals over; given back at the end. Python delivers signals to the main thread only."""
+        """Handle the signals until the end of the block. Python delivers signals to the main thread only."""
         watch = cls()
         if threading.current_thread() is not threading.main_thread():
             yield watch
@@ -67,12 +67,12 @@ class Interrupts:
         finally:
             for number, handler in before.items():
                 outer = getattr(handler, "__self__", None)
-                if isinstance(outer, Interrupts) and outer.received is None:  # it was one notice
+                if isinstance(outer, Interrupts) and outer.received is None:  # the same signal
                     outer.received, outer._since = watch.received, watch._since
                 signal.signal(number, handler)
 
     def notice(self, number: int, _: FrameType | None) -> None:
-        """Called by Python between two of its instructions."""
+        """The signal handler."""
         now = time.monotonic()
         if self.received is None:
             self.received, self._since = signal.Signals(number).name, now
@@ -82,22 +82,22 @@ class Interrupts:
             os._exit(128 + number)
 
     def check(self) -> None:
-        """Raise Interrupt if a signal has come to this process."""
+        """Raise Interrupt if this process received a signal."""
         if self.received is not None:
             raise Interrupt(self.received)
 
     def agree(self, ranks: Ranks) -> None:
-        """Raise Interrupt on all ranks if a signal has come to one. Every rank calls it."""
+        """Raise Interrupt on all ranks if one received a signal. Every rank calls it."""
         names = [self.received] if ranks.size == 1 else []
         if ranks.size > 1 and ranks.max([float(self.received is not None)])[0]:
             names = ranks.gather(self.received)
-        came = [name for name in names if name is not None]
-        if came:
-            raise Interrupt(came[0])
+        received = [name for name in names if name is not None]
+        if received:
+            raise Interrupt(received[0])
 
     @contextmanager
     def before_training(self) -> Iterator[None]:
-        """Where there is nothing to save: a signal ends the process right there; other ranks end with it.
+        """Where there is nothing to save: a signal ends the process immediately; other ranks end with it.
 
         Ctrl-C stays a KeyboardInterrupt; the others raise Interrupted.
         """
@@ -109,14 +109,16 @@ class Interrupts:
                 raise KeyboardInterrupt from None
             raise Interrupted(
                 f"interrupted by {self.received} before training began; nothing was changed in out; the same command "
-                "begins again"
+                "starts again"
             ) from None
         finally:
             self._is_urgent = False
 
     @contextmanager
     def at_once(self, ranks: Ranks | None = None) -> Iterator[None]:
-        """Where nothing can be left half done. With several ranks nothing changes: they must not lose each other."""
+        """Where nothing can be left half done: a signal raises immediately. No effect with several ranks, which must
+        stop together.
+        """
         if ranks is not None and ranks.size > 1:
             yield
             return
@@ -129,7 +131,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside ``at_once``, where something may be left half done: what comes is noted, and raised at the end."""
+        """Inside ``at_once``, where something could be left half done: a signal raises at the end of the block."""
         was, self._is_urgent = self._is_urgent, False
         try:
             yield
@@ -142,6 +144,6 @@ class Interrupts:
 def _is_ignored(number: signal.Signals) -> bool:
     """Whether the process was started to ignore the signal.
 
-    torchrun takes SIGHUP all the same, hands it to its ranks and kills them half a minute later: there it is a notice.
+    torchrun handles SIGHUP all the same, passes it to its ranks and kills them half a minute later: there it counts.
     """
     return signal.getsignal(number) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ

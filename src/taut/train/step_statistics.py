@@ -1,10 +1,8 @@
-"""What is taken over a whole step: sums over micro-batches and ranks, and statistics that a loss needs as constants.
+"""Quantities of a whole step: sums over micro-batches and ranks, and the statistics that a loss uses as constants.
 
-A loss says what is gathered and what is made of it (losses/loss.py). A statistic whose name ends in ``_S`` or ``_P``
-has an entry for each sample or pair of the step, in the order of ranks and micro-batches; a micro-batch is given its
-own.
-
-May import losses, parallel and types. loop and evals import it.
+A loss defines what is gathered and which statistics are computed from it (losses/loss.py). A statistic whose name ends
+in ``_S`` or ``_P`` has an entry for each sample or pair of the step, in the order of ranks and micro-batches; a
+micro-batch gets its own entries.
 """
 
 from __future__ import annotations
@@ -24,44 +22,47 @@ Planned = Sequence[tuple[Packed, bool]]
 """Micro-batches, and whether each counts."""
 
 
-def statistics(
+def compute_statistics(
     loss: Loss, observed: Sequence[Mapping[str, Tensor]], ranks: Ranks
 ) -> dict[str, Tensor]:
-    """What the loss makes of all that was observed, on the CPU, the same on every rank."""
-    mine = [{name: value.cpu() for name, value in some.items()} for some in observed]
-    every = [some for rank in ranks.gather(mine) for some in rank]
-    assert every, "a step without micro-batches"
-    joined = {name: torch.cat([some[name] for some in every]) for name in every[0]}
+    """The loss's statistics of all observations, on the CPU, the same on every rank."""
+    mine = [{name: value.cpu() for name, value in values.items()} for values in observed]
+    gathered = [values for rank in ranks.gather(mine) for values in rank]
+    assert gathered, "a step without micro-batches"
+    joined = {name: torch.cat([values[name] for values in gathered]) for name in gathered[0]}
     return loss.statistics(joined)
 
 
-def attached(
+def attach_statistics(
     planned: Planned, stats: Mapping[str, Tensor], ranks: Ranks
 ) -> list[tuple[Packed, bool]]:
-    """The micro-batches, each with its part of the statistics; zeros where one does not count."""
+    """The micro-batches, each with its entries of the statistics; zeros where one does not count."""
     sizes = {
         "_S": [packed.num_samples for packed, is_real in planned if is_real],
         "_P": [packed.num_pairs for packed, is_real in planned if is_real],
     }
-    begins = {end: sum(map(sum, ranks.gather(of)[: ranks.rank])) for end, of in sizes.items()}
-    given: list[tuple[Packed, bool]] = []
+    begins = {
+        suffix: sum(map(sum, ranks.gather(counts)[: ranks.rank]))
+        for suffix, counts in sizes.items()
+    }
+    result: list[tuple[Packed, bool]] = []
     for packed, is_real in planned:
-        own = {}
+        stats_here = {}
         for name, value in stats.items():
             size = {"_S": packed.num_samples, "_P": packed.num_pairs}.get(name[-2:])
             if size is not None:
                 begin = begins[name[-2:]]
                 value = value[begin : begin + size] if is_real else value.new_zeros(size)
-            own[name] = value
+            stats_here[name] = value
         if is_real:
             begins["_S"] += packed.num_samples
             begins["_P"] += packed.num_pairs
-        given.append((replace(packed, stats=own), is_real))
-    return given
+        result.append((replace(packed, stats=stats_here), is_real))
+    return result
 
 
 class Sum(NamedTuple):
-    """A sum, and what it is divided by."""
+    """A sum and its denominator."""
 
     total: float
     over: float
@@ -78,11 +79,11 @@ class Sums:
         self._sums: dict[str, Sum] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 0.0) -> None:
-        have = self._sums.get(name, Sum(0.0, 0.0))
-        self._sums[name] = Sum(have.total + float(total), have.over + float(count))
+        before = self._sums.get(name, Sum(0.0, 0.0))
+        self._sums[name] = Sum(before.total + float(total), before.over + float(count))
 
     def totals(self, ranks: Ranks) -> dict[str, Sum]:
-        """Every name that any rank has, all ranks together; every rank calls it."""
+        """The sums over all ranks, of every name that any rank has. Every rank calls it."""
         names = sorted(set().union(*ranks.gather(set(self._sums))))
         flat = [value for name in names for value in self._sums.get(name, Sum(0.0, 0.0))]
         summed = ranks.sum(flat)
@@ -90,5 +91,5 @@ class Sums:
         return {name: Sum(total, count) for name, total, count in pairs}
 
     def means(self, ranks: Ranks) -> dict[str, float]:
-        """The same, each sum by its count, where anything was counted."""
-        return {name: one.mean for name, one in self.totals(ranks).items() if one.over}
+        """The means over all ranks, of the names with a count above 0."""
+        return {name: part.mean for name, part in self.totals(ranks).items() if part.over}

@@ -1,12 +1,13 @@
-"""The one training loop. It is blind to algorithms: a method prepares trees, a loss says what to sum.
+"""The one training loop. It knows no algorithm: a method prepares trees, a loss defines the sums.
 
     loss = sum over terms of  sum_i / count_i
 
 ``count_i`` is taken over all micro-batches and ranks before the first backward, and the gradient is divided by it in
-exactly one place (``scales`` below). So any split of a step into micro-batches and ranks gives the same numbers.
-What a loss needs of other models (roles) or of the whole step (statistics) is there before the first backward, too.
+exactly one place (``scales`` below), so any split of a step into micro-batches and ranks gives the same numbers.
+The outputs of other models (roles) and the statistics of the whole step that a loss needs are also computed before the
+first backward.
 
-Alarms watch the steps and may stop the run (taut/train/monitors.py); events go to the sinks the caller passed.
+Monitors examine each step before the update and may stop the run (taut/train/monitors.py). Events go to ``Job.emit``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from taut.types import Packed, Sample, Scores, Tree
 from taut.vision.image_store import Album
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
-"""What is counted of every step."""
+"""The sizes that every step counts."""
 
 
 class StepSource(Protocol):
@@ -45,19 +46,19 @@ class StepSource(Protocol):
 
     @property
     def loss(self) -> Loss:
-        """What is minimised."""
+        """The loss to minimise."""
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1), with the streams that no role fills in. An empty list: skip it."""
+        """The trees of a step (counted from 1), with all streams that no role provides; empty to skip the step."""
 
     def observed(self, step: int) -> list[Tree] | None:
-        """The trees that the loss's statistics are taken over; None: those of the step."""
+        """The trees over which the loss's statistics are taken; None: those of the step."""
 
     def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
-        """The same for some rows, as of held-out data."""
+        """The same for given rows, e.g. held-out data."""
 
     def cursor(self, step: int) -> Cursor:
-        """How far the data are after a step: with the seed, all that a resumed run needs of them."""
+        """The position in the data after a step: with the seed, all that a resume needs."""
 
     def open(self) -> Sequence[Decision]:
         """Make ready what it needs besides the model, so that what is not available is refused before training;
@@ -72,20 +73,20 @@ class StepSource(Protocol):
         """Forget what no step has trained on yet: what stopped the run may be its fault."""
 
     def close(self) -> None:
-        """End what it holds besides the model."""
+        """Release its resources."""
 
 
 class Role(Protocol):
-    """A model beside the one that trains: a reference."""
+    """A second model whose outputs the loss needs, e.g. the reference."""
 
     gives: str
-    """The stream it fills in, where samples do not bring it."""
+    """The stream that it computes where samples do not have it."""
 
     def active(self) -> AbstractContextManager[Any]:
-        """Entered while streams are made: once a step, on every rank."""
+        """A context around the computation of streams: once per step, on every rank."""
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
-        """What the role says of a micro-batch. Called equally often on every rank, without gradient."""
+        """The role's streams of a micro-batch. Called equally often on every rank, without gradient."""
 
     def follow(self, step: int) -> None:
         """Called after the update of a step, on every rank."""
@@ -95,7 +96,7 @@ class Role(Protocol):
 
 
 class Scored(NamedTuple):
-    """A micro-batch and what the model said of it, kept for the alarms."""
+    """A micro-batch and the model's scores, kept for the monitors."""
 
     packed: Packed
     scores: Scores
@@ -103,7 +104,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step saw, before the update. Sums are over all ranks; ``scored`` is this rank's."""
+    """A step after its backward passes and before the update. Sums are over all ranks; ``scored`` is this rank's."""
 
     step: int
     loss: float
@@ -116,7 +117,7 @@ class StepReport:
     grad_norm: float = float("nan")
 
 
-class Alarm(Protocol):
+class Monitor(Protocol):
     """Called after the backward of each step and before the update; raises CheckFailed to stop the run."""
 
     def __call__(self, report: StepReport, job: Job) -> None: ...
@@ -142,30 +143,30 @@ class Job:
     fit: Fit
     roles: Sequence[Role] = ()
     clip_grad_norm: float | None = None
-    alarms: Sequence[Alarm] = ()
+    monitors: Sequence[Monitor] = ()
     before_step: Sequence[Callable[[int], None]] = ()
-    """What is got ready for the step about to be taken."""
+    """Preparation of the next step, e.g. reading images."""
     after_step: Sequence[Callable[[int], None]] = ()
-    """Evaluation and checkpoints: called with the step just finished."""
+    """Evaluation and checkpoints: called with the finished step."""
     done: int = 0
-    """The step whose update the weights have."""
+    """The last step whose update the weights have."""
     followed: int = 0
-    """The step after which ``after_step`` has been called."""
+    """The last step after which ``after_step`` was called."""
     loss: float = float("nan")
-    """Of the last step that was not skipped."""
+    """The loss of the last step that was not skipped."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     emit: Callable[..., None] = field(init=False)
     """Writes an event: ``emit(kind, **fields)``. Set once the output directory is claimed."""
     trained: list[nn.Parameter] = field(init=False)
     random: random_state.State = field(init=False)
-    """Where the generators stood when the open step, or what follows the last, began."""
+    """The generators' state at the start of the current step, or of the ``after_step`` calls."""
 
     def __post_init__(self) -> None:
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def run_steps(job: Job) -> None:
-    """Every step that is not done, and what follows each. Raises Interrupt with the open step undone."""
+    """Take all remaining steps with their ``after_step`` calls. Raises Interrupt with the current step undone."""
     while True:
         job.random = random_state.capture(job.ranks.device)
         if job.followed < job.done:
@@ -180,7 +181,7 @@ def run_steps(job: Job) -> None:
 
 def _take_step(job: Job, step: int) -> None:
     began = time.perf_counter()
-    report = _fitted_step(job, step)
+    report = _step_within_memory(job, step)
     job.done = step
     if report.sample_ids:
         job.loss = report.loss
@@ -200,8 +201,8 @@ def _take_step(job: Job, step: int) -> None:
     )
 
 
-def _fitted_step(job: Job, step: int) -> StepReport:
-    """``train_step``, begun again with a smaller budget where memory runs out and that is asked for."""
+def _step_within_memory(job: Job, step: int) -> StepReport:
+    """``train_step``; where memory runs out and batch.halve_when_out_of_memory is set, again with a smaller budget."""
     while True:
         use_budget(job, step)
         try:
@@ -213,23 +214,23 @@ def _fitted_step(job: Job, step: int) -> StepReport:
         random_state.restore(job.random, job.ranks.device)
 
 
-def use_budget(job: Job, step: int, *, is_told: bool = False) -> None:
-    """Put the token budget of a step into force, and tell of it where that is new."""
+def use_budget(job: Job, step: int, *, is_reported: bool = False) -> None:
+    """Set the token budget of a step, and emit each new cut unless it ``is_reported`` already."""
     for halving in job.fit.begin(step):
-        if not is_told:
+        if not is_reported:
             job.emit("budget", **halving._asdict())
     job.budget = job.budget._replace(tokens_per_microbatch=job.fit.tokens)
 
 
 def _gpu_memory(device: torch.device) -> dict[str, int]:
-    """The most memory of the GPU so far; elsewhere the console asks the process."""
+    """The GPU's peak memory; without a GPU the console measures the process."""
     if device.type != "cuda":
         return {}
     return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
 
 
 def train_step(job: Job, step: int) -> StepReport:
-    """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule goes on."""
+    """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
     for act in job.before_step:
         act(step)
     trees = job.method.prepare(step)
@@ -240,9 +241,9 @@ def train_step(job: Job, step: int) -> StepReport:
     norms = optim.clip(job.optimizer, job.clip_grad_norm)
     report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
     require_finite(report.grad_norm, "gradient norm", report, job)
-    job.interrupts.agree(job.ranks)  # before the alarms: they remember the steps they saw
-    for alarm in job.alarms:
-        alarm(report, job)
+    job.interrupts.agree(job.ranks)  # before the monitors, which remember the steps they saw
+    for monitor in job.monitors:
+        monitor(report, job)
     optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
     job.optimizer.step()
     job.optimizer.zero_grad()
@@ -252,7 +253,7 @@ def train_step(job: Job, step: int) -> StepReport:
 
 
 def _skipped(job: Job, step: int) -> StepReport:
-    """A step from which nothing can be learned. Monitors do not see it: it has no gradient to look at."""
+    """A step without trees. Monitors do not see it: it has no gradient."""
     job.interrupts.agree(job.ranks)
     optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
     for role in job.roles:
@@ -263,11 +264,11 @@ def _skipped(job: Job, step: int) -> StepReport:
 def add_gradients(
     job: Job, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
 ) -> StepReport:
-    """Add the gradient of a step that has these trees, and say what was seen. ``observed``: what the loss's statistics
-    are taken over, if not these.
+    """Add the gradient of a step with these trees. ``observed``: the trees over which the loss's statistics are taken,
+    if not these.
     """
     job.scorer.train()
-    planned = made_ready(job, trees, observed, f"step {step}")
+    planned = prepare_microbatches(job, trees, observed, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
     counts = denominators(job.method.loss, microbatches, job.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
@@ -304,37 +305,44 @@ def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> S
     return scores.detach()
 
 
-def made_ready(
+def prepare_microbatches(
     job: Job, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
 ) -> list[tuple[Packed, bool]]:
-    """This rank's micro-batches with all that the loss needs of other models and of the whole step, and whether each
-    counts.
-    """
+    """This rank's micro-batches with the roles' streams and the step's statistics, and whether each counts."""
     loss = job.method.loss
-    planned = filled(job, trees, where)
+    planned = fill_streams(job, trees, where)
     if not loss.observes:
         return planned
-    seen = planned if observed is None else filled(job, observed, where)
-    found = []
+    planned_observed = planned if observed is None else fill_streams(job, observed, where)
+    observations = []
     with torch.no_grad(), job.compute():
-        for packed, _ in seen:
+        for packed, _ in planned_observed:
             score = partial(job.scorer, packed, wants=loss.wants)
             scores = job.fit.attempt(score, packed, observed or trees, where)
-            found.append(loss.observe(scores, packed.to(scores.device)))
-    own = [one for one, (_, is_real) in zip(found, seen, strict=True) if is_real]
-    stats = step_statistics.statistics(loss, own, job.ranks)
-    return step_statistics.attached(planned, stats, job.ranks)
+            observations.append(loss.observe(scores, packed.to(scores.device)))
+    counted = [
+        observation
+        for observation, (_, is_real) in zip(observations, planned_observed, strict=True)
+        if is_real
+    ]
+    stats = step_statistics.compute_statistics(loss, counted, job.ranks)
+    return step_statistics.attach_statistics(planned, stats, job.ranks)
 
 
-def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
-    """This rank's micro-batches with what roles have to fill in, and whether each counts; pictures are read ahead."""
-    planned = padded(microbatches_of(trees, job), trees, job)
-    for one in (one for packed, _ in planned for one in packed.media):
-        one.picture.expect()
+def fill_streams(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
+    """This rank's micro-batches with the roles' streams, and whether each counts. Starts reading the images."""
+    planned = pad_microbatches(plan_microbatches(trees, job), trees, job)
+    for medium in (medium for packed, _ in planned for medium in packed.media):
+        medium.picture.expect()
     missing = set(job.method.loss.needs) - planned[0][0].streams.keys()
     for role in (role for role in job.roles if role.gives in missing):
         with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
-            streams = [_streams(job, role, packed, trees, where) for packed, _ in planned]
+            streams = []
+            for packed, _ in planned:
+                if job.ranks.size == 1:
+                    job.interrupts.check()
+                compute_streams = partial(role.streams, packed)
+                streams.append(job.fit.attempt(compute_streams, packed, trees, where))
         planned = [
             (replace(packed, streams={**packed.streams, **more}), is_real)
             for (packed, is_real), more in zip(planned, streams, strict=True)
@@ -342,25 +350,17 @@ def filled(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bo
     return planned
 
 
-def _streams(
-    job: Job, role: Role, packed: Packed, trees: Sequence[Tree], where: str
-) -> dict[str, Tensor]:
-    if job.ranks.size == 1:
-        job.interrupts.check()
-    return job.fit.attempt(partial(role.streams, packed), packed, trees, where)
-
-
-def microbatches_of(trees: Sequence[Tree], job: Job) -> list[Packed]:
+def plan_microbatches(trees: Sequence[Tree], job: Job) -> list[Packed]:
     """This rank's micro-batches of a step."""
-    policy, most = job.policy, job.budget.tokens_per_microbatch
+    max_tokens = job.budget.tokens_per_microbatch
     mine = assign(trees, job.budget)[job.ranks.rank]
-    return [packed for planned in mine for packed in layouts(planned, policy, most)]
+    return [packed for planned in mine for packed in layouts(planned, job.policy, max_tokens)]
 
 
-def padded(
+def pad_microbatches(
     microbatches: list[Packed], trees: Sequence[Tree], job: Job
 ) -> list[tuple[Packed, bool]]:
-    """The micro-batches, and as many that count for nothing as it takes for all ranks to run equally many backwards."""
+    """The micro-batches, padded with ones that do not count until all ranks run the same number of backward passes."""
     missing = int(job.ranks.max([len(microbatches)])[0]) - len(microbatches)
     shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
     filler = layouts((Tree((shortest,)),), job.policy, job.budget.tokens_per_microbatch)
@@ -368,7 +368,7 @@ def padded(
 
 
 def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
-    """Each term's count over all micro-batches and ranks, from what is listed, before any forward."""
+    """Each term's count over all micro-batches and ranks, before any forward."""
     units = loss.units
     counts = [sum(losses.count(unit, packed) for packed in microbatches) for unit in units.values()]
     totals = dict(zip(units, ranks.sum(counts), strict=True))
@@ -385,20 +385,20 @@ def summarise(
     scored: Sequence[Scored],
     scales: dict[str, float],
 ) -> StepReport:
-    """Sum what the micro-batches and ranks saw."""
-    seen = step_statistics.Sums()
+    """Sum the terms, metrics and sizes over micro-batches and ranks."""
+    sums = step_statistics.Sums()
     for packed, scores in scored:
-        sums = job.method.loss(scores, packed.to(scores.device))
-        for term, total in sums.terms.items():
-            seen.add(f"term {term}", total)
-        for name, (total, count) in sums.metrics.items():
-            seen.add(name, total, count)
+        loss = job.method.loss(scores, packed.to(scores.device))
+        for term, total in loss.terms.items():
+            sums.add(f"term {term}", total)
+        for name, (total, count) in loss.metrics.items():
+            sums.add(name, total, count)
         for name in SIZES:
-            seen.add(name, getattr(packed, name))
-    found = seen.totals(job.ranks)
-    terms = {term: found.pop(f"term {term}").total for term in scales}
-    sizes = {name: int(found.pop(name).total) for name in SIZES}
-    metrics = {name: one.mean for name, one in found.items() if one.over}
+            sums.add(name, getattr(packed, name))
+    totals = sums.totals(job.ranks)
+    terms = {term: totals.pop(f"term {term}").total for term in scales}
+    sizes = {name: int(totals.pop(name).total) for name in SIZES}
+    metrics = {name: part.mean for name, part in totals.items() if part.over}
     return StepReport(
         step=step,
         loss=sum(scale * terms[term] for term, scale in scales.items()),
@@ -413,7 +413,14 @@ def require_finite(value: float, what: str, report: StepReport, job: Job) -> Non
     """Stop before the update if ``value`` is not finite, and name the samples."""
     if torch.isfinite(torch.tensor(value)):
         return
-    mine = {id_ for packed, scores in report.scored for id_ in _not_finite(packed, scores)}
+    mine = set()
+    for packed, scores in report.scored:
+        rows = []
+        if packed.num_targets:
+            rows += packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist()
+        if scores.scalar_R is not None:
+            rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
+        mine |= {packed.sample_ids[row] for row in rows}
     guilty = sorted(set().union(*job.ranks.gather(mine)))
     named = guilty or report.sample_ids
     whose = "samples with a score that is not finite" if guilty else "the step's samples"
@@ -424,32 +431,22 @@ def require_finite(value: float, what: str, report: StepReport, job: Job) -> Non
     )
 
 
-def _not_finite(packed: Packed, scores: Scores) -> set[str]:
-    rows = packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist() if packed.num_targets else []
-    if scores.scalar_R is not None:
-        rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
-    return {packed.sample_ids[row] for row in rows}
-
-
-# --------------------------------------------------------------------------------------------------
-# Pictures are read in threads while others are computed: those of a step, and then those of the one after it.
-#
-# Only of data that are there from the start, where the samples of a step are a pure function; what is asked in a
-# roll-out was read to be asked. Each rank reads its own. May import loop and below; build makes one.
-
-
 @dataclass
 class Lookahead:
-    """Called before each step."""
+    """Called before each step: starts threads that read the images of the step and of the next one.
+
+    Only for offline data, where the samples of a step are a pure function; prompts of rollouts have read their images
+    already. Each rank reads its own.
+    """
 
     job: Job
     album: Album
     expected: int = 0
-    """The last step whose pictures are expected: it was planned for that, and is not again."""
+    """The last step whose images are requested already."""
 
     def __call__(self, step: int) -> None:
         first = max(step, self.expected + 1)
         self.expected = min(step + 1, self.job.num_steps)
         for number in range(first, self.expected + 1):
-            packs = microbatches_of(self.job.method.prepare(number), self.job)
-            self.album.expect([one.picture for packed in packs for one in packed.media])
+            packs = plan_microbatches(self.job.method.prepare(number), self.job)
+            self.album.expect([medium.picture for packed in packs for medium in packed.media])

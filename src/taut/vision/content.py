@@ -33,8 +33,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-import anyio
-import httpx2
 from PIL import Image
 from pydantic import Field
 
@@ -49,11 +47,8 @@ SECONDS = 60.0
 """Time limit of fetching one image, all attempts and redirects together."""
 QUIET = 15.0
 """Seconds without any data after which another attempt is made."""
-ATTEMPTS, PAUSE = 3, 0.5
-"""Number of attempts, and seconds before the second one; they double."""
+RETRIES = http.Retries(attempts=3)
 REDIRECTS = 5
-BUSY = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses that another attempt may change."""
 MEMORY, BYTES_PER_PIXEL = 2**29, 24
 """Memory limit of a decoder, in bytes: a constant, and for each pixel that an image may have."""
 EXTRA_MEMORY = 3 * 2**29
@@ -190,7 +185,7 @@ def read_file(path: str, most: int) -> bytes:
 def fetch(url: str, name: str, most: int) -> bytes:
     """The bytes at ``url``, at most ``most``. ``name``: the image's name in messages."""
     try:
-        return http.wait_for(SECONDS, partial(_fetch_with_retries, url, name, most))
+        return http.wait_for(SECONDS, partial(_download, url, name, most))
     except TimeoutError:
         raise _not_fetched(name, f"not whole after {SECONDS:g} s") from None
     except http.TooLarge:
@@ -202,25 +197,16 @@ def fetch(url: str, name: str, most: int) -> bytes:
         raise _not_fetched(name, str(error)) from None
 
 
-async def _fetch_with_retries(url: str, name: str, most: int) -> bytes:
-    limits = http.Limits(
-        seconds=math.inf, max_bytes=most, redirects=REDIRECTS
-    )  # fetch has a deadline
+async def _download(url: str, name: str, most: int) -> bytes:
+    limits = http.Limits(math.inf, max_bytes=most, redirects=REDIRECTS)  # fetch has a deadline
     async with http.open_client(QUIET) as client:
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await anyio.sleep(PAUSE * 2 ** (attempt - 1))
-            try:
-                answer = await http.ask(client, "GET", url, limits)
-            except httpx2.RequestError as error:
-                failure = " ".join(f"{type(error).__name__} {error}".split())
-                continue
-            if answer.status == HTTPStatus.OK:
-                return answer.content
-            failure = f"HTTP {answer.status}"
-            if answer.status not in BUSY:
-                raise _not_fetched(name, failure)
-    raise _not_fetched(name, f"{failure} ({ATTEMPTS} attempts)")
+        try:
+            answer = await http.request_again(client, "GET", url, limits, RETRIES)
+        except http.Unanswered as failure:
+            raise _not_fetched(name, f"{failure} ({failure.num_attempts} attempts)") from None
+    if answer.status != HTTPStatus.OK:
+        raise _not_fetched(name, f"HTTP {answer.status}")
+    return answer.content
 
 
 def _not_fetched(name: str, failure: str) -> PictureError:

@@ -283,8 +283,8 @@ def weights_that_are_not_the_derivative(place: Place, is_faulty: bool) -> Sessio
 def a_micro_batch_that_is_lost(place: Place, is_faulty: bool) -> Session:
     """The last micro-batch of each step is never computed."""
     if is_faulty:
-        some = trainer.microbatches_of
-        place.patch.setattr(trainer, "microbatches_of", lambda *args: some(*args)[:-1])
+        some = trainer.plan_microbatches
+        place.patch.setattr(trainer, "plan_microbatches", lambda *args: some(*args)[:-1])
     return place.session(batch__tokens_per_microbatch=64)
 
 

@@ -64,7 +64,7 @@ def a_kernel_with_a_scale_of_its_own(place: Place, is_faulty: bool) -> Session:
 def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Session:
     """Accumulation divides by the number of micro-batches what was divided by the count of targets before."""
     if is_faulty:
-        cut, summed = trainer.microbatches_of, trainer.backward
+        cut, summed = trainer.plan_microbatches, trainer.backward
         number = [1]
 
         def counted(*args: Any) -> list[Packed]:
@@ -75,7 +75,7 @@ def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Sessio
         def divided(job: Any, packed: Packed, scales: dict[str, float], step: int) -> Scores:
             return summed(job, packed, {k: v / number[0] for k, v in scales.items()}, step)
 
-        place.patch.setattr(trainer, "microbatches_of", counted)
+        place.patch.setattr(trainer, "plan_microbatches", counted)
         place.patch.setattr(trainer, "backward", divided)
     return place.session()
 

@@ -22,7 +22,7 @@ from taut.methods.reference import STREAM, ReferenceConfig, Start
 from taut.run.setup import Built
 from taut.train import distributed, random_state, trainer
 from taut.train.signals import Interrupt, Interrupts
-from taut.train.trainer import Job, filled, train_step
+from taut.train.trainer import Job, fill_streams, train_step
 from taut.types import Packed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built_of(place: Path, **keys: Any) -> tuple[Built, Start]:
     built = make(keys_of("dpo", place / "model", place / "run", **keys))
-    built.job.alarms = ()
+    built.job.monitors = ()
     return built, start_of(built)
 
 
@@ -68,7 +68,9 @@ def require_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def logps(job: Job) -> list[Tensor]:
     """What the reference says of the first step."""
-    return [packed.streams[STREAM] for packed, _ in filled(job, job.method.prepare(1), "here")]
+    return [
+        packed.streams[STREAM] for packed, _ in fill_streams(job, job.method.prepare(1), "here")
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +81,7 @@ def test_after_updates_the_reference_is_the_start_and_the_policy_is_as_it_was(
     job = built.job
     before, first = logps(job), bits(job)
     with torch.no_grad(), job.compute():
-        (packed, _), *_ = filled(job, job.method.prepare(1), "here")
+        (packed, _), *_ = fill_streams(job, job.method.prepare(1), "here")
         assert torch.equal(job.scorer.eval()(packed).logp_N, before[0]), "the policy is the start"
     for step in (1, 2):
         train_step(job, step)
@@ -143,7 +145,7 @@ def test_a_step_is_begun_again_with_less_where_the_reference_runs_out(
 
     monkeypatch.setattr(Start, "streams", narrow)
     job.random = random_state.capture(job.ranks.device)
-    found = trainer._fitted_step(job, 1).loss
+    found = trainer._step_within_memory(job, 1).loss
     assert sizes[0] > 100 >= max(sizes[2:])
     assert found == pytest.approx(wanted, rel=1e-12)
 
@@ -152,18 +154,18 @@ def test_a_signal_leaves_nothing_half_exchanged(
     trained: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an evaluation a signal is raised at once, but not between two tensors, either way."""
-    job, real, calls = trained.job, distributed.exchange, []
+    job, real, calls = trained.job, distributed.swap, []
     after = bits(job)
     assert trained.inputs.eval is not None
     measure = HeldOut(trained.run.rows_of(trained.inputs.eval), job)
 
-    def exchange(one: Tensor, other: Tensor) -> None:
+    def swap(one: Tensor, other: Tensor) -> None:
         real(one, other)
         calls.append(one)
         if len(calls) == stops[-1]:
             job.interrupts.notice(signal.SIGTERM, None)
 
-    monkeypatch.setattr(distributed, "exchange", exchange)
+    monkeypatch.setattr(distributed, "swap", swap)
     stops = [2 * len(after) - 1, len(after) + 1, len(after), 2, 1]
     while stops:
         calls.clear()

@@ -18,7 +18,7 @@ from tests.models import parameters_of
 from taut.errors import OutputError
 from taut.io import files
 from taut.train import sharded
-from taut.train.checkpoint import CheckpointConfig, Checkpoints, find, set_aside
+from taut.train.checkpoint import CheckpointConfig, Checkpoints, find_newest, set_aside
 from taut.train.run_dir import LATEST, MARK, complete
 from taut.train.trainer import Job, train_step
 
@@ -87,7 +87,7 @@ def test_everything_comes_back_exactly(background: bool, made: Made, tmp_path: P
     counter.value = 0
     with opened(other, tmp_path / "out", every=1) as saver:
         saver.memories = {"counter": counter}
-        found, damaged = find(saver.folder, other.ranks, skip_damaged=False)
+        found, damaged = find_newest(saver.folder, other.ranks, skip_damaged=False)
         assert found is not None
         assert (found.step, found.meta.cursor, damaged) == (2, (2, 12), [])
         saver.resume(found)
@@ -118,7 +118,7 @@ def test_what_is_saved_is_the_state_at_the_save_though_training_goes_on(
         train_step(job, 2)
         go_on.set()
         saver.settle()
-        found, _ = find(saver.folder, job.ranks, skip_damaged=False)
+        found, _ = find_newest(saver.folder, job.ranks, skip_damaged=False)
         assert found is not None
         saver.resume(found)
     after = sharded.training_state(job.scorer, job.optimizer)
@@ -248,7 +248,7 @@ def test_what_a_killed_write_left_is_cleared(made: Made, tmp_path: Path) -> None
     left = tmp_path / "out" / "checkpoints" / ".step-000004.partial"
     left.mkdir(parents=True)
     (left / "meta.json").write_text("{}")
-    assert find(left.parent, made[0].ranks, skip_damaged=False) == (None, [])
+    assert find_newest(left.parent, made[0].ranks, skip_damaged=False) == (None, [])
     with opened(made[0], tmp_path / "out", every=2):
         assert not left.exists()
 
@@ -277,14 +277,14 @@ def test_a_damaged_one_is_named_and_passed_over_only_if_allowed(
     damage(folder / "step-000004" / name, how)
     if (name, how) != ("meta.json", "missing"):  # without it there is no checkpoint
         with pytest.raises(OutputError, match=rf"step-000004/{name} .*checkpoint\.skip_damaged"):
-            find(folder, job.ranks, skip_damaged=False)
-    found, damaged = find(folder, job.ranks, skip_damaged=True)
+            find_newest(folder, job.ranks, skip_damaged=False)
+    found, damaged = find_newest(folder, job.ranks, skip_damaged=True)
     assert found is not None
     assert found.step == 2
     assert len(damaged) == ((name, how) != ("meta.json", "missing"))
     damage(folder / "step-000002" / name, "flipped")
     with pytest.raises(OutputError, match=r"no checkpoint is left|damaged|cannot be read"):
-        find(folder, job.ranks, skip_damaged=True)
+        find_newest(folder, job.ranks, skip_damaged=True)
 
 
 def test_later_ones_are_set_aside(made: Made, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_where_a_run_fails_its_own_error_is_the_one_that_is_told(
         with monkeypatch.context() as patched:
             patched.setattr("taut.io.files.sync_tree", full)
             saver.save(2)
-            saver.settle_or_tell()
+            saver.settle_or_warn()
             assert [event["kind"] for event in events] == ["warning"]
             told = saver.rescue(2, random_state.capture(job.ranks.device))
             assert told.startswith("its training state was not saved: a checkpoint cannot be")

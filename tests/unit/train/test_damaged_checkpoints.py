@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from taut.errors import OutputError
 from taut.io import files
-from taut.train.checkpoint import Memory, _digest_of, find
+from taut.train.checkpoint import Memory, _digest_of, find_newest
 from taut.train.monitors import Divergence, DivergenceConfig, Spikes, Untouched
 from taut.train.run_dir import MARK
 from taut.train.trainer import Job, train_step
@@ -341,7 +341,7 @@ def test_a_damaged_one_that_is_sealed_again_is_refused_in_one_line(
     def go_on(*, skip_damaged: bool) -> int:
         with opened(job, out, every=2) as saver:
             saver.memories = memories()
-            saved, _ = find(saver.folder, job.ranks, skip_damaged=skip_damaged)
+            saved, _ = find_newest(saver.folder, job.ranks, skip_damaged=skip_damaged)
             assert saved is not None
             saver.resume(saved)
             return saved.step
@@ -367,7 +367,7 @@ def test_a_checkpoint_that_is_not_damaged_is_gone_on_from(
     shutil.copytree(made, tmp_path / "out")
     seal_again(tmp_path / "out" / "checkpoints" / "step-000004")
     with opened(job, tmp_path / "out", every=2) as saver:
-        saved, damaged = find(saver.folder, job.ranks, skip_damaged=False)
+        saved, damaged = find_newest(saver.folder, job.ranks, skip_damaged=False)
         assert saved is not None and not damaged
         saver.resume(saved)
         assert saved.step == 4

@@ -30,13 +30,13 @@ def test_collectives_of_one_are_the_values() -> None:
     model = nn.Linear(2, 2)
     distributed.shard(model, [], ONE)
     assert type(model) is nn.Linear
-    assert distributed.whole_state_dict(model, ONE).keys() == {"weight", "bias"}  # type: ignore[union-attr]
+    assert distributed.full_state_dict(model, ONE).keys() == {"weight", "bias"}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cuda", "device=cuda was asked for and no CUDA device is to be had; set device=cpu"),
+        ("cuda", "device=cuda was asked for and no CUDA device is available; set device=cpu"),
         ("cuda:3", "device=cuda:3 was asked for and no CUDA"),
         ("gpu", "device=gpu is not known; expected auto, cpu, cuda or cuda:N"),
     ],

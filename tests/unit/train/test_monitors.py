@@ -71,7 +71,7 @@ def test_first_step_fails_on_a_planted_leak(
 
 def test_first_step_does_not_pass_on_what_is_no_number(tmp_path: Path) -> None:
     built, _ = make(tmp_path)
-    first = built.job.alarms[0]
+    first = built.job.monitors[0]
     assert isinstance(first, FirstStep)
     names = list(first.alone)
     first.alone = {**first.alone, names[0]: first.alone[names[0]] * torch.nan}
@@ -110,7 +110,7 @@ def test_untouched_stops_at_a_tensor_outside_the_graph(tmp_path: Path) -> None:
     built, _ = make(tmp_path)
     stray = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     built.scorer.register_parameter("stray", stray)
-    built.job.alarms = [Untouched.watching(built.scorer)]
+    built.job.monitors = [Untouched.watching(built.scorer)]
     before = parameters_of(built.scorer)
     with pytest.raises(CheckFailed, match=r"step 1: 1 trainable tensors get no gradient \(stray\)"):
         train_step(built.job, 1)
@@ -156,7 +156,7 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         )
         alarm(replace(report, scored=[(packed, None)]), seen)
 
-    built.job.alarms = [look]
+    built.job.monitors = [look]
     for step in range(1, num_equal + PATIENCE + 1):
         train_step(built.job, step)
     (warning,) = of_kind(events, "warning")
@@ -167,14 +167,14 @@ def test_untouched_has_patience_with_adapters(tmp_path: Path) -> None:
     """LoRA's A has a gradient of exactly zero at step 1, because B is zero."""
     built, events = make(tmp_path, lora__rank=2)
     zeros = []
-    real = built.job.alarms
+    real = built.job.monitors
 
     def look(report: StepReport, job: Any) -> None:
         zeros.append(sum(not p.grad.any() for p in job.trained))
         for alarm in real:
             alarm(report, job)
 
-    built.job.alarms = [look]
+    built.job.monitors = [look]
     for step in range(1, PATIENCE + 2):
         train_step(built.job, step)
     assert zeros[0] > 0

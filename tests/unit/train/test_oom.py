@@ -261,7 +261,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[tuple[int, int
 
 def trained(place: Path, **keys: Any) -> tuple[Job, list[dict[str, Any]]]:
     built, events = make(place, **{"steps": 2, "batch__share_prefixes": False, **keys})
-    built.job.method, built.job.alarms = Fixed(TREES), ()
+    built.job.method, built.job.monitors = Fixed(TREES), ()
     return built.job, events
 
 

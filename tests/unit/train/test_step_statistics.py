@@ -13,7 +13,7 @@ from torch import Tensor
 
 from taut.losses import Loss
 from taut.train.distributed import Ranks
-from taut.train.step_statistics import Sums, attached, statistics
+from taut.train.step_statistics import Sums, attach_statistics, compute_statistics
 from taut.types import LossSum, Packed, Scores
 
 FIRST, SECOND, THIRD = plain_pairs([(2, 1)]), plain_pairs([(1, 1), (3, 2)]), plain_pairs([(1, 2)])
@@ -60,12 +60,12 @@ def seen(packed: Packed, number: float) -> dict[str, Tensor]:
 
 def test_what_is_observed_is_joined_in_the_order_of_ranks_and_microbatches() -> None:
     mine = [seen(FIRST, 1.0), seen(SECOND, 2.0)]
-    found = statistics(Numbered(), mine, ONE)
+    found = compute_statistics(Numbered(), mine, ONE)
     assert found["all"].tolist() == [1.0, 2.0, 2.0]
     theirs = [seen(THIRD, 3.0)]
-    assert statistics(Numbered(), mine, ranks(0, [theirs]))["all"].tolist() == [1, 2, 2, 3]
-    assert statistics(Numbered(), mine, ranks(1, [theirs]))["all"].tolist() == [3, 1, 2, 2]
-    assert statistics(Numbered(), [], ranks(1, [theirs]))["all"].tolist() == [3]
+    assert compute_statistics(Numbered(), mine, ranks(0, [theirs]))["all"].tolist() == [1, 2, 2, 3]
+    assert compute_statistics(Numbered(), mine, ranks(1, [theirs]))["all"].tolist() == [3, 1, 2, 2]
+    assert compute_statistics(Numbered(), [], ranks(1, [theirs]))["all"].tolist() == [3]
 
 
 @pytest.mark.parametrize(("rank", "begin"), [(0, 0), (1, 1), (2, 3)])
@@ -76,7 +76,7 @@ def test_each_microbatch_is_given_its_own_pairs_and_samples(rank: int, begin: in
     samples = [[2 * count for count in one] for one in pairs]
     stats = {"all": torch.tensor(5.0), "at_P": torch.arange(10), "at_S": torch.arange(20)}
     planned = [(FIRST, True), (THIRD, False), (SECOND, True)]
-    given = attached(planned, stats, ranks(rank, samples, pairs))
+    given = attach_statistics(planned, stats, ranks(rank, samples, pairs))
     assert [is_real for _, is_real in given] == [True, False, True]
     found = [(p.stats["at_P"].tolist(), p.stats["at_S"].tolist()) for p, _ in given]
     assert found == [

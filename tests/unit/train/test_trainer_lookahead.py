@@ -11,7 +11,7 @@ from tests.pictures import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
-from taut.train.trainer import Job, Lookahead, filled
+from taut.train.trainer import Job, Lookahead, fill_streams
 from taut.types import Picture, Tree
 from taut.vision.image_store import Album
 
@@ -69,7 +69,7 @@ def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> Non
     """Held-out rows, for one, which no step comes before."""
     names: list[str] = []
     monkeypatch.setattr(Named, "expect", lambda self: names.append(self.source))
-    filled(job_of(0, 1), prepare(1), "held-out loss")
+    fill_streams(job_of(0, 1), prepare(1), "held-out loss")
     assert sorted(set(names)) == ["10", "11", "all"]
 
 

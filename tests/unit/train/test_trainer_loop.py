@@ -22,7 +22,14 @@ from taut.losses import Loss, Unit
 from taut.losses.supervised import CrossEntropy
 from taut.train import trainer
 from taut.train.signals import Interrupt
-from taut.train.trainer import Job, _gpu_memory, denominators, padded, run_steps, train_step
+from taut.train.trainer import (
+    Job,
+    _gpu_memory,
+    denominators,
+    pad_microbatches,
+    run_steps,
+    train_step,
+)
 from taut.types import LossSum, Packed, Sample, Scores, Tree
 
 SAMPLES = nested_family(97)
@@ -46,9 +53,9 @@ class TwoTerms(Loss):
 
 
 def prepared(place: Path, **keys: Any) -> Job:
-    """A job on TREES without alarms, clipping or update."""
+    """A job on TREES without monitors, clipping or update."""
     built, _ = make(place, **{"optim__clip_grad_norm": None, **keys})
-    built.job.method, built.job.alarms = Fixed(TREES), ()
+    built.job.method, built.job.monitors = Fixed(TREES), ()
     return built.job
 
 
@@ -61,7 +68,7 @@ def gradients(job: Job) -> dict[str, Tensor]:
             {n: p.grad.clone() for n, p in job.scorer.named_parameters() if p.grad is not None}
         )
 
-    job.alarms = (keep,)
+    job.monitors = (keep,)
     train_step(job, 1)
     return seen
 
@@ -169,7 +176,7 @@ def test_a_rank_with_fewer_microbatches_runs_ones_that_count_for_nothing(tmp_pat
             return [3.0]
 
     job.ranks = Busy()  # type: ignore[assignment]
-    found = padded([], TREES, job)
+    found = pad_microbatches([], TREES, job)
     assert [is_real for _, is_real in found] == [False] * 3
     assert {packed.num_tokens for packed, _ in found} == {min(s.num_tokens for s in SAMPLES)}
 
@@ -235,13 +242,13 @@ def test_train_tells_each_step_and_calls_what_follows(tmp_path: Path) -> None:
     assert steps[0]["learning_rate"] == job.optimizer.param_groups[0]["lr"]
 
 
-def test_an_interrupted_step_is_none_that_alarms_remember(
+def test_an_interrupted_step_is_none_that_monitors_remember(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal that comes after the last micro-batch: the step will be taken again."""
     job = prepared(tmp_path)
     seen: list[int] = []
-    job.alarms = [lambda report, job: seen.append(report.step)]
+    job.monitors = [lambda report, job: seen.append(report.step)]
 
     summarise = trainer.summarise
 

@@ -1,4 +1,15 @@
-"""What is reported of a run, and where to."""
+"""The log of a run: one stream of events, written to ``events.jsonl`` and shown where the user likes.
+
+    with RunLog.open(out, run.log) as log:
+        log.emit("start", num_steps=100, decisions=[("attention", "reference", "no CUDA device")])
+        log.emit("step", step=1, loss=2.3, ...)
+
+Every sink gets the same events. A report that can no longer be written (console, TensorBoard, W&B) does not end the
+run: it is dropped, with a warning event to the others. ``events.jsonl`` is the record: a run that cannot write it ends,
+and one whose file is deleted writes it again, with a warning.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +30,12 @@ from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_
 
 @configclass
 class LogConfig:
-    """Where a run's events go besides ``events.jsonl``, which is always written."""
+    """Reports in addition to ``events.jsonl``, which is always written."""
 
     console: bool = True
-    """Report on the terminal: the decisions taken, progress, warnings, a summary."""
+    """Report on the terminal: decisions, progress, warnings, a summary."""
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between two lines of progress where the output is no terminal."""
+    """Steps between progress lines where the output is no terminal."""
     tensorboard: bool = False
     """Write TensorBoard scalars to out/tensorboard."""
     wandb: str | None = None
@@ -34,25 +45,9 @@ class LogConfig:
         if self.wandb is not None and find_spec("wandb") is None:
             raise ConfigError(
                 f"found log.wandb={self.wandb}, but the package wandb is not installed; "
-                f"expected it beside taut; {install_extra('wandb')}; or leave log.wandb out"
+                f"expected it next to taut; {install_extra('wandb')}; or leave log.wandb out"
             )
 
-
-# --------------------------------------------------------------------------------------------------
-# What happened in a run: one stream of events, written to ``events.jsonl`` and shown where the user likes.
-#
-#     with RunLog.open(out, run.log) as log:
-#         log.emit("start", num_steps=100, decisions=[("attention", "reference", "no CUDA device")])
-#         log.emit("step", step=1, loss=2.3, ...)
-#
-# Every sink is given the same events. A report that can no longer be written (console, TensorBoard, W&B) does not end
-# the run: it is dropped, with a warning event to the others. ``events.jsonl`` is the record; a run that cannot write
-# it ends, and one that finds it deleted writes it again, with a warning. Fields the console knows: ``num_steps`` and
-# ``decisions`` of a start; the contract's fields of a step and ``memory_bytes``; ``name``, ``outcome``, ``value`` and
-# ``detail`` of checks and warnings; ``from_step`` of a resume; ``tokens``, ``tokens_before`` and ``reason`` of a
-# budget; ``path`` of a checkpoint; the rest is shown as it comes.
-#
-# No torch here. May be imported by run, loop and what is above them.
 
 __all__ = [
     "Event",
@@ -68,7 +63,7 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """Takes events. Raises ReportLost, once, where the run can do without it and it cannot be written."""
+    """Takes events. An optional one raises ReportLost, once, when it can no longer be written."""
 
     def __call__(self, event: Event) -> None: ...
 
@@ -76,7 +71,7 @@ class Sink(Protocol):
 
 
 class RunLog:
-    """Hands every event to every sink."""
+    """Passes every event to every sink."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -84,7 +79,7 @@ class RunLog:
 
     @classmethod
     def open(cls, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
-        """The sinks of a run that is written to ``out``; none on ranks that do not write."""
+        """The sinks of a run in ``out``; none on ranks that do not write."""
         if not is_writer:
             return cls([])
         record = EventLog(out / "events.jsonl")
@@ -101,12 +96,11 @@ class RunLog:
             from taut.train.log.console import ConsoleReport
 
             sinks.append(ConsoleReport(config.every))
-        return cls(
-            [*sinks, record]
-        )  # last, so that a warning about a report precedes the end of the run
+        # the record comes last, so that a warning about a lost report precedes the end event
+        return cls([*sinks, record])
 
     def emit(self, kind: Kind, **fields: Any) -> None:
-        """Tell every sink that something happened."""
+        """Send an event to every sink."""
         assert kind in KINDS, f"unknown kind of event: {kind}"
         restored = None if self._record is None else self._record.restore()
         if restored is not None:
@@ -121,7 +115,7 @@ class RunLog:
                 sink.close()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # all of them, whichever fails
+        with ExitStack() as stack:  # closes all, even if one fails
             for sink in self._sinks:
                 stack.callback(sink.close)
 

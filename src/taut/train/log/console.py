@@ -1,9 +1,8 @@
-"""What a person watching a run sees: the decisions taken, progress, warnings, and a summary.
+"""The console report of a run: decisions, progress, warnings, and a summary.
 
-On a terminal a progress bar that is redrawn; anywhere else one plain line every ``every`` steps. Tokens per second are
-those of the samples as the user wrote them (a shared prefix counts once for each sample); what sharing saved stands
-beside.
-Imported by ``taut.train.log`` where it is asked for.
+On a terminal a progress bar that is redrawn; elsewhere one plain line every ``every`` steps. Tokens per second count
+the samples as the user wrote them (a shared prefix counts once per sample); the share of tokens saved is a separate
+number.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ BAR = 10
 """Columns of the progress bar."""
 
 RECENT = 20
-"""Steps whose duration predicts the rest."""
+"""Recent steps whose duration predicts the remaining time."""
 
 LINES_SHOWN = 5
-"""Samples left out or cut that are named at the start; events.jsonl names all."""
+"""Dropped or cut samples listed at the start; events.jsonl has all."""
 
 EVIDENCE_SHOWN = 3
-"""Examples of a check's warning that are named at the start."""
+"""Examples of a check's warning listed at the start."""
 
 STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "yellow"}
 
 
 class ConsoleReport:
-    """A sink for people."""
+    """The sink that prints."""
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
         self._printer = Printer.on(sys.stdout)
@@ -52,7 +51,7 @@ class ConsoleReport:
         self._evals: list[Event] = []
         self._best: Event | None = None
         self._rollouts: list[Event] = []
-        self._asked: list[Event] = []
+        self._start_checks: list[Event] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shows = {
@@ -71,9 +70,9 @@ class ConsoleReport:
 
     def __call__(self, event: Event) -> None:
         if event["kind"] == "check" and event.get("part"):
-            self._asked.append(event)
+            self._start_checks.append(event)
             return
-        self._show_asked()
+        self._show_start_checks()
         self._shows[event["kind"]](event)
         if self._printer.failure is not None:
             why = self._printer.failure.strerror
@@ -84,30 +83,34 @@ class ConsoleReport:
             self._progress.stop()
             self._progress = None
 
-    def _say(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(one_line(text), style=style))
 
-    def _say_rows(self, rows: Sequence[Sequence[str]]) -> None:
-        """Rows of text, their columns aligned; the last one may be of any length."""
+    def _print_rows(self, rows: Sequence[Sequence[str]]) -> None:
+        """Print rows of text with aligned columns."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            self._say("  ".join(cells).rstrip())
+            self._print("  ".join(cells).rstrip())
 
     def _show_start(self, event: Event) -> None:
         self._num_steps = event.get("num_steps")
-        self._say_rows(event.get("decisions", ()))
+        self._print_rows(event.get("decisions", ()))
         for what in ("model", "data"):
             if event.get(what):
-                self._say(f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}")
+                self._print(
+                    f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}"
+                )
         for what in ("dropped", "cut"):
             self._show_incidents(what, event.get(what, ()))
 
     def _show_incidents(self, what: str, lines: Sequence[str]) -> None:
         for line in lines[:LINES_SHOWN]:
-            self._say(f"{what}  {line}", "yellow")
+            self._print(f"{what}  {line}", "yellow")
         if len(lines) > LINES_SHOWN:
-            self._say(f"{what}  and {len(lines) - LINES_SHOWN:,} more: see events.jsonl", "yellow")
+            self._print(
+                f"{what}  and {len(lines) - LINES_SHOWN:,} more: see events.jsonl", "yellow"
+            )
 
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
@@ -119,10 +122,10 @@ class ConsoleReport:
             self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
             total = "" if self._num_steps is None else f"/{self._num_steps}"
-            self._say(f"step {step}{total}  {line_of(parts)}")
+            self._print(f"step {step}{total}  {line_of(parts)}")
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
-        """The progress bar, from the first step on: what comes before has lines of its own."""
+        """Redraw the progress bar, which begins at the first step."""
         if self._progress is None:
             columns = (
                 BarColumn(BAR),
@@ -138,7 +141,7 @@ class ConsoleReport:
         self._progress.update(self._task, completed=step, description=text)
 
     def _keep_rollout(self, event: Event) -> None:
-        """The lines of the steps that train on it show it."""
+        """Remember a rollout for the lines of the steps that train on it."""
         self._rollouts.append({key: event[key] for key in ROLLED if key in event})
 
     def _time_left(self, step: int) -> timedelta | None:
@@ -147,57 +150,59 @@ class ConsoleReport:
         seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
         return timedelta(seconds=round(seconds))
 
-    def _show_asked(self) -> None:
-        """The checks before training: each warning, and the rest counted in one line. None of them failed."""
-        if not self._asked:
+    def _show_start_checks(self) -> None:
+        """The checks before training: each warning, and the number of the others. None of them failed."""
+        if not self._start_checks:
             return
-        number = Counter(event["outcome"] for event in self._asked)
-        seconds = sum(event["seconds"] for event in self._asked)
+        number = Counter(event["outcome"] for event in self._start_checks)
+        seconds = sum(event["seconds"] for event in self._start_checks)
         counted = f"{number['passed']} passed, {number['skipped']} skipped in {seconds:.1f} s"
-        self._say(f"checks  {counted}", STYLES["passed"])
-        if left_out := [event["name"] for event in self._asked if event.get("left_out")]:
-            said = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
-            self._say(said, STYLES["warning"])
-        for event in self._asked:
+        self._print(f"checks  {counted}", STYLES["passed"])
+        if left_out := [event["name"] for event in self._start_checks if event.get("left_out")]:
+            text = f"checks  left out by name (checks.skip): {', '.join(left_out)}"
+            self._print(text, STYLES["warning"])
+        for event in self._start_checks:
             if event["outcome"] == "warning":
                 evidence = "; ".join(event["evidence"][:EVIDENCE_SHOWN])
-                said = f"{event['detail']}{f' ({evidence})' if evidence else ''}; {event['remedy']}"
-                self._say(f"warning {event['name']}: {said}", STYLES["warning"])
-        self._asked = []
+                text = f"{event['detail']}{f' ({evidence})' if evidence else ''}; {event['remedy']}"
+                self._print(f"warning {event['name']}: {text}", STYLES["warning"])
+        self._start_checks = []
 
     def _show_check(self, event: Event) -> None:
         outcome = event.get("outcome", "")
         value = "" if event.get("value") is None else f" {number(event['value'])}"
         detail = f"  ({event['detail']})" if event.get("detail") else ""
-        self._say(
+        self._print(
             f"check {event.get('name', '')}: {outcome}{value}{detail}", STYLES.get(outcome, "")
         )
 
     def _show_eval(self, event: Event) -> None:
         self._evals.append(event)
-        self._say(f"eval  after step {event['step']}: {eval_text(event)}")
+        self._print(f"eval  after step {event['step']}: {eval_text(event)}")
         for sample in event.get("samples", ()):
-            self._say(f"      {sample_text(sample)}")
+            self._print(f"      {sample_text(sample)}")
 
     def _show_best(self, event: Event) -> None:
         self._best = event
-        found = f"{event['name']} {number(event['value'])} after step {event['step']}"
-        self._say(f"best  {found}: {event.get('path', '')}")
+        measured_text = f"{event['name']} {number(event['value'])} after step {event['step']}"
+        self._print(f"best  {measured_text}: {event.get('path', '')}")
 
     def _show_warning(self, event: Event) -> None:
         at = f" at step {event['step']}" if "step" in event else ""
-        self._say(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+        self._print(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
 
     def _show_budget(self, event: Event) -> None:
         cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"
-        self._say(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
+        self._print(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
 
     def _show_checkpoint(self, event: Event) -> None:
-        self._say(f"checkpoint of step {event['step']}: {event.get('path', '')}")
+        self._print(f"checkpoint of step {event['step']}: {event.get('path', '')}")
 
     def _show_resume(self, event: Event) -> None:
-        found = f"resumed after step {event['from_step']}"
-        self._say(found if event["from_step"] else "resume: no checkpoint in out; from the start")
+        if event["from_step"]:
+            self._print(f"resumed after step {event['from_step']}")
+        else:
+            self._print("resume: no checkpoint in out; from the start")
 
     def _show_end(self, event: Event) -> None:
         self.close()
@@ -214,14 +219,14 @@ class ConsoleReport:
                 ("best", f"{self._best['path']}: {self._best['name']} {value} after step {step}")
             )
         if rows:
-            self._say_rows(rows)
+            self._print_rows(rows)
         rest = fields_text({key: event[key] for key in event if key not in SUMMARISED})
         if rest:
-            self._say(rest)
+            self._print(rest)
 
 
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
-"""What the summary needs of each step."""
+"""Fields of each step that the summary uses."""
 
 ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
@@ -243,11 +248,11 @@ HEADLINES = (
     "score/error",
     "divergence",
 )
-"""What says beside the loss how a step went, where a method measures it: in the step's line, and the summary's."""
+"""Metrics shown next to the loss in a step's line and in the summary."""
 
 
 def trained_text(event: Event) -> str:
-    """How much of the model is trained."""
+    """The number of parameters, and the trained part."""
     trained, total = event.get("num_trained"), event.get("num_parameters")
     if not trained or not total:
         return ""
@@ -260,11 +265,11 @@ class Part(NamedTuple):
 
     text: str
     rank: int
-    """Where there is no room for all, those with the highest rank are left out first."""
+    """Where the line is too long, parts with the highest rank are left out first."""
 
 
 def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) -> list[Part]:
-    """What a step's line says, in the order in which it stands there."""
+    """The parts of a step's line, in order."""
     generated = rollout_parts(rollouts[-1]) if rollouts else []
     if event.get("skipped"):
         return [*generated, Part("skipped: no completion has a reward", 0)]
@@ -287,7 +292,7 @@ def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) 
 
 
 def rollout_parts(rollout: Event) -> list[Part]:
-    """What the line of a step that trains on a roll-out says of it."""
+    """The rollout's parts in the line of a step that trains on it."""
     parts = []
     if "reward" in rollout:
         is_whole = rollout.get("rewarded") == rollout.get("completions")
@@ -300,38 +305,36 @@ def rollout_parts(rollout: Event) -> list[Part]:
 
 
 def line_of(parts: Sequence[Part], width: int | None = None) -> str:
-    """The parts side by side, the least important left out until they fit into ``width`` columns."""
+    """The parts in one line; the least important are left out until it fits into ``width`` columns."""
     kept = list(parts)
-    while width is not None and len(kept) > 1 and len(_line(kept)) > width:
+    line = "  ".join(part.text for part in kept)
+    while width is not None and len(kept) > 1 and len(line) > width:
         kept.remove(max(kept, key=lambda part: part.rank))
-    return _line(kept)
-
-
-def _line(parts: Sequence[Part]) -> str:
-    return "  ".join(part.text for part in parts)
+        line = "  ".join(part.text for part in kept)
+    return line
 
 
 def memory_bytes(event: Event) -> int:
-    """The largest memory so far: as the event says (on a GPU), else of this process."""
+    """The peak memory: the event's (on a GPU), or this process's."""
     unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return int(event.get("memory_bytes") or own)
+    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(event.get("memory_bytes") or of_process)
 
 
 def not_computed(num_tokens: int, num_tokens_unshared: int) -> str:
-    """The percentage of tokens that lie in a prefix another sample has too, and are not computed again."""
+    """The percentage of tokens in shared prefixes, which are computed once."""
     return f"{1 - num_tokens / num_tokens_unshared:.0%}"
 
 
 def number(value: Any) -> str:
-    """A value for people."""
+    """A value as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def sample_text(sample: Event) -> str:
-    """An answer of an evaluation, in one line."""
+    """An answer of an evaluation in one line."""
     mark = {"stop": "", "length": " (cut)"}.get(sample["finish_reason"], " (failed)")
     wanted = " | ".join(sample["references"])
     text = " ".join(sample["text"].split())
@@ -339,7 +342,7 @@ def sample_text(sample: Event) -> str:
 
 
 def measured(event: Event) -> list[str]:
-    """The metrics of an evaluation that the summary follows."""
+    """The metrics of an evaluation that the summary shows."""
     has_interval = [key for key in event if f"{key}_low" in event]
     return [key for key in ("loss", *HEADLINES, *has_interval, "stopped") if key in event]
 
@@ -357,18 +360,18 @@ def eval_text(event: Event) -> str:
 
 
 def is_bound(key: str, event: Event) -> bool:
-    """Whether a field is one end of another's interval."""
+    """Whether a field is a bound of another's interval."""
     return any(key.endswith(end) and key.removesuffix(end) in event for end in ("_low", "_high"))
 
 
 def stops_text(stop: Event) -> str:
-    """The end of a run on whether its model stops; the warning that follows says more."""
-    found = f"{stop['ended']} of {stop['asked']} answers ended by themselves"
-    return found if stop["cause"] is None else f"{found}, expected {stop['wanted']:.0%}"
+    """The result of the stop check; a warning event has the details."""
+    text = f"{stop['ended']} of {stop['asked']} answers ended by themselves"
+    return text if stop["cause"] is None else f"{text}, expected {stop['wanted']:.0%}"
 
 
 def fields_text(event: Event) -> str:
-    """The fields of an event that nothing else shows, on one line."""
+    """The other fields of an event in one line."""
     return "  ".join(
         f"{key} {number(value)}"
         for key, value in event.items()
@@ -379,7 +382,7 @@ def fields_text(event: Event) -> str:
 def summary(
     steps: Sequence[Event], evals: Sequence[Event], rollouts: Sequence[Event]
 ) -> list[tuple[str, str]]:
-    """The run in a few rows."""
+    """The rows of the summary."""
     seconds, computed, unshared, targets = (
         sum(step[key] for step in steps)
         for key in ("seconds", "num_tokens", "num_tokens_unshared", "num_targets")
@@ -400,13 +403,9 @@ def summary(
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"
         rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))
-    of_them = f" ({counted(targets, 'targets')})" if targets else ""
-    rows.append(("tokens", f"{unshared:,}{of_them}, {speed:,.0f} a second"))
+    target_text = f" ({counted(targets, 'targets')})" if targets else ""
+    rows.append(("tokens", f"{unshared:,}{target_text}, {speed:,.0f} a second"))
     if computed < unshared:
-        rows.append(
-            (
-                "computed",
-                f"{computed:,}: {not_computed(computed, unshared)} of tokens are in shared prefixes",
-            )
-        )
+        saved = not_computed(computed, unshared)
+        rows.append(("computed", f"{computed:,}: {saved} of tokens are in shared prefixes"))
     return rows

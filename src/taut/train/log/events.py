@@ -1,18 +1,15 @@
-"""``events.jsonl``: what happened in a run, one JSON object a line. The other reports are views of it.
+"""``events.jsonl``: the record of a run, one JSON object per line. The other reports are views of it.
 
-An event has ``kind`` (one of KINDS), ``time`` (seconds since 1970) and its own fields. A line is handed to the system
-when its event happens, so a killed process loses none; it is forced to the disk (fsync) at checkpoints, at a resume and
-at the end, so a machine that loses power loses nothing that a checkpoint before it relies on.
+An event has ``kind`` (one of KINDS), ``time`` (seconds since 1970) and the fields of its kind. A line is passed to the
+system when its event happens, so a killed process loses none; it is forced to the disk (fsync) at checkpoints, at a
+resume and at the end, so a power failure loses nothing that a checkpoint relies on.
 
-Lines are strict JSON: floats that are not finite stand as the strings "nan", "inf" and "-inf". ``read_events`` turns
-such strings back into floats, except within lists and mappings.
+Lines are strict JSON: non-finite floats are the strings "nan", "inf" and "-inf". ``read_events`` turns such strings
+back into floats, except within lists and mappings.
 
 A killed writer may leave half a line at the end: readers skip it, and the next writer removes it. A ``resume`` line
-with ``from_step`` k takes back what earlier lines say of steps after k; with ``is_measured`` false also what was
-measured after step k, which is measured again. A file that is deleted or moved during the run is written again
-(``EventLog.restore``).
-
-Imports the standard library, numpy, durable and errors. Anyone above may import it.
+with ``from_step`` k revokes earlier events of steps after k; with ``is_measured`` false also the evaluations after step
+k, which are repeated. A file that is deleted or moved during the run is written again (``EventLog.restore``).
 """
 
 from __future__ import annotations
@@ -48,29 +45,37 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MEASURED = ("eval", "best")
 SYNCED = ("checkpoint", "resume", "end")
 BLOCK = 2**16
-"""Bytes that are read first, from the end."""
+"""Bytes of the first read from the end."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval"}
+"""Kinds of events with curves -> the prefix of their names."""
+NOT_CURVES = ("step", "time")
+NOT_MEASURED = ("loss", "grad_norm")
+"""Fields that are 0 in the event of a skipped step, where they have no value."""
+
+
 class ReportLost(Exception):
-    """A view of the events that cannot be written any more; the message says which, and why."""
+    """A view of the events that can no longer be written; the message says which, and why."""
 
 
 class EventLog:
-    """Appends events to a file, which may not be a symbolic link: what it points to may be no run's."""
+    """Appends events to a file, which must not be a symbolic link: its target may belong to something else."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file = _open_to_append(path)
-            _drop_torn_line(self._file.fileno())
+            number = self._file.fileno()
+            os.ftruncate(number, _read_all(number).rfind(b"\n") + 1)  # drops a torn last line
         except OSError as error:
             raise _unwritable(path, error) from error
 
     def restore(self) -> str | None:
-        """Write the file again if it was deleted during the run, and say so; None where it is in place.
+        """Write the file again if it was deleted during the run; returns a notice, or None where it is in place.
 
-        Raises OutputError where another file is in its place: lines would go where nobody reads them.
+        Raises OutputError where another file is in its place.
         """
         try:
             number = self._file.fileno()
@@ -82,7 +87,7 @@ class EventLog:
                     f"{self.path} was replaced by another file during the run; expected the file that the run writes; "
                     "leave it alone while the run writes it"
                 )
-            content = _content(number)
+            content = _read_all(number)
             files.write_bytes(self.path, content)
             restored = _open_to_append(self.path)
         except OSError as error:
@@ -93,7 +98,7 @@ class EventLog:
         return f"{self.path} was deleted or moved during the run: written again, with the {num_lines:,} lines it had"
 
     def __call__(self, event: Event) -> None:
-        line = json.dumps(plain(event), allow_nan=False, ensure_ascii=False)
+        line = json.dumps(to_json(event), allow_nan=False, ensure_ascii=False)
         try:
             self._file.write(line + "\n")
             self._file.flush()
@@ -105,12 +110,12 @@ class EventLog:
     def close(self) -> None:
         try:
             self._file.close()
-        except OSError as error:  # what could not be written is tried once more
+        except OSError as error:  # closing retries the last write
             raise _unwritable(self.path, error) from error
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """The events in force: each step once, however often the run was killed and resumed."""
+    """The valid events: each step once, however often the run was killed and resumed."""
     events: list[Event] = []
     for event in all_events(Path(path)):
         if event["kind"] == "resume":
@@ -120,7 +125,7 @@ def read_events(path: str | Path) -> list[Event]:
 
 
 def all_events(path: Path) -> Iterator[Event]:
-    """Every event that was written, those taken back by a resume included."""
+    """Every event that was written, including those that a resume revokes."""
     try:
         with files.open_regular(path) as file:
             lines = file.read().split(b"\n")
@@ -131,7 +136,7 @@ def all_events(path: Path) -> Iterator[Event]:
 
 
 def newest_first(path: Path) -> Iterator[Event]:
-    """The events in force, from the last one back; of a long file no more is read than is asked for."""
+    """The valid events from the last one back; reads no more of a long file than is consumed."""
     resumes: list[Event] = []
     for number, line in enumerate(_lines_back(path), start=1):
         event = _parse(f"{path}, line {number} from its end", line)
@@ -152,10 +157,8 @@ def _lines_back(path: Path) -> Iterator[bytes]:
                 position = file.seek(position - size)
                 begun, *lines = (file.read(size) + begun).split(b"\n")
                 if lines and is_last:
-                    lines, is_last = (
-                        lines[:-1],
-                        False,
-                    )  # what follows the last end of a line is torn
+                    lines.pop()  # the torn line, or nothing, after the last line end
+                    is_last = False
                 yield from reversed(lines)
                 size *= 2
             if not is_last:
@@ -165,14 +168,14 @@ def _lines_back(path: Path) -> Iterator[bytes]:
 
 
 def _stands(earlier: Event, resume: Event) -> bool:
-    """Whether a resume leaves an earlier event in force."""
+    """Whether an earlier event stays valid after a resume."""
     step, last = earlier.get("step", 0), resume["from_step"]
     is_measured_again = not resume.get("is_measured", True) and earlier["kind"] in MEASURED
     return bool(step < last or (step == last and not is_measured_again))
 
 
-def plain(value: Any) -> Any:
-    """``value`` in JSON's own types."""
+def to_json(value: Any) -> Any:
+    """``value`` in JSON types; non-finite floats as strings."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -180,9 +183,9 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     assert isinstance(value, os.PathLike), f"an event cannot hold a {type(value).__name__}"
     return os.fspath(value)
 
@@ -208,21 +211,29 @@ def _parse(place: str, line: bytes) -> Event:
     }
 
 
+def scalars(event: Event) -> dict[str, float]:
+    """The curves of an event, ``train/loss`` and others; empty for events that are no measurement."""
+    prefix = PREFIXES.get(event["kind"])
+    if prefix is None:
+        return {}
+    left_out = NOT_CURVES + (NOT_MEASURED if event.get("skipped") else ())
+    return {
+        f"{prefix}/{name}": float(value)
+        for name, value in event.items()
+        if name not in left_out and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
 def _open_to_append(path: Path) -> TextIO:
     number = files.open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     return os.fdopen(number, "a", encoding="utf-8")
 
 
-def _content(number: int) -> bytes:
-    """All that an open file contains."""
+def _read_all(number: int) -> bytes:
+    """The content of an open file."""
     with os.fdopen(os.dup(number), "rb") as file:
         file.seek(0)
         return file.read()
-
-
-def _drop_torn_line(number: int) -> None:
-    """Cut the file back to its last whole line."""
-    os.ftruncate(number, _content(number).rfind(b"\n") + 1)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

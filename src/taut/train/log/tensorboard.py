@@ -1,7 +1,6 @@
-"""Numbers of a run as TensorBoard scalars, through TensorBoard's own writer.
+"""TensorBoard scalars, through TensorBoard's own writer: ``train/*`` at steps, ``eval/*`` at evaluations.
 
-Writes ``train/*`` at steps and ``eval/*`` at evaluations. A resume tells TensorBoard to forget the steps after it.
-Imported by ``taut.train.log`` where it is asked for; it loads tensorboard, never torch.
+A resume tells TensorBoard to discard the steps after it. Loads tensorboard, never torch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from taut.errors import OutputError
-from taut.train.log.events import Event, ReportLost
-from taut.train.log.scalars import scalars
+from taut.train.log.events import Event, ReportLost, scalars
 
 
 class TensorBoard:
@@ -33,25 +31,24 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         try:
-            self._write(event)
+            if event["kind"] == "resume":
+                discard = SessionLog(status=SessionLog.START)
+                record = Record(
+                    wall_time=event["time"], step=event["from_step"] + 1, session_log=discard
+                )
+                self._writer.add_event(record)
+            values = [
+                Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(event).items()
+            ]
+            if values:
+                record = Record(
+                    wall_time=event["time"], step=event["step"], summary=Summary(value=values)
+                )
+                self._writer.add_event(record)
             if event["kind"] == "end":
                 self._writer.flush()
         except OSError as error:
             raise ReportLost(f"TensorBoard's file cannot be written: {error.strerror}") from error
-
-    def _write(self, event: Event) -> None:
-        if event["kind"] == "resume":
-            forget = SessionLog(status=SessionLog.START)
-            step = event["from_step"] + 1
-            self._writer.add_event(Record(wall_time=event["time"], step=step, session_log=forget))
-        values = [
-            Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(event).items()
-        ]
-        if values:
-            summary = Summary(value=values)
-            self._writer.add_event(
-                Record(wall_time=event["time"], step=event["step"], summary=summary)
-            )
 
     def close(self) -> None:
         with suppress(OSError):  # reported when the event came

@@ -1,7 +1,6 @@
-"""Numbers of a run as Weights & Biases curves. Needs the extra ``taut[wandb]`` (LogConfig refuses to do without).
+"""Weights & Biases curves. Needs the extra ``taut[wandb]``; LogConfig checks that it is installed.
 
-Each start of a run, a resumed one too, is a W&B run of its own; those of one ``out`` are in one group.
-Imported by ``taut.train.log`` where it is asked for.
+Each start of a run, including a resume, is a separate W&B run; those of one ``out`` share a group.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import wandb
 
-from taut.train.log.events import Event, ReportLost, plain
-from taut.train.log.scalars import scalars
+from taut.train.log.events import Event, ReportLost, scalars, to_json
 
 
 class WeightsAndBiases:
@@ -22,16 +20,13 @@ class WeightsAndBiases:
 
     def __call__(self, event: Event) -> None:
         try:
-            self._report(event)
+            if event["kind"] == "start":
+                self._run.config.update(to_json(event))
+            values = scalars(event)
+            if values:
+                self._run.log(values, step=event["step"])
         except (wandb.Error, OSError) as error:  # its service process, or the network
             raise ReportLost(f"Weights & Biases takes no more: {error}") from error
-
-    def _report(self, event: Event) -> None:
-        if event["kind"] == "start":
-            self._run.config.update(plain(event))
-        values = scalars(event)
-        if values:
-            self._run.log(values, step=event["step"])
 
     def close(self) -> None:
         self._run.finish()

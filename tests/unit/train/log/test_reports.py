@@ -20,7 +20,7 @@ from taut.errors import ConfigError
 from taut.train import log as log_config
 from taut.train.log import Event, LogConfig, RunLog, Sink, read_events
 from taut.train.log.console import ConsoleReport
-from taut.train.log.scalars import scalars
+from taut.train.log.events import scalars
 from taut.train.log.tensorboard import TensorBoard
 
 
