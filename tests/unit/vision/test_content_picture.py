@@ -313,7 +313,7 @@ class TestAddresses:
 
     def test_nobody_there(self, server: str) -> None:
         with pytest.raises(
-            PictureError, match=r"cannot be fetched: no answer .ConnectError .*\(3 attempts\)"
+            PictureError, match=r"cannot be fetched: no answer .ConnectError: .*\(3 attempts\)"
         ):
             encoded(ImageRef("url", "http://127.0.0.1:9/cat.png"), self.ALLOWED)
 
