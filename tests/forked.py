@@ -136,8 +136,8 @@ class ForkedProcess:
 
 
 def fork_bounded_process() -> None:
-    """In a forked process: fork the process of ``taut.io.processes`` now. It would start at the first call and then have to
-    import transformers.
+    """In a forked process: fork the process of ``taut.io.processes`` now. It would start at the first call and then
+    have to import transformers.
     """
     reads_requests, requests = os.pipe()
     answers, writes_answers = os.pipe()

@@ -185,7 +185,7 @@ def read_file(path: str, most: int) -> bytes:
 def fetch(url: str, name: str, most: int) -> bytes:
     """The bytes at ``url``, at most ``most``. ``name``: the image's name in messages."""
     try:
-        return http.wait_for(SECONDS, partial(_download, url, name, most))
+        return http.wait_for(SECONDS, partial(_fetch_with_retries, url, name, most))
     except TimeoutError:
         raise _not_fetched(name, f"not whole after {SECONDS:g} s") from None
     except http.TooLarge:
@@ -197,7 +197,7 @@ def fetch(url: str, name: str, most: int) -> bytes:
         raise _not_fetched(name, str(error)) from None
 
 
-async def _download(url: str, name: str, most: int) -> bytes:
+async def _fetch_with_retries(url: str, name: str, most: int) -> bytes:
     limits = http.Limits(math.inf, max_bytes=most, redirects=REDIRECTS)  # fetch has a deadline
     async with http.open_client(QUIET) as client:
         try:
