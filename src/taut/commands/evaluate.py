@@ -1,15 +1,15 @@
-"""``taut eval MODEL data=FILE``: a model answers questions, rewards judge the answers, a table says what came of it.
+"""``taut eval MODEL data=FILE``: a model answers questions, rewards judge the answers, and a table has the results.
 
 Answers are greedy unless ``sampling.temperature`` is set. With ``out`` the directory holds
 
     completions.jsonl   as ``taut generate`` writes them, each as it finishes; resume=true finishes the rest
-    scores.jsonl        what each reward said of each completion: a value, null where it does not apply, or an error
+    scores.jsonl        each reward's score of each completion: a value, null where it does not apply, or an error
     report.json         the numbers of the table, and the configuration
 
 The exit code is 1, with the first reason, where more of a reward's scores are errors than ``max_errors`` allows, or
 where the engine could not finish a completion; the table is printed all the same.
 
-Does not sample (``generate.py``) and does no maths (``taut.evals.report``). The command line imports it.
+Sampling is in generate.py, statistics in evals/report.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +27,9 @@ from rich.console import Console
 
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
-from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
+from taut.commands.reading import RowSettings, read_prompts, write_errors
 from taut.config import Decision, configclass, fields_of, from_mapping, home_path, to_dict
-from taut.data.prompts import PromptRow, load_prompts
-from taut.data.schema import Format
+from taut.data.prompts import PromptRow
 from taut.data.sources import Source
 from taut.errors import CheckFailed, ConfigError, OutputError
 from taut.evals.answers import EvalSampling, judge, require_scorable
@@ -39,7 +38,7 @@ from taut.inference.open import ModelUse, open_renderer
 from taut.inference.reward_model import open_rater
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
-from taut.rewards import Panel, RewardSpec, open_panel
+from taut.rewards import RewardSpec, open_panel
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
@@ -47,36 +46,25 @@ LOST = "were finished and are not kept; with out=DIR they are, and resume=true g
 
 
 @configclass
-class Evaluate(ModelUse):
+class Evaluate(RowSettings, ModelUse):
     """A model's answers to questions whose right answers are known."""
 
     data: str | Source
-    """Questions with their right answers: a file or data set of rows as ``taut generate`` and training take them."""
+    """Questions with right answers: a file or data set of rows as for ``taut generate`` and training."""
     rewards: str | list[str | RewardSpec] = "exact_match"
-    """What judges an answer: names of docs/rewards.md, or FILE.py:function, a function (text, references, row) that
-    returns a number, or None where it does not apply; or tables of them, with options."""
+    """Rewards that judge an answer: names of docs/rewards.md, or FILE.py:function, a function (text, references, row)
+    that returns a number, or None where it does not apply; or tables of them, with options."""
     reference: str | None = None
-    """The column with the right answer, or a list of them; by default answers, answer, ..., or the last assistant
+    """Column with the right answer, or a list of them; by default answers, answer, ..., or the last assistant
     message."""
-    format: Format = "auto"
-    """How rows are read; auto recognises them by their columns."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """taut's name of a column -> its name in the data."""
-    ignore_keys: tuple[str, ...] = ()
-    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
-    apply_chat_template: bool = False
-    """Render prompts that are plain text with the chat template, as a user message. By default they are used as they
-    are."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many rows."""
     out: str | None = None
-    """Directory for completions.jsonl, scores.jsonl and report.json; refused if anything is in it, unless resume."""
+    """Directory for completions.jsonl, scores.jsonl and report.json; it must be empty, unless resume."""
     resume: bool = False
-    """Finish what an earlier run with the same settings left in out."""
+    """Complete the output of an earlier run with the same settings."""
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of a reward's scores that may be errors; with more the exit code is 1."""
+    """Largest share of a reward's scores that may be errors; above it the exit code is 1."""
     samples: Annotated[int, Field(ge=0)] = 5
-    """Answers shown, evenly spaced."""
+    """Number of answers to print, evenly spaced."""
     sampling: EvalSampling = EvalSampling()
 
     def __post_init__(self) -> None:
@@ -93,7 +81,7 @@ class Evaluate(ModelUse):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of it."""
+    """The result."""
 
     report: Report
     answers: tuple[Answer, ...]
@@ -101,7 +89,7 @@ class Evaluated:
 
 
 def run(config: Evaluate) -> int:
-    """Evaluate, and print the table; raises CheckFailed where too much of it is errors."""
+    """Evaluate and print the table; raises CheckFailed where too many scores are errors."""
     console = Terminal(soft_wrap=True)
     result = evaluate(config, console)
     show_report(console, result.report, result.answers, config.samples)
@@ -115,37 +103,33 @@ def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
     """Generate, judge and write. ``console``: as for ``generate.generate``."""
     opened = open_panel(config.rewards, reserved=[STOPPED], open_rater=open_rater)
     with opened as panel, _directory(config) as directory:
-        rows = _load_rows(config, panel)
+        rows = read_prompts(
+            config,
+            config.images,
+            config.data,
+            open_renderer(config).renderer,
+            None,  # taut generate lists the rows that are left out
+            reference=config.reference,
+            needs_reference=any(part.verifier.needs_reference for part in panel.parts),
+        )
         require_scorable(rows, panel, config.max_errors)
         if console is not None:
             for name, value, reason in panel.decisions:
                 console.print(f"{name}: {value} ({reason})", markup=False)
         afterwards = generate.FINISH if config.out else LOST
-        generated = generate.generate(_generation(config, directory), console, afterwards)
+        keys = {key: value for key, value in to_dict(config).items() if key in fields_of(Generate)}
+        paths = {"prompts": config.data, "out": str(directory / COMPLETIONS)}
+        generation = from_mapping(Generate, {**keys, **paths})
+        generated = generate.generate(generation, console, afterwards)
         answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), panel)
         report = build_report(answers, panel.names)
         _write(directory, config, report, answers, panel.decisions)
     return Evaluated(report, tuple(answers), generated)
 
 
-def _load_rows(config: Evaluate, panel: Panel) -> list[PromptRow]:
-    source, unread = source_of(config.data), left_out(config.images)
-    rows = load_prompts(
-        source,
-        open_renderer(config).renderer,
-        columns_of(config, source),
-        reference=config.reference,
-        needs_reference=any(part.verifier.needs_reference for part in panel.parts),
-        limit=config.limit,
-        left_out=unread,
-    )
-    tell_left_out(unread, rows, None)  # taut generate lists them
-    return rows
-
-
 @contextmanager
 def _directory(config: Evaluate) -> Iterator[Path]:
-    """``out``, or a directory that is gone afterwards."""
+    """``out``, or a temporary directory."""
     if config.out is None:
         with TemporaryFolder("evaluate") as folder:
             yield folder
@@ -161,19 +145,10 @@ def _directory(config: Evaluate) -> Iterator[Path]:
     yield out
 
 
-def _generation(config: Evaluate, directory: Path) -> Generate:
-    """The same settings for ``taut generate``."""
-    keys = {key: value for key, value in to_dict(config).items() if key in fields_of(Generate)}
-    own = {"prompts": config.data, "out": str(directory / COMPLETIONS)}
-    return from_mapping(Generate, {**keys, **own})
-
-
 def _read_completions(path: Path, rows: Sequence[PromptRow]) -> list[Completion]:
-    """What ``taut generate`` wrote, in the order of rows and samples."""
-    written = path.read_text(encoding="utf-8").split(
-        "\n"
-    )  # splitlines knows ends of lines that texts may have
-    lines = [json.loads(line) for line in written if line]
+    """The output of ``taut generate``, in the order of rows and samples."""
+    texts = path.read_text(encoding="utf-8").split("\n")  # texts may contain other line ends
+    lines = [json.loads(text) for text in texts if text]
     order = {row.id: number for number, row in enumerate(rows)}
     lines.sort(key=lambda line: (order[line["id"]], line["index"]))
     return [
@@ -201,21 +176,18 @@ def _write(
     settled = {name: f"{value} ({reason})" for name, value, reason in decisions}
     whole = {**report.as_dict(), "decisions": settled, "config": to_dict(config)}
     lines = [json.dumps(_score_line(answer), ensure_ascii=False) + "\n" for answer in answers]
-    try:
+    with write_errors(directory, "; free it and set resume=true"):
         (directory / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
         (directory / "report.json").write_text(
             json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-    except OSError as error:
-        raise OutputError(
-            f"out={directory} cannot be written: {error.strerror}; expected room and permission; free it and set "
-            "resume=true"
-        ) from error
 
 
 def _score_line(answer: Answer) -> dict[str, Any]:
     errors = {name: score.error for name, score in answer.scores.items() if score.error is not None}
-    unjudged = {name: it.unjudged for name, it in answer.scores.items() if it.unjudged is not None}
+    unjudged = {
+        name: score.unjudged for name, score in answer.scores.items() if score.unjudged is not None
+    }
     return {
         "id": answer.row.id,
         "index": answer.completion.index,

@@ -1,15 +1,14 @@
-"""``taut generate MODEL prompts=FILE out=FILE``: completions of a file of prompts, one JSON object a line.
+"""``taut generate MODEL prompts=FILE out=FILE``: completions of a file of prompts, one JSON object per line.
 
     {"id", "index", "ids", "logp", "logp_one", "finish_reason", "text"}    and, where there are any, "error",
                                                                            "references", "prompt_ids", "images"
 
-A line is written as soon as its completion is finished, so lines are in the order they finished in; ``id`` and
-``index`` say which is which; ``images`` are path and SHA-256 of the prompt's pictures. What is written is kept: after a
-crash, an interrupt or errors, the same command with ``resume=true`` finishes what is missing and tries errors again.
-``FILE.meta.json`` beside the output holds what the completions were drawn with; a run with other settings does not add
-to them.
+A line is written as soon as its completion is finished, so lines are in order of completion; ``id`` and ``index``
+identify them; ``images`` are path and SHA-256 of the prompt's pictures. After a crash, an interrupt or errors, the same
+command with ``resume=true`` keeps what is written, generates the rest, and retries errors. ``FILE.meta.json`` next to
+the output holds the settings of the completions; a run with other settings does not add to them.
 
-Does not judge completions (``evaluate.py``). The command line imports it.
+Does not judge completions (evaluate.py).
 """
 
 from __future__ import annotations
@@ -20,73 +19,60 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pydantic
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import TypedDict
 
-from taut.commands.reading import columns_of, left_out, source_of, tell_left_out
+from taut.commands.reading import RowSettings, read_prompts, require_free, write_errors
 from taut.config import Decision, configclass, home_path, to_dict
-from taut.data.prompts import PromptRow, load_prompts
-from taut.data.render import Renderer
-from taut.data.schema import Format
+from taut.data.prompts import PromptRow
 from taut.data.sources import Source
 from taut.errors import EngineError, OutputError
-from taut.inference.engine import Engine, Sampling, require_text, require_usable
-from taut.inference.open import ModelUse, Opened, open_engine, open_renderer
+from taut.inference.engine import Sampling, require_text, require_usable
+from taut.inference.open import ModelUse, open_engine, open_renderer
 from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.types import Completion, FloatArray, Picture, Prompt
+from taut.types import Completion, FloatArray
 
-ERRORS_SHOWN = 3
+MAX_ERRORS = 3
+"""Errors listed in the summary."""
 FINISH = "are written; the same command with resume=true finishes the rest"
 PARTS = 10
-"""How many lines tell of progress where there is no terminal."""
+"""Progress lines without a terminal."""
 DECIMALS = 7
-"""Of a log-prob in the file."""
+"""Decimals of a log-prob in the file."""
 
 Key = tuple[str, int]
 """A completion: its prompt's id and its index."""
 
 
 @configclass
-class Generate(ModelUse):
+class Generate(RowSettings, ModelUse):
     """Completions of a file of prompts."""
 
     prompts: str | Source
     """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: rows with messages, conversations,
     prompt, instruction or text."""
     out: str
-    """The JSONL file that is written; refused if it exists, unless resume."""
-    format: Format = "auto"
-    """How rows are read; auto recognises them by their columns."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """taut's name of a column -> its name in the data."""
-    ignore_keys: tuple[str, ...] = ()
-    """Keys of messages, and columns of pictures or sound, that may be there and are not used."""
-    apply_chat_template: bool = False
-    """Render prompts that are plain text with the chat template, as a user message. By default they are used as they
-    are."""
+    """The JSONL file to write; it must not exist, unless resume."""
     reference: str | None = None
-    """The column with the right answer, copied beside each completion; by default one of the usual names, if there."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many rows."""
+    """Column with the right answer, copied next to each completion; by default one of the usual names, if present."""
     prompt_ids: bool = False
-    """Write each prompt's token ids too."""
+    """Also write each prompt's token ids."""
     resume: bool = False
-    """Finish what an earlier run with the same settings left in out; begin where there is nothing."""
+    """Complete the output of an earlier run with the same settings; start new if there is none."""
     sampling: Sampling = Sampling()
 
 
 class _Line(TypedDict):
-    """A line of ``out``, as far as it is read back."""
+    """The fields of a line of ``out`` that are read back."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
     id: str
@@ -98,25 +84,25 @@ class _Line(TypedDict):
 
 @dataclass(frozen=True)
 class Generated:
-    """What came of it; the counts are of this run, what an earlier one did left out."""
+    """The result; counts are of this run, without an earlier one's completions."""
 
     out: Path
     num_prompts: int
     num_completions: int
-    """In the file, errors left out."""
+    """Completions in the file, without errors."""
     num_kept: int
-    """Of these, written by an earlier run."""
+    """Completions of an earlier run among them."""
     finished: Mapping[str, int]
     """finish_reason -> completions."""
     num_tokens: int
     seconds: float
     errors: tuple[str, ...]
-    """Those of this run's completions that failed."""
+    """Errors of this run's failed completions."""
     decisions: tuple[Decision, ...]
 
 
 def run(config: Generate) -> int:
-    """Generate, and print what came of it; exit code 1 if a completion failed."""
+    """Generate and print a summary; exit code 1 if a completion failed."""
     console = Terminal(soft_wrap=True)
     result = generate(config, console)
     console.print(summary(result), markup=False)
@@ -126,12 +112,21 @@ def run(config: Generate) -> int:
 def generate(
     config: Generate, console: Console | None = None, afterwards: str = FINISH
 ) -> Generated:
-    """Write the completions that are not in ``config.out`` yet. ``console``: where it is shown what was decided, and
-    progress. ``afterwards``: what is said of the finished ones where not all could be finished."""
+    """Write the completions that are not in ``config.out`` yet. ``console``: for decisions and progress.
+    ``afterwards``: the message about the finished ones where not all could be finished.
+    """
     out = home_path(config.out)
-    _require_free(out, config)
+    do = "set resume=true to finish what it lacks, or name another"
+    require_free(out, config.prompts, "prompts", may_exist=config.resume, do=do)
     rendering = open_renderer(config)
-    rows = _rows(config, rendering.renderer, console)
+    rows = read_prompts(
+        config,
+        config.images,
+        config.prompts,
+        rendering.renderer,
+        console,
+        reference=config.reference,
+    )
     identity = _identity(config, rows, rendering.stops.ids)
     kept = _kept(out, identity) if config.resume else []
     done = {_key(line) for line in kept}
@@ -143,51 +138,42 @@ def generate(
     with open_engine(config, rendering) as opened:
         require_usable(prompts, opened.context)
         if console is not None:
-            _show_decisions(opened, console)
-        _begin(out, identity, kept)
-        with _appending(out) as file, _progress(console) as progress:
+            for name, value, reason in opened.decisions:
+                console.print(f"{name}: {value} ({reason})", markup=False)
+        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+        with write_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            meta = json.dumps({"drawn_with": identity}, indent=1)
+            files.write_text(_meta(out), meta + "\n")
+            files.write_text(out, lines)
+            opened_out = FileIO(out, "ab")
+        with opened_out as file, _progress(console) as progress:
             tally = _Tally(
                 file, {row.id: row for row in rows}, done, config.prompt_ids, progress, console
             )
             progress.update(progress.task_ids[0], total=len(missing) * len(samples))
-            if prompts:
-                _run(opened.engine, prompts, config.sampling, tally, afterwards)
-    return _result(out, rows, kept, tally, opened)
-
-
-def _rows(config: Generate, renderer: Renderer, console: Console | None) -> list[PromptRow]:
-    source, unread = source_of(config.prompts), left_out(config.images)
-    rows = load_prompts(
-        source,
-        renderer,
-        columns_of(config, source),
-        reference=config.reference,
-        limit=config.limit,
-        left_out=unread,
+            try:
+                if prompts:
+                    opened.engine.generate(prompts, config.sampling, tally)
+            except EngineError as error:
+                raise EngineError(f"{error}; {tally.counted} {afterwards}") from error
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"{tally.counted} {afterwards}") from None
+    return Generated(
+        out=out,
+        num_prompts=len(rows),
+        num_completions=len(kept) + sum(tally.finished.values()) - len(tally.errors),
+        num_kept=len(kept),
+        finished=dict(tally.finished),
+        num_tokens=tally.num_tokens,
+        seconds=time.perf_counter() - tally.began,
+        errors=tuple(tally.errors),
+        decisions=tuple(opened.decisions),
     )
-    tell_left_out(unread, rows, console)
-    return rows
-
-
-def _run(
-    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tally: _Tally, afterwards: str
-) -> None:
-    try:
-        engine.generate(prompts, sampling, tally)
-    except EngineError as error:
-        raise EngineError(f"{error}; {tally.counted} {afterwards}") from error
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{tally.counted} {afterwards}") from None
-
-
-def _show_decisions(opened: Opened, console: Console) -> None:
-    for name, value, reason in opened.decisions:
-        console.print(f"{name}: {value} ({reason})", markup=False)
 
 
 def summary(result: Generated) -> str:
-    """The result in a few lines."""
-    lines = []
+    """The summary as text."""
     total = sum(result.finished.values())
     parts = [f"{total:,} completions of {result.num_prompts:,} prompts"]
     if result.num_kept:
@@ -199,10 +185,10 @@ def summary(result: Generated) -> str:
         parts.append(
             f"{counted(result.num_tokens, 'tokens')} in {result.seconds:.1f} s ({rate:,.{0 if rate >= 10 else 1}f}/s)"
         )
-    lines.append("; ".join(parts))
-    lines += [f"error: {error}" for error in result.errors[:ERRORS_SHOWN]]
-    if len(result.errors) > ERRORS_SHOWN:
-        lines.append(f"and {len(result.errors) - ERRORS_SHOWN:,} more errors")
+    lines = ["; ".join(parts)]
+    lines += [f"error: {error}" for error in result.errors[:MAX_ERRORS]]
+    if len(result.errors) > MAX_ERRORS:
+        lines.append(f"and {len(result.errors) - MAX_ERRORS:,} more errors")
     if result.errors:
         lines.append("the same command with resume=true tries these again")
     return "\n".join([*lines, f"written: {result.out}"])
@@ -241,7 +227,7 @@ class _Tally:
             self.errors.append(f"{completion.prompt_id}: {completion.error}")
 
     def _write(self, line: bytes) -> None:
-        """Write a whole line, past any buffer: what fails is not tried again when the file is closed."""
+        """Write a line unbuffered, so that a failed write is not retried when the file is closed."""
         rest = memoryview(line)
         try:
             while rest:
@@ -253,7 +239,7 @@ class _Tally:
             ) from error
 
     def _show_progress(self) -> None:
-        """The bar; without a terminal, a line for each tenth."""
+        """Advance the bar; without a terminal, print a line for each tenth."""
         self.progress.advance(self.progress.task_ids[0])
         (task,) = self.progress.tasks
         share = int(task.completed * PARTS // (task.total or 1))
@@ -283,65 +269,33 @@ class _Tally:
         if row.references:
             line["references"] = list(row.references)
         if row.media:
-            line["images"] = [_reference(one.picture) for one in row.media]
+            # identifies the picture; never its pixels
+            line["images"] = [
+                {"path": medium.picture.source, "sha256": medium.picture.content}
+                for medium in row.media
+            ]
         if self.has_prompt_ids:
             line["prompt_ids"] = row.ids_T.tolist()
         return line
-
-
-def _reference(picture: Picture) -> dict[str, str]:
-    """Which picture it was: never its pixels."""
-    return {"path": picture.source, "sha256": picture.content}
 
 
 def _rounded(values: FloatArray | None) -> list[float] | None:
     return None if values is None else [round(float(value), DECIMALS) for value in values]
 
 
-def _result(
-    out: Path,
-    rows: Sequence[PromptRow],
-    kept: Sequence[Mapping[str, Any]],
-    tally: _Tally,
-    opened: Opened,
-) -> Generated:
-    return Generated(
-        out=out,
-        num_prompts=len(rows),
-        num_completions=len(kept) + sum(tally.finished.values()) - len(tally.errors),
-        num_kept=len(kept),
-        finished=dict(tally.finished),
-        num_tokens=tally.num_tokens,
-        seconds=time.perf_counter() - tally.began,
-        errors=tuple(tally.errors),
-        decisions=tuple(opened.decisions),
-    )
-
-
 def _meta(out: Path) -> Path:
     return out.with_name(f"{out.name}.meta.json")
-
-
-def _require_free(out: Path, config: Generate) -> None:
-    if out.is_dir():
-        raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
-    source = source_of(config.prompts).path
-    if out.exists() and out.resolve() == home_path(source).resolve():
-        raise OutputError(f"out={out} is the file of prompts; expected another; rename out")
-    if out.exists() and not config.resume:
-        raise OutputError(
-            f"out={out} exists; expected a new file; set resume=true to finish what it lacks, or name another"
-        )
 
 
 def _identity(
     config: Generate, rows: Sequence[PromptRow], stop_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What completions in one file must have in common."""
+    """The settings that all completions in one file share."""
     digest = hashlib.sha256()
     for row in rows:
-        told = [row.id, row.ids_T.tolist(), row.references]
-        digest.update(json.dumps(told + [one.picture.digest for one in row.media]).encode())
+        content = [row.id, row.ids_T.tolist(), row.references]
+        content += [medium.picture.digest for medium in row.media]
+        digest.update(json.dumps(content).encode())
     settings = to_dict(config)
     names = ("model", "adapter", "engine", "dtype", "sampling", "prompt_ids")
     return {
@@ -353,7 +307,7 @@ def _identity(
 
 
 def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
-    """The good lines of an earlier run; its errors, and a last line that was cut, are to be done again."""
+    """The good lines of an earlier run; its errors, and a torn last line, are generated again."""
     if not out.exists():
         return []
     try:
@@ -364,7 +318,7 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
         earlier = None
     if not isinstance(earlier, dict):
         raise OutputError(
-            f"{_meta(out).name} beside out={out} cannot be read; expected what its completions were drawn with; name "
+            f"{_meta(out).name} next to out={out} cannot be read; expected the settings of its completions; name "
             "another out"
         )
     changed = [name for name, value in identity.items() if earlier.get(name) != value]
@@ -375,16 +329,15 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
         )
     lines: dict[Key, _Line] = {}
     reader = pydantic.TypeAdapter(_Line)
-    for number, text in enumerate(
-        texts[:-1], start=1
-    ):  # after the last newline: nothing, or a cut line
+    # after the last newline there is nothing, or a torn line
+    for number, text in enumerate(texts[:-1], start=1):
         try:
             reader.validate_json(text, strict=True)
         except ValueError:
             raise OutputError(
                 f"{out}:{number} is no line of taut's; expected a completion; restore the file or name another out"
             ) from None
-        line: _Line = json.loads(text)  # as it is, the order of its keys included
+        line: _Line = json.loads(text)  # unchanged, including the order of its keys
         key = _key(line)
         if line["finish_reason"] != "error":
             lines.setdefault(key, line)
@@ -393,29 +346,6 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
 
 def _key(line: Mapping[str, Any]) -> Key:
     return line["id"], line["index"]
-
-
-def _begin(out: Path, identity: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> None:
-    """Write what is drawn with, and leave in ``out`` only what is kept."""
-    meta = {"drawn_with": identity}
-    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(_meta(out), json.dumps(meta, indent=1) + "\n")
-        files.write_text(out, lines)
-    except OSError as error:
-        raise OutputError(
-            f"out={out} cannot be written: {error.strerror}; expected room and permission"
-        ) from error
-
-
-def _appending(out: Path) -> FileIO:
-    try:
-        return FileIO(out, "ab")
-    except OSError as error:
-        raise OutputError(
-            f"out={out} cannot be written: {error.strerror}; expected room and permission"
-        ) from error
 
 
 @contextmanager

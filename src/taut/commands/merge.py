@@ -1,11 +1,11 @@
 """``taut merge MODEL adapter=DIR out=DIR``: a base model and a LoRA adapter -> one model directory.
 
-Any LoRA adapter in peft's format will do, made by taut or elsewhere, with modules trained whole, with trained rows and
-with a vocabulary it made larger. Refused: an ``out`` that exists, another kind of adapter, one whose tensors do not all
-find their place in the base model, or that leaves places empty. The result has the base's dtype, the stop set, and a
-contract; adapter, merged and reloaded model are compared before it takes its place, as after training.
+Takes any LoRA adapter in peft's format, also with modules trained in full, trained embedding rows, and an enlarged
+vocabulary. Refused: an ``out`` that exists, another kind of adapter, one with tensors that the base model has no place
+for, or that leaves places empty. The result has the base's dtype, the stop set, and a contract. Adapter, merged and
+reloaded model are compared before the result appears, as after training.
 
-Golden prompts are rows of ``data``, else built-in ones. The command line imports it.
+Golden prompts are rows of ``data``, else built-in ones.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from taut.vision.image_store import open_album
 
 @configclass
 class Merge:
-    """A base model and an adapter, made one."""
+    """Merge a base model and a LoRA adapter."""
 
     model: str
     """Directory (or hub name) of the base model."""
     adapter: str
     """Directory of the LoRA adapter."""
     out: str
-    """The model directory that is written; refused if it exists."""
+    """The model directory to write; it must not exist."""
     data: str | None = None
-    """Rows whose prompts the contract keeps; by default a few built-in ones."""
+    """Rows whose prompts become golden prompts of the contract; by default a few built-in ones."""
     template: str | None = None
-    """A file with a chat template to use, and save, in place of the tokenizer's own."""
+    """A file with a chat template to use and save instead of the tokenizer's own."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     trust_remote_code: bool = False
@@ -68,33 +68,33 @@ class Merge:
 
 @dataclass(frozen=True)
 class Merged:
-    """What was done."""
+    """The result."""
 
     out: Path
     rank: str
     num_tensors: int
-    """Of the adapter."""
+    """Tensors of the adapter."""
     num_new_rows: int
-    """By which the vocabulary's tables grew."""
+    """Rows added to the embedding tables."""
     dtype: torch.dtype
     stops: tuple[str, str]
-    """The stop set and why."""
+    """The stop set and the reason."""
     checks: list[Comparison]
 
 
 def run(config: Merge) -> int:
-    """Merge, and say what was done."""
-    done = merge(config)
+    """Merge and print a summary."""
+    merged = merge(config)
     console = Terminal(soft_wrap=True)
-    for check in done.checks:
+    for check in merged.checks:
         console.print(f"passed  {check.name}: {check.value:.3g} ({check.detail})", markup=False)
-    dtype = str(done.dtype).removeprefix("torch.")
-    rows = f", {counted(done.num_new_rows, 'rows')} added" if done.num_new_rows else ""
+    dtype = str(merged.dtype).removeprefix("torch.")
+    rows = f", {counted(merged.num_new_rows, 'rows')} added" if merged.num_new_rows else ""
     lines = (
-        f"merged  {counted(done.num_tensors, 'tensors')} of rank {done.rank} into {config.model}{rows}; saved in "
+        f"merged  {counted(merged.num_tensors, 'tensors')} of rank {merged.rank} into {config.model}{rows}; saved in "
         f"{dtype}",
-        f"stops   {done.stops[0]} ({done.stops[1]})",
-        f"written {done.out}, with {FILE}",
+        f"stops   {merged.stops[0]} ({merged.stops[1]})",
+        f"written {merged.out}, with {FILE}",
     )
     for line in lines:
         console.print(line, markup=False)
@@ -102,7 +102,7 @@ def run(config: Merge) -> int:
 
 
 def merge(config: Merge) -> Merged:
-    """Write ``config.out``. Raises TautError, or CheckFailed where what was merged is not what the adapter was."""
+    """Write ``config.out``. Raises TautError; CheckFailed where the merged model differs from base plus adapter."""
     out, adapter = home_path(config.out), home_path(config.adapter)
     if out.exists():
         raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
@@ -160,7 +160,7 @@ def _origin(
     new_ids: list[int],
     dtype: torch.dtype,
 ) -> Origin:
-    """What the adapted model says, and what it will be asked."""
+    """The adapted model's scores for the comparison, and the questions of the contract."""
     rows: Iterable[Row] = built_in_rows(renderer)
     samples = list(chain.from_iterable(renderer.render_all(list(rows))))
     samples = samples_to_compare(samples, [*new_ids, *stops.ids])

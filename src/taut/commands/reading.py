@@ -1,73 +1,106 @@
-"""What the commands that read rows have in common: how rows and their pictures are found, and what is said of those
-that are left out.
+"""The files that commands read and write: rows with their pictures, and a JSON lines file of results.
 
-May import what commands may. Commands that read a file of rows import it.
+``RowSettings`` are the settings of every command that reads rows. Rows whose pictures cannot be read are errors, or
+with images.bad=drop are left out and listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field
 from rich.console import Console
 
-from taut.data.render import Incident
+from taut.config import configclass, home_path
+from taut.data.prompts import PromptRow, load_prompts
+from taut.data.render import Incident, Renderer
 from taut.data.schema import Columns, Format
 from taut.data.sources import Source, folder_of
-from taut.errors import DataError
+from taut.errors import DataError, OutputError
 from taut.io.console import counted
 from taut.vision.content import ImagesConfig
 
-SHOWN = 3
-"""Rows left out that are told one by one."""
+MAX_INCIDENTS = 3
+"""Rows left out that are listed one by one."""
 
 
-class Reads(Protocol):
-    """The settings of a command that reads rows."""
+@configclass
+class RowSettings:
+    """How rows of a file or data set are read."""
 
-    @property
-    def format(self) -> Format: ...
-    @property
-    def columns(self) -> dict[str, str]: ...
-    @property
-    def ignore_keys(self) -> tuple[str, ...]: ...
-    @property
-    def apply_chat_template(self) -> bool: ...
-    @property
-    def images(self) -> ImagesConfig: ...
-
-
-def source_of(given: str | Source) -> Source:
-    """A file or data set, by its path or in full."""
-    return Source(path=given) if isinstance(given, str) else given
+    format: Format = "auto"
+    """Format of the rows; auto recognises it by the columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """taut's name of a column -> its name in the data."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages, and columns of pictures or sound, to ignore."""
+    apply_chat_template: bool = False
+    """Render plain-text prompts with the chat template, as a user message. By default they are used as they are."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Read only this many rows."""
 
 
-def columns_of(config: Reads, source: Source, **more: Any) -> Columns:
-    """How rows are read. ``more``: what else ``Columns`` is to be told."""
-    images = config.images
+def source_of(data: str | Source) -> Source:
+    """A path or a full source as a source."""
+    return Source(path=data) if isinstance(data, str) else data
+
+
+def columns_of(
+    settings: RowSettings, images: ImagesConfig, source: Source, **options: Any
+) -> Columns:
+    """How rows are read. ``options``: further fields of ``Columns``."""
     return Columns(
-        config.format,
-        config.columns,
-        config.ignore_keys,
+        settings.format,
+        settings.columns,
+        settings.ignore_keys,
         prefix="",
         folder=folder_of(source, images.folder, "images.folder"),
         fps=images.fps,
         max_frames=images.max_frames,
         images=images,
-        apply_chat_template=config.apply_chat_template,
-        **more,
+        apply_chat_template=settings.apply_chat_template,
+        **options,
     )
 
 
-def left_out(images: ImagesConfig) -> list[Incident] | None:
-    """Where rows whose pictures cannot be read are listed; None: there must be none."""
+def read_prompts(
+    settings: RowSettings,
+    images: ImagesConfig,
+    data: str | Source,
+    renderer: Renderer,
+    console: Console | None,
+    *,
+    reference: str | None,
+    needs_reference: bool = False,
+) -> list[PromptRow]:
+    """The prompts of a file. ``console``: where rows that are left out are listed."""
+    source, incidents = source_of(data), incident_list(images)
+    rows = load_prompts(
+        source,
+        renderer,
+        columns_of(settings, images, source),
+        reference=reference,
+        needs_reference=needs_reference,
+        limit=settings.limit,
+        left_out=incidents,
+    )
+    report_left_out(incidents, rows, console)
+    return rows
+
+
+def incident_list(images: ImagesConfig) -> list[Incident] | None:
+    """A list for rows whose pictures cannot be read; None: such a row is an error."""
     return [] if images.bad == "drop" else None
 
 
-def tell_left_out(
+def report_left_out(
     incidents: Sequence[Incident] | None, rows: Sequence[object], console: Console | None
 ) -> None:
-    """Say which rows are left out; raise DataError where that is all of them."""
+    """List the rows that are left out; raise DataError where none remain."""
     if not incidents:
         return
     if not rows:
@@ -80,7 +113,30 @@ def tell_left_out(
     console.print(
         f"left out: {counted(len(incidents), 'rows')} whose pictures cannot be read", markup=False
     )
-    for one in incidents[:SHOWN]:
-        console.print(f"  {one.place}: {one.reason}", markup=False)
-    if len(incidents) > SHOWN:
-        console.print(f"  and {len(incidents) - SHOWN:,} more", markup=False)
+    for incident in incidents[:MAX_INCIDENTS]:
+        console.print(f"  {incident.place}: {incident.reason}", markup=False)
+    if len(incidents) > MAX_INCIDENTS:
+        console.print(f"  and {len(incidents) - MAX_INCIDENTS:,} more", markup=False)
+
+
+def require_free(out: Path, data: str | Source, content: str, *, may_exist: bool, do: str) -> None:
+    """Raise OutputError unless the JSONL file ``out`` may be written. ``content``: of the file that is read; ``do``:
+    the remedy where ``out`` exists.
+    """
+    if out.is_dir():
+        raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
+    if out.exists() and out.resolve() == home_path(source_of(data).path).resolve():
+        raise OutputError(f"out={out} is the file of {content}; expected another; rename out")
+    if out.exists() and not may_exist:
+        raise OutputError(f"out={out} exists; expected a new file; {do}")
+
+
+@contextmanager
+def write_errors(out: Path, do: str = "") -> Iterator[None]:
+    """OSErrors of the block as OutputErrors of ``out``. ``do``: the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"out={out} cannot be written: {error.strerror or error}; expected room and permission{do}"
+        ) from error

@@ -1,9 +1,9 @@
-"""``taut sandbox``: what holds a model's programs on this machine, mechanism by mechanism, and what does not.
+"""``taut sandbox``: the sandbox mechanisms of this machine, and what each one contains.
 
-Each mechanism that is installed runs a program that attempts what is forbidden. The first through which nothing gets is
-in force, for the reward ``code`` and the Python tool. Exit code 1 where there is none.
+Each installed mechanism runs a program that attempts forbidden actions. The first one that contains all of them is used
+for the reward ``code`` and the Python tool. Exit code 1 where there is none.
 
-Imports no torch. The command line imports it.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,66 +34,62 @@ _NO_CGROUPS = (
 
 @configclass
 class SandboxReport:
-    """What holds a model's programs on this machine."""
+    """Test the sandbox mechanisms of this machine."""
 
     json: bool = False
     """Print a JSON object instead of lines."""
 
 
 def run(config: SandboxReport) -> int:
-    """Print what holds; the exit code."""
+    """Print the result of each mechanism; returns the exit code."""
     findings = [find(name) for name in NAMES]
-    in_force = next((found.name for found in findings if found.fault is None), None)
+    in_use = next((finding.name for finding in findings if finding.fault is None), None)
     if config.json:
         report = {
-            "in_force": in_force,
-            "mechanisms": [_as_mapping(found) for found in findings],
+            "in_force": in_use,
+            "mechanisms": [_as_mapping(finding) for finding in findings],
         }
         sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
     else:
-        for found in findings:
-            sys.stdout.write("\n".join(_lines(found)) + "\n\n")
-        sys.stdout.write(f"in force: {in_force or 'none; the reward code is refused'}\n")
-    return 0 if in_force else 1
+        for finding in findings:
+            sys.stdout.write("\n".join(_lines(finding)) + "\n\n")
+        sys.stdout.write(f"in force: {in_use or 'none; the reward code is refused'}\n")
+    return 0 if in_use else 1
 
 
-def _as_mapping(found: Finding) -> dict[str, object]:
+def _as_mapping(finding: Finding) -> dict[str, object]:
     return {
-        "name": found.name,
-        "lack": found.lack,
-        "attempts": {it: it in found.let_through for it in ATTEMPTS} if not found.lack else {},
-        "cgroups": str(found.cgroups),
-        "has_cgroups": isinstance(found.cgroups, Path),
-        "not_held": list(_not_held(found)) if not found.lack else [],
+        "name": finding.name,
+        "lack": finding.lack,
+        "attempts": {attempt: attempt in finding.let_through for attempt in ATTEMPTS}
+        if not finding.lack
+        else {},
+        "cgroups": str(finding.cgroups),
+        "has_cgroups": isinstance(finding.cgroups, Path),
+        "not_held": list(_not_held(finding)) if not finding.lack else [],
     }
 
 
-def _lines(found: Finding) -> list[str]:
-    if found.lack is not None:
-        return [f"{found.name}: not to be had: {found.lack}"]
-    word = "lets programs through" if found.let_through else "holds"
-    lines = [f"{found.name}: {word}. A program that attempted to"]
+def _lines(finding: Finding) -> list[str]:
+    if finding.lack is not None:
+        return [f"{finding.name}: not available: {finding.lack}"]
+    word = "lets programs through" if finding.let_through else "holds"
+    lines = [f"{finding.name}: {word}. A program that attempted to"]
     width = max(map(len, ATTEMPTS))
     for attempt in ATTEMPTS:
-        result = "COULD" if attempt in found.let_through else "could not"
+        result = "COULD" if attempt in finding.let_through else "could not"
         lines.append(f"  {attempt:{width}}  {result}")
-    lines.append(f"  {_calls(found)}")
-    lines.append(f"  a cgroup for each program: {_cgroup(found)}")
-    return lines + [f"  not held: {it}" for it in _not_held(found)]
-
-
-def _calls(found: Finding) -> str:
     try:
-        count = allowed.count(found.name != "landlock")
+        count = allowed.count(finding.name != "landlock")
+        calls = f"{count.allowed} of {count.known} system calls are allowed, {count.partly} of them for some arguments"
     except SandboxError as error:
-        return f"system calls: {error}"
-    return f"{count.allowed} of {count.known} system calls are allowed, {count.partly} of them for some arguments"
+        calls = f"system calls: {error}"
+    has_cgroups = isinstance(finding.cgroups, Path)
+    cgroup = f"below {finding.cgroups}" if has_cgroups else f"none: {finding.cgroups}"
+    lines += [f"  {calls}", f"  a cgroup for each program: {cgroup}"]
+    return lines + [f"  not held: {text}" for text in _not_held(finding)]
 
 
-def _cgroup(found: Finding) -> str:
-    return f"below {found.cgroups}" if isinstance(found.cgroups, Path) else f"none: {found.cgroups}"
-
-
-def _not_held(found: Finding) -> tuple[str, ...]:
-    more = () if isinstance(found.cgroups, Path) else (_NO_CGROUPS,)
-    return _NOT_HELD[found.name] + more
+def _not_held(finding: Finding) -> tuple[str, ...]:
+    more = () if isinstance(finding.cgroups, Path) else (_NO_CGROUPS,)
+    return _NOT_HELD[finding.name] + more

@@ -1,13 +1,11 @@
-"""``taut teach MODEL data.train=FILE out=FILE``: what a teacher says of a data set, once, for ``taut distill``.
+"""``taut teach MODEL data.train=FILE out=FILE``: a teacher's top log-probs of a data set, for ``taut distill``.
 
-At every target the likeliest tokens and their log-probabilities, as lines of JSON (data/top_logprobs.py): so a teacher
-that is too large to be held beside its student is needed once, and one that runs one sample at a time can teach too.
+For every target the most likely tokens and their log-probs, as JSON lines (data/top_logprobs.py): a teacher that does
+not fit into memory next to its student runs once, and one that runs one sample at a time can teach too.
 
-The samples are those of the run that will learn: rendered by the student's tokenizer and template, with the same
-settings under ``data``. Those of held-out data are made by a second call, with the held-out file as ``data.train``.
-Refused: an ``out`` that exists, and a teacher for which ids are other tokens. The file is there whole or not at all.
-
-The command line imports it.
+The samples are those of the later training run: rendered by the student's tokenizer and template, with the same
+settings under ``data``. Held-out data take a second call, with the held-out file as ``data.train``. Refused: an ``out``
+that exists, and a teacher whose tokenizer differs. The file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from pydantic import Field
 from rich.progress import track
 
 from taut.attention.select import select
+from taut.commands.reading import write_errors
 from taut.config import ComputeDtype, Decision, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.packing import ALONE, PackPolicy, pack
@@ -47,49 +46,49 @@ from taut.vision.image_store import require_alike
 
 @configclass
 class Teach:
-    """What a teacher says of a data set."""
+    """A teacher's top log-probs of a data set."""
 
     model: str
     """Directory (or hub name) of the teacher."""
     data: DataConfig
     out: str
-    """The JSONL file that is written; refused if it exists."""
+    """The JSONL file to write; it must not exist."""
     student: str | None = None
-    """The model that will learn: its tokenizer and template make the samples. By default the teacher's own."""
+    """The student model, whose tokenizer and template render the samples. By default the teacher's own."""
     top: Annotated[int, Field(ge=1)] = 32
-    """How many tokens are listed for each target."""
+    """Number of tokens listed per target."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
-    """Most tokens computed at a time; a single longer sample is computed alone."""
+    """Largest number of tokens computed at a time; a longer sample is computed alone."""
     dtype: ComputeDtype | None = None
     """Compute dtype; by default bfloat16 where the hardware has it, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
-    """auto, reference, varlen or flex; asked for by name and not to be had is an error."""
+    """auto, reference, varlen or flex; a backend set by name that is not available is an error."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
 
 class Taught(NamedTuple):
-    """What was done."""
+    """The result."""
 
     out: Path
     num_samples: int
     num_targets: int
     mass: float
-    """The mean probability of what is listed for a target."""
+    """Mean probability of the tokens listed per target."""
     decisions: list[Decision]
 
 
 def run(config: Teach) -> int:
-    """Teach, and say what was done."""
-    done = teach(config)
+    """Teach and print a summary."""
+    taught = teach(config)
     console = Terminal(soft_wrap=True)
-    for name, value, reason in done.decisions:
+    for name, value, reason in taught.decisions:
         console.print(f"{name}: {value} ({reason})", markup=False)
     console.print(
-        f"written {done.out}: the {config.top} likeliest tokens at {counted(done.num_targets, 'targets')} of "
-        f"{counted(done.num_samples, 'samples')}; they have {done.mass:.2%} of the teacher's probability",
+        f"written {taught.out}: the {config.top} likeliest tokens at {counted(taught.num_targets, 'targets')} of "
+        f"{counted(taught.num_samples, 'samples')}; they have {taught.mass:.2%} of the teacher's probability",
         markup=False,
     )
     return 0
@@ -135,15 +134,10 @@ def teach(config: Teach) -> Taught:
         require_alike(config.model, theirs, language.tokenizer, album, "model", trust)
     teacher = _load(config, data, device)
     sums = np.zeros(2)
-    try:
-        with files.writing(out) as file:
-            for sample, top in _said(config, teacher, data, num_ids):
-                file.write(line_of(sample, top))
-                sums += (np.exp(top.logp_Nk).sum(), sample.num_targets)
-    except OSError as error:
-        raise OutputError(
-            f"out={out} cannot be written: {error.strerror or error}; expected room and permission; nothing is kept"
-        ) from error
+    with write_errors(out, "; nothing is kept"), files.writing(out) as file:
+        for sample, top in _top_logprobs(config, teacher, data, num_ids):
+            file.write(line_of(sample, top))
+            sums += (np.exp(top.logp_Nk).sum(), sample.num_targets)
     return Taught(out, len(data), int(sums[1]), float(sums[0] / sums[1]), teacher.decisions)
 
 
@@ -151,12 +145,12 @@ class _Loaded(NamedTuple):
     scorer: Scorer
     dtype: torch.dtype
     is_alone: bool
-    """Whether it runs one sample at a time."""
+    """Whether the teacher runs one sample at a time."""
     decisions: list[Decision]
 
 
 def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
-    """The teacher, frozen, with the dtype and attention that are in force."""
+    """The frozen teacher with its dtype and attention."""
     settings = load_config(config.model, config.trust_remote_code)
     longest = int(data.lengths.max())
     require_context(f"model={config.model}", context_length(settings), longest)
@@ -179,10 +173,10 @@ def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
     return _Loaded(Scorer(model).eval(), dtype.dtype, bool(alone), decisions)
 
 
-def _said(
+def _top_logprobs(
     config: Teach, teacher: _Loaded, data: Dataset, num_ids: int
 ) -> Iterator[tuple[Sample, Top]]:
-    """Every sample and what the teacher says of it, in the order of the data."""
+    """Every sample with the teacher's top log-probs, in the order of the data."""
     policy = ALONE if teacher.is_alone else PackPolicy()
     groups = list(_groups(data, 1 if teacher.is_alone else config.tokens_per_microbatch))
     console = Terminal(stderr=True)
@@ -196,18 +190,18 @@ def _said(
             moved, hidden_TD = teacher.scorer.hidden(packed)
             hidden_ND = hidden_TD.index_select(0, moved.predictor_N)
             listed = likeliest(hidden_ND, head(teacher.scorer.model), config.top, num_ids)
-        ids_Nk, logp_Nk = (it.cpu().numpy() for it in listed)
+        ids_Nk, logp_Nk = (tensor.cpu().numpy() for tensor in listed)
         rows = {name: row for row, name in enumerate(packed.sample_ids)}
         for sample in samples:
-            own_N = (packed.row_N == rows[sample.id]).numpy()
-            yield sample, Top(ids_Nk[own_N], logp_Nk[own_N])
+            is_own_N = (packed.row_N == rows[sample.id]).numpy()
+            yield sample, Top(ids_Nk[is_own_N], logp_Nk[is_own_N])
 
 
-def _groups(data: Dataset, most: int) -> Iterator[range]:
-    """Neighbouring samples of at most so many tokens; one that is longer is a group of its own."""
+def _groups(data: Dataset, max_tokens: int) -> Iterator[range]:
+    """Groups of consecutive samples of at most so many tokens; a longer sample is a group by itself."""
     start, tokens = 0, 0
     for index, length in enumerate(data.lengths.tolist()):
-        if tokens + length > most and index > start:
+        if tokens + length > max_tokens and index > start:
             yield range(start, index)
             start, tokens = index, 0
         tokens += length

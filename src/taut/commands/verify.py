@@ -1,19 +1,16 @@
-"""``taut verify MODEL``: does the model, or the server that serves it, still do what its contract says?
+"""``taut verify MODEL``: whether the model, or the server that serves it, still behaves as its contract says.
 
-    files          dtype, template, tokenizer, what describes pictures, stop set, pad and generation_config as they were
-                   written
-    prompts        the golden prompts rendered anew give the same ids
+    files          dtype, template, tokenizer, image processor, stop set, pad and generation_config as they were written
+    prompts        the golden prompts, rendered again, give the same ids
     server prompts the server renders the same messages to the same ids (engine=server)
     continuations  the greedy continuation of each golden prompt has the same ids
     log-probs      of those ids, within a tolerance
-    stops          what ended with a token of the stop set ends there
+    stops          continuations that ended with a stop token end there
 
-One line per question; exit code 1 where one failed, 2 for a directory without a contract. Continuations are of the
-golden prompts' own ids, so a template that changed fails its own question only. A token that differs where the margin
-over the runner-up was within the tolerance is a near-tie: it is told, it is no failure, and what follows it is
-not compared. The local engine computes in float32 unless told otherwise, as the goldens were.
-
-The command line imports it.
+One line per question; exit code 1 where one failed, 2 for a directory without a contract. Continuations start from the
+golden prompts' ids, so a changed template fails its own question only. A token that differs where the margin over the
+runner-up was within the tolerance is a near-tie: it is reported, is no failure, and the tokens after it are not
+compared. The local engine computes in float32 by default, as for the golden prompts.
 """
 
 from __future__ import annotations
@@ -45,9 +42,9 @@ from taut.io.terminal import Terminal
 from taut.types import Completion
 
 SERVER_TOLERANCE = 0.3
-"""The same for a server, most of which compute in bfloat16 (vLLM in bfloat16: 0.12; in float32: below 1e-3)."""
+"""Tolerance for a server, most of which compute in bfloat16 (vLLM in bfloat16: 0.12; in float32: below 1e-3)."""
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference of a log-prob (nats) that is rounding, by the local engine's dtype; goldens are in float32."""
+"""Largest difference of a log-prob (nats) that counts as rounding, by the local engine's dtype; goldens are float32."""
 AROUND = 4
 """Tokens shown before a difference."""
 
@@ -56,10 +53,10 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 @configclass
 class Verify(ModelUse):
-    """Whether a model does what its contract says."""
+    """Whether a model behaves as its contract says."""
 
     tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference of a log-prob, in nats, that is rounding; by default what docs/contract.md says."""
+    """Largest difference of a log-prob, in nats, that counts as rounding; default: see docs/contract.md."""
 
 
 class Finding(NamedTuple):
@@ -72,7 +69,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """A golden prompt and what was answered now."""
+    """A golden prompt and its new completion."""
 
     golden: Golden
     completion: Completion
@@ -80,18 +77,18 @@ class Replay:
 
     @property
     def num_common(self) -> int:
-        """How many leading ids are equal."""
+        """Number of equal leading ids."""
         pairs = zip(self.golden.ids, self.completion.ids_N.tolist(), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def parts(self) -> bool:
-        """Whether another token was chosen somewhere; a different length alone is for ``stops``."""
+        """Whether a token differs; a different length alone is the topic of ``stops``."""
         return self.num_common < min(len(self.golden.ids), self.completion.ids_N.size)
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether the first other token is one that rounding may choose."""
+        """Whether rounding may explain the first different token."""
         return self.parts and self.golden.margin[self.num_common] <= self.tolerance
 
 
@@ -129,7 +126,7 @@ def _tolerance(config: Verify) -> float:
 
 
 def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator[Finding]:
-    """What the files say now against what they said."""
+    """The facts in the files now, compared with the contract."""
     directory, tokenizer = home_path(config.model), rendering.renderer.tokenizer
     was, now = contract.facts, facts_of(directory, tokenizer, config.trust_remote_code)
     quoted = rendering.renderer.template.quoted
@@ -150,7 +147,7 @@ def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator
 
 
 def _same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
-    """Whether every entry is what it was."""
+    """Whether every entry is unchanged."""
     changed = [
         f"{key} is {now.get(key)}, was {was.get(key)}"
         for key in sorted({*was, *now})
@@ -162,29 +159,31 @@ def _same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
 
 
 def _prompts(goldens: Sequence[Golden], renderer: Renderer) -> Finding:
-    """Whether our template and tokenizer give the ids they gave."""
-    found = [(golden, rendered(golden.prompt, renderer)) for golden in goldens]
-    return _same_ids("prompts", found, renderer)
+    """Whether our template and tokenizer give the same ids as before."""
+    prompts = [(golden, rendered(golden.prompt, renderer)) for golden in goldens]
+    return _same_ids("prompts", prompts, renderer)
 
 
 def _server_prompts(goldens: Sequence[Golden], engine: ServerEngine, renderer: Renderer) -> Finding:
-    """Whether the server gives messages the ids we give them."""
+    """Whether the server renders messages to our ids."""
     chats = [golden for golden in goldens if golden.prompt.messages and not golden.prompt.tools]
     if not chats:
         return Finding("server prompts", "skipped", "no golden prompt is a chat without tools")
-    found = [(golden, engine.render(golden.prompt.messages or ())) for golden in chats]
-    return _same_ids("server prompts", found, renderer)
+    prompts = [(golden, engine.render(golden.prompt.messages or ())) for golden in chats]
+    return _same_ids("server prompts", prompts, renderer)
 
 
-def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Renderer) -> Finding:
-    """Whether prompts have the ids of the contract; the first that has not, as text."""
-    wrong = [(golden, ids) for golden, ids in found if ids != golden.prompt.ids]
+def _same_ids(
+    name: str, prompts: Sequence[tuple[Golden, list[int]]], renderer: Renderer
+) -> Finding:
+    """Whether prompts have the ids of the contract; shows the first that differs."""
+    wrong = [(golden, ids) for golden, ids in prompts if ids != golden.prompt.ids]
     if not wrong:
-        num_tokens = sum(len(ids) for _, ids in found)
+        num_tokens = sum(len(ids) for _, ids in prompts)
         return Finding(
             name,
             "passed",
-            f"{counted(len(found), 'prompts')}, {counted(num_tokens, 'ids')}, all as they were",
+            f"{counted(len(prompts), 'prompts')}, {counted(num_tokens, 'ids')}, all as they were",
         )
     golden, ids = wrong[0]
     was = golden.prompt.ids
@@ -192,7 +191,7 @@ def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Re
     at = min(at, len(ids), len(was))
     quoted = renderer.template.quoted
     detail = (
-        f"{len(wrong)} of {len(found)} prompts have other ids; {golden.prompt.id} at token {at}, after "
+        f"{len(wrong)} of {len(prompts)} prompts have other ids; {golden.prompt.id} at token {at}, after "
         f"{quoted(was[max(0, at - AROUND) : at])}: {quoted(ids[at : at + AROUND])}, "
         f"was {quoted(was[at : at + AROUND])}"
     )
@@ -200,12 +199,12 @@ def _same_ids(name: str, found: Sequence[tuple[Golden, list[int]]], renderer: Re
 
 
 def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[Finding]:
-    """Continuations, log-probs and stops. A server is told no stop token: it must stop by itself."""
+    """Continuations, log-probs and stops. A server gets no stop token: it must stop by itself."""
     engine, goldens = opened.engine, contract.goldens
     if isinstance(engine, ServerEngine):
         goldens = [golden for golden in goldens if not golden.prompt.pictures]
         if len(goldens) < len(contract.goldens):
-            why = "a server makes of a picture what its own processor makes; not asked: "
+            why = "a server uses its own image processor; not compared: "
             yield Finding("pictures", "skipped", why + str(len(contract.goldens) - len(goldens)))
         yield _server_prompts(goldens, engine, opened.renderer)
         engine = engine.unaided()
@@ -242,7 +241,7 @@ def _continuations(replays: Sequence[Replay], renderer: Renderer) -> Finding:
 
 
 def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
-    """Of the ids both have."""
+    """Log-probs of the common ids."""
     gaps = []
     for replay in replays:
         logp_N = replay.completion.logp_one_N
@@ -251,7 +250,10 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
             return Finding("log-probs", "skipped", why)
         now = [] if logp_N is None else logp_N[: replay.num_common].tolist()
         pairs = zip(replay.golden.logp, now, strict=False)
-        gaps += [(_gap(was, value), replay.golden.prompt.id) for was, value in pairs]
+        gaps += [
+            (abs(was - value) if math.isfinite(value) else math.inf, replay.golden.prompt.id)
+            for was, value in pairs
+        ]
     if not gaps:
         return Finding("log-probs", "skipped", "no id in common")
     worst, where = max(gaps)
@@ -259,12 +261,8 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
     return Finding("log-probs", "passed" if worst <= tolerance else "failed", detail)
 
 
-def _gap(was: float, now: float) -> float:
-    return abs(was - now) if math.isfinite(now) else math.inf
-
-
 def _stops(replays: Sequence[Replay]) -> Finding:
-    """What ended ends where it ended, and what was cut goes on as long."""
+    """Whether continuations end, or are cut, where they were before."""
     compared = [replay for replay in replays if not replay.parts]
     wrong = [
         replay
@@ -273,7 +271,7 @@ def _stops(replays: Sequence[Replay]) -> Finding:
         or replay.completion.finish_reason != replay.golden.finish_reason
     ]
     if not compared:
-        return Finding("stops", "skipped", "every continuation is another one")
+        return Finding("stops", "skipped", "every continuation differs")
     if not wrong:
         ended = sum(replay.golden.finish_reason == "stop" for replay in compared)
         cut = len(compared) - ended

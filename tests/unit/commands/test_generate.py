@@ -175,7 +175,7 @@ def test_what_was_drawn_otherwise_is_not_added_to(
 def test_a_file_that_is_not_tauts_is_left_alone(model: Path, tmp_path: Path, engine: Open) -> None:
     out = tmp_path / "o.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(OutputError, match=r"o\.jsonl\.meta\.json beside .* cannot be read"):
+    with pytest.raises(OutputError, match=r"o\.jsonl\.meta\.json next to .* cannot be read"):
         generate(config(model, tmp_path, resume=True))
     assert out.read_text() == "mine\n"
     out.unlink()

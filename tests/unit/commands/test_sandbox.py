@@ -29,7 +29,7 @@ def test_what_holds_and_what_does_not_is_said(
     assert main(["sandbox"]) == 0
     said = capsys.readouterr().out
     gvisor, bubblewrap, landlock, in_force = said.split("\n\n")
-    assert gvisor == "gvisor: not to be had: runsc is not installed"
+    assert gvisor == "gvisor: not available: runsc is not installed"
     assert bubblewrap.startswith("bubblewrap: lets programs through.")
     assert [line.split() for line in bubblewrap.splitlines() if "COULD" in line] == [
         ["read", "a", "file", "COULD"]

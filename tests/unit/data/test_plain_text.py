@@ -130,7 +130,7 @@ def test_prompts_to_answer_too(row: dict[str, Any], tmp_path: Path) -> None:
     assert rendered.ids_T.tolist() == renderer.prompt_ids([ASKED]).tolist()
     assert rendered.references == plain.references
     config = Generate(model="m", prompts=path, out="o", apply_chat_template=True)
-    assert columns_of(config, source_of(path)).apply_chat_template
+    assert columns_of(config, config.images, source_of(path)).apply_chat_template
 
 
 def test_tools_beside_a_plain_prompt_are_read_where_it_is_rendered() -> None:
