@@ -31,6 +31,11 @@ QUIET: dict[str, Any] = {
     "checkpoint.every": 0,
 }
 
+PLAIN: dict[str, Any] = {"check": "off", "contract__prompts": 0}
+"""For ``sft``, of tests of training alone: no checks before it, no answers of the saved model after it, which take half
+the time of so small a run.
+"""
+
 
 def save_model(directory: Path, name: str = "qwen2", **options: Any) -> Path:
     """A tiny model with a ChatML tokenizer."""

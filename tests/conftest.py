@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -35,6 +36,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector leaves alone what is there before the first test: modules and thousands of tests, which a
+    full collection, as after each shortage of memory, would look through for half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

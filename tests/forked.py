@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -21,9 +22,17 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
-IMPORTED = ("taut.commands.train", "torch", "transformers", "peft")
+from taut.io import processes
+
+IMPORTED = (
+    "taut.commands.train",
+    "torch",
+    "transformers",
+    "peft",
+    "transformers.utils.chat_template_utils",
+)
 LIMIT = 120.0
 """Seconds that processes may take."""
 PATIENCE = 20.0
@@ -70,6 +79,7 @@ def _program(words: list[str], environment: Mapping[str, str], folder: str) -> N
         with Path(folder, f"{rank}.{name}").open("ab") as written:
             os.dup2(written.fileno(), number)
     require_clean()
+    fork_bounded_process()
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -96,6 +106,57 @@ def require_clean() -> None:
         importlib.import_module(name)  # says what the fork server kept to itself
         raise AssertionError(f"the fork server has not imported {name}")
     assert len(os.listdir("/proc/self/task")) == 1, "the fork server had threads"  # noqa: PTH208
+
+
+class ForkedProcess:
+    """What ``taut.io.processes`` asks of a subprocess.Popen, for a forked process."""
+
+    def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._wait(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def fork_bounded_process() -> None:
+    """In a forked process: fork the process of ``taut.io.processes`` now. It would start at the first call and then
+    have to import transformers.
+    """
+    reads_requests, requests = os.pipe()
+    answers, writes_answers = os.pipe()
+    alive, keeps_alive = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.environ.clear()
+        os.dup2(reads_requests, 0)
+        os.dup2(writes_answers, 1)
+        os.dup2(alive, 3)  # all others are the parent's
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        processes.serve(3)
+        os._exit(0)
+    for descriptor in (reads_requests, writes_answers, alive):
+        os.close(descriptor)
+    process = ForkedProcess(pid, os.fdopen(requests, "wb", 0), os.fdopen(answers, "rb", 0))
+    processes._server._process = process  # type: ignore[assignment]
+    processes._server._alive = keeps_alive
 
 
 def worlds(num_ranks: int) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chats import QUIET, chats, write_rows
-from tests.forked import LIMIT, fork, require_clean, worlds
+from tests.forked import LIMIT, fork, fork_bounded_process, require_clean, worlds
 from tests.left import require_latest_is_complete
 from tests.points import NOWHERE, Counted, Operation, Point, cache_of
 
@@ -34,6 +34,7 @@ def _run(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     require_clean()
+    fork_bounded_process()
     if at is None:
         train(keys)
         return

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import BeforeValidator
@@ -503,6 +504,38 @@ def user_path(text: str, key: str) -> Path:
             f"{key}={shown(text)} cannot be looked up: {reason}; expected a path; correct it"
         ) from error
     return path
+
+
+def read_url(text: str, key: str, secret_key: str) -> str:
+    """The URL of an http server in ``key``: host and path, no slash at the end. ``secret_key``: the key that names the
+    environment variable of its secret.
+    """
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), None, None
+    is_plain = parts.username is None and not parts.query and not parts.fragment
+    if parts.scheme not in ("http", "https") or not host or port == 0 or not is_plain:
+        raise ConfigError(
+            f"{key}: found a URL{f' for {host}' if host else ''} that cannot be used; expected a URL "
+            "of host and path, as in http://127.0.0.1:8000/v1; correct it; a key or password "
+            f"goes into the environment variable that {secret_key} names"
+        )
+    return text.rstrip("/")
+
+
+def read_secret(variable: str | None, key: str) -> str | None:
+    """The secret in the environment variable that ``key`` names; None where it names none. No message contains it."""
+    if variable is None:
+        return None
+    secret = os.environ.get(variable, "").strip()
+    if not secret:
+        raise ConfigError(
+            f"{key}={variable}: no environment variable of this name is set; expected it to hold the server's key; "
+            f"export it, or correct {key}"
+        )
+    return secret
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -1,12 +1,33 @@
-"""Secrets in URLs, replaced before a text is shown or recorded.
+"""The exceptions taut raises for its users, and the redaction of secrets in what they say.
+
+    TautError                 everything below; the command line prints it in one line, exit code 2
+      ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
+      DataError               a file, a row or a message that cannot be used; names file and line
+        RenderError           a row the chat template cannot render exactly
+        PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
+      ModelError              a model directory that cannot be used as asked
+        AttentionError        an attention backend that was asked for and is not available, or a model whose
+                              attention cannot be carried exactly
+      EngineError             an endpoint that is dead, or does not answer as it must
+        RequestRefused        one request it will not serve; others may go on
+      UserCodeError           a reward or environment of the user's that returns something of the wrong type
+      SandboxError            no way to contain a program of the model's, or a sandbox that failed
+      OutputError             an output directory that cannot be written or must not be overwritten
+      CheckFailed             a start-up check or a monitor that failed; exit code 1
+        NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
+        DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
+      OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
+      Interrupted             a signal ended the run; its state is saved; exit code 75
+
+A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
 
     redacted("redis://:pw@host/0")              redis://***@host/0
     redacted("https://host/x?token=abc&n=1")    https://host/x?token=***&n=1
     redacted_in({"url": ...})                   every text in a value of JSON's types
 
-User and password of a URL of any scheme, and what a query or fragment calls a token, key, signature, password, secret
-or credential. ``printing`` applies it to what is printed, ``errors`` to messages, ``runlog`` to events. Imports nothing
-of ours. Anyone may import it.
+``redacted`` hides the user and password of a URL of any scheme, and what a query or fragment calls a token, key,
+signature, password, secret or credential. It is applied to messages of errors, to what is printed
+(``taut.io.console``) and to events of the run log (``taut.train.log``).
 """
 
 from __future__ import annotations
@@ -25,11 +46,11 @@ _PARAMETER = re.compile(
     r"[^&;#\s\"'<>`]+",
     re.IGNORECASE,
 )
-"""Whole words of a name, so that ``max_tokens`` and ``author`` stay."""
+"""Matches whole words of a name, so that ``max_tokens`` and ``author`` stay."""
 
 
 def redacted(text: str) -> str:
-    """``text`` without what gives access in the URLs in it."""
+    """``text`` with the secrets of its URLs replaced by ``***``."""
     if "@" in text and ":/" in text:
         text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
     return _PARAMETER.sub(rf"\1{HIDDEN}", text) if "=" in text else text
@@ -48,35 +69,8 @@ def redacted_in(value: Any) -> Any:
     return value
 
 
-# --------------------------------------------------------------------------------------------------
-# The exceptions taut raises for its users.
-#
-#     TautError                 everything below; the command line prints it in one line, exit code 2
-#       ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
-#       DataError               a file, a row or a message that cannot be used; names file and line
-#         RenderError           a row the chat template cannot render exactly
-#         PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
-#       ModelError              a model directory that cannot be used as asked
-#         AttentionError        an attention backend that was asked for and is not to be had, or a model whose
-#                               attention cannot be carried exactly
-#       EngineError             an endpoint that is dead, or does not answer as it must
-#         RequestRefused        one request it will not serve; others may go on
-#       UserCodeError           a reward or environment of the user's that returns something of the wrong type
-#       SandboxError            no way to hold a program of the model's, or a sandbox that failed
-#       OutputError             an output directory that cannot be written or must not be overwritten
-#       CheckFailed             a start-up proof or alarm that failed; exit code 1
-#         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
-#         DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
-#       OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
-#       Interrupted             a signal ended the run; its state is saved; exit code 75
-#
-# A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
-#
-# Imports redaction. Anyone may import it.
-
-
 class TautError(ValueError):
-    """Something the user can put right. ``str(error)`` is one line: found, expected, remedy; no secret of a URL."""
+    """An error the user can correct. ``str(error)`` is one line: found, expected, remedy; no secret of a URL."""
 
     exit_code = 2
 
@@ -85,7 +79,7 @@ class TautError(ValueError):
 
 
 class ConfigError(TautError):
-    """A configuration that cannot be in force."""
+    """A configuration that cannot be used."""
 
 
 class DataError(TautError):
@@ -97,7 +91,7 @@ class RenderError(DataError):
 
 
 class PictureError(DataError):
-    """A picture that cannot be used; the message names the row, and where the picture is."""
+    """A picture that cannot be used; the message names the row and the picture."""
 
 
 class ModelError(TautError):
@@ -105,7 +99,7 @@ class ModelError(TautError):
 
 
 class AttentionError(ModelError):
-    """Attention that cannot be computed exactly as the model and the layout want it."""
+    """Attention that cannot be computed exactly as the model and the layout require."""
 
 
 class EngineError(TautError):
@@ -125,15 +119,15 @@ class UserCodeError(TautError):
 
 
 class SandboxError(TautError):
-    """A sandbox that cannot be had, or that failed: not what the program in it did."""
+    """A sandbox that cannot be opened, or that failed; never an error of the program in it."""
 
 
 class OutputError(TautError):
-    """A place that cannot be written, or must not be overwritten."""
+    """A file or directory that cannot be written, or must not be overwritten."""
 
 
 class CheckFailed(TautError):
-    """A proof at start-up or an alarm at run time that failed."""
+    """A check at start-up, or a monitor at run time, that failed."""
 
     exit_code = 1
 

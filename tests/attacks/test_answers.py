@@ -26,14 +26,24 @@ def test_every_reward_is_attacked() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_an_answer_gets_a_number_in_its_time(name: str) -> None:
+QUICK = {"math": 4}
+"""The rewards that are slow to judge all answers, because many take too long and a new process starts, and how many
+answers they judge in ``make test``.
+"""
+CASES = [
+    *((name, QUICK.get(name)) for name in SETUPS),
+    *(pytest.param(name, None, marks=pytest.mark.slow) for name in QUICK),
+]
+
+
+@pytest.mark.parametrize(("name", "num_answers"), CASES)
+def test_an_answer_gets_a_number_in_its_time(name: str, num_answers: int | None) -> None:
     setup = SETUPS[name]
     seconds = 20.0 if name == "code" else SECONDS  # of the program's start
     spec = RewardSpec(name=name, options=setup.options, timeout=seconds)
     known = {"references": (REFERENCE,), "row": setup.row, "num_tokens": 50}
     with open_panel([spec], PanelConfig(workers=1)) as panel:
-        for what, text in ANSWERS.items():
+        for what, text in list(ANSWERS.items())[:num_answers]:
             begun = time.monotonic()
             (verdict,) = panel.grade([Answered(text=text, **known)])
             took = time.monotonic() - begun

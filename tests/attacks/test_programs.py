@@ -81,6 +81,12 @@ COLUMNS = [
 ]
 """Under Landlock, root's programs stay root, without a capability, where only root may read Python; else they become
 nobody."""
+QUICK = [Column("bubblewrap", "root"), Column("landlock", "user")]
+"""One user of each mechanism; the other columns are slow."""
+BY_COLUMN = [
+    pytest.param(column, id=str(column), marks=() if column in QUICK else pytest.mark.slow)
+    for column in COLUMNS
+]
 
 
 class Runner:
@@ -261,8 +267,17 @@ def violations(attack: Attack, mechanism: str, answer: dict[str, Any]) -> list[s
 def _pairs() -> list[Any]:
     """Every attack for every column; where programs become nobody, those for which it matters who they are."""
     by_user = {"files", "other processes", "staying alive", "the kernel"}
+
+    def is_quick(column: Column, attack: Attack) -> bool:
+        return column == QUICK[0] or (column in QUICK and attack.target in by_user)
+
     return [
-        pytest.param(column, attack, id=f"{column}-{attack.name}")
+        pytest.param(
+            column,
+            attack,
+            id=f"{column}-{attack.name}",
+            marks=() if is_quick(column, attack) else pytest.mark.slow,
+        )
         for column in COLUMNS
         for attack in ATTACKS
         if column.user != "root-becomes-nobody" or attack.target in by_user
@@ -277,7 +292,7 @@ def test_an_attack_does_not_get_through(column: Column, attack: Attack) -> None:
     )
 
 
-@pytest.mark.parametrize("column", COLUMNS, ids=str)
+@pytest.mark.parametrize("column", BY_COLUMN)
 def test_honest_programs_run_beside_attacks(column: Column) -> None:
     answer = runner_of(column).ask({"beside": BESIDE})
     assert answer["honest"]
@@ -285,14 +300,14 @@ def test_honest_programs_run_beside_attacks(column: Column) -> None:
     assert answer["changes"] == []
 
 
-@pytest.mark.parametrize("column", COLUMNS, ids=str)
+@pytest.mark.parametrize("column", BY_COLUMN)
 def test_nothing_is_alive_a_second_after_the_host_is_killed(column: Column) -> None:
     answer = runner_of(column).ask({"kill": STAYING})
     assert answer["alive"] == []
     assert len(answer["running"]) >= 3  # the others had ended by themselves
 
 
-@pytest.mark.parametrize("column", COLUMNS, ids=str)
+@pytest.mark.parametrize("column", BY_COLUMN)
 def test_nothing_is_left_when_the_sandbox_is_closed(column: Column) -> None:
     assert runner_of(column).ask({"end": True})["left"] == []
 

@@ -218,13 +218,17 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@pytest.mark.parametrize("part", ["quick", "full"])
+@pytest.mark.parametrize("part", [pytest.param("quick", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize(
     ("architecture", "keys"),
     [
-        ("qwen2", {"dtype": "float32"}),
+        pytest.param("qwen2", {"dtype": "float32"}, marks=pytest.mark.slow),
         ("llama", {"dtype": "bfloat16", "lora__rank": 2, "lora__dropout": 0.1}),
-        ("gemma2", {"dtype": "float32", "freeze": ["*.mlp.*"], "activation_checkpointing": True}),
+        pytest.param(
+            "gemma2",
+            {"dtype": "float32", "freeze": ["*.mlp.*"], "activation_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_nothing_is_left_changed(

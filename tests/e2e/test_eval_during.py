@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.chats import (
+    PLAIN,
     QUIET,
     chats,
     column,
@@ -46,7 +47,7 @@ def held_out(tmp_path: Path) -> Path:
 @pytest.fixture
 def go(model: Path, train: Path, held_out: Path, tmp_path: Path) -> Go:
     """``go(name, **keys)`` runs 5 steps into ``tmp_path/name``."""
-    fixed = {"steps": 5, "data__eval": str(held_out)}
+    fixed = {**PLAIN, "steps": 5, "data__eval": str(held_out)}
     return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
 
 
@@ -105,6 +106,7 @@ def learning(rows: Path, **keys: Any) -> dict[str, Any]:
 def test_the_best_model_is_kept_and_loads(go: Go, held_out: Path) -> None:
     """The learning rate is far too high at the end, so that the last model is not the best."""
     keys = learning(held_out, optim__learning_rate=0.05, optim__schedule="constant")
+    keys["contract__prompts"] = 2
     result = go("out", **keys)
     losses = {event["step"]: event["loss"] for event in events(result.out, "eval")}
     best = min(losses, key=lambda step: losses[step])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.chats import (
+    PLAIN,
     QUIET,
     chats,
     column,
@@ -28,6 +29,7 @@ from taut.errors import Interrupted
 
 Go = Callable[..., taut.Result]
 FIXED: dict[str, Any] = {
+    **PLAIN,
     "steps": 6,
     "optim__schedule": "cosine",
     "batch__tokens_per_microbatch": 90,
@@ -46,6 +48,16 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def go(model: Path, train: Path, held_out: Path, tmp_path: Path) -> Go:
     fixed = {**FIXED, "data__eval": str(held_out)}
     return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
+
+
+@pytest.fixture(scope="module")
+def whole(
+    model: Path, train: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run that is left alone."""
+    place = tmp_path_factory.mktemp("whole")
+    keys = {"data__eval": str(held_out), "data__cache": str(place / "cache")}
+    return sft(model, train, place / "out", **FIXED, **keys).out
 
 
 @pytest.fixture
@@ -82,9 +94,14 @@ def require_equal(resumed: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_open_step_is_abandoned_and_taken_again(
-    which: signal.Signals, go: Go, at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    which: signal.Signals,
+    go: Go,
+    at: Any,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, out = go("whole").out, tmp_path / "out"
+    out = tmp_path / "out"
     first, *_ = events(whole, "step")
     assert len(first["sample_ids"]) == 6
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -121,16 +138,18 @@ def test_what_follows_a_step_is_ended_at_once_and_done_again(
     step: int,
     go: Go,
     at: Any,
+    whole: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    whole, out = go("whole").out, tmp_path / "out"
+    out = tmp_path / "out"
+    keys = {"contract__prompts": 1} if target == "taut.evals.contract.answer" else {}
     at(target, number, signal.SIGTERM)
     with pytest.raises(Interrupted, match=f"the state after step {step} is in"):
-        go("out")
+        go("out", **keys)
     monkeypatch.undo()
     assert not list(out.glob(".*.partial"))
-    result = go("out", resume=True)
+    result = go("out", resume=True, **keys)
     assert result.loss == column(whole, "loss")[-1]
     require_equal(out, whole)
 

@@ -10,6 +10,7 @@ from tests.chats import column, events, largest_difference, weights
 from tests.kills import kill, resume, shuffled_mixture, whole
 from tests.left import Left, left, require_equal
 from tests.points import Operation, Point, point
+from tests.slow import slow_except
 
 from taut.run.fingerprint import TOLERANCE
 
@@ -34,7 +35,7 @@ class Wholes:
             self.left[num_ranks] = left(out)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_except(["full"], KINDS))
 def wholes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Wholes:
@@ -63,6 +64,7 @@ def test_resumed_on_another_number_of_ranks(
         assert largest_difference(*found) < limit
 
 
+@pytest.mark.slow
 def test_ranks_killed_and_resumed_equal_uninterrupted_ranks(wholes: Wholes, tmp_path: Path) -> None:
     """The writer dies inside a checkpoint, then the other rank in a step."""
     out, operations = tmp_path / "out", wholes.operations[2]

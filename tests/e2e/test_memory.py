@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import column, events, largest_difference, sft, weights
+from tests.chats import PLAIN, column, events, largest_difference, sft, weights
 
 import taut
 from taut.cli import main
@@ -34,17 +34,30 @@ ANSWERS = {
 }
 
 
+FIXED: dict[str, Any] = {
+    **PLAIN,
+    "steps": 6,
+    "checkpoint__every": 2,
+    "checkpoint__keep": 9,
+    "lora__rank": 4,
+    "lora__dropout": 0.2,
+    "batch__halve_when_out_of_memory": True,
+}
+
+
 @pytest.fixture
 def go(model: Path, train: Path, tmp_path: Path) -> Go:
-    fixed = {
-        "steps": 6,
-        "checkpoint__every": 2,
-        "checkpoint__keep": 9,
-        "lora__rank": 4,
-        "lora__dropout": 0.2,
-        "batch__halve_when_out_of_memory": True,
-    }
-    return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
+    return lambda name, **keys: sft(model, train, tmp_path / name, **{**FIXED, **keys})
+
+
+@pytest.fixture(scope="module")
+def cut_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that had too little room in steps 3 and 5."""
+    place = tmp_path_factory.mktemp("cut")
+    with pytest.MonkeyPatch.context() as planted:
+        plant(planted, ROOM)
+        cache = str(place / "cache")
+        return sft(model, train, place / "out", **FIXED, data__cache=cache).out
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, room: Mapping[int, int]) -> None:
@@ -80,12 +93,9 @@ def cuts(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in e.items() if k != "time"} for e in events(out, "budget")]
 
 
-def test_halving_changes_numbers_by_rounding_and_is_recorded(
-    go: Go, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halving_changes_numbers_by_rounding_and_is_recorded(go: Go, cut_run: Path) -> None:
     whole = go("whole", batch__halve_when_out_of_memory=False).out
-    plant(monkeypatch, ROOM)
-    cut = go("cut").out
+    cut = cut_run
     assert column(cut, "loss") == pytest.approx(column(whole, "loss"), rel=1e-9)
     differs = [column(cut, name) != column(whole, name) for name in ("loss", "grad_norm")]
     assert any(differs), "the micro-batches are others"
@@ -104,45 +114,37 @@ def test_halving_changes_numbers_by_rounding_and_is_recorded(
 
 @pytest.mark.parametrize(("step", "seen"), [(4, 5), (2, 5), (2, 3)])
 def test_resumed_with_room_enough_it_is_the_run_that_had_too_little(
-    step: int, seen: int, go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    seen: int,
+    go: Go,
+    cut_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, whether the checkpoint was taken before a cut or after it."""
-    with monkeypatch.context() as planted:
-        plant(planted, ROOM)
-        whole = go("whole").out
-    killed = cut_back(whole, tmp_path / "killed", step, seen)
+    killed = cut_back(cut_run, tmp_path / "killed", step, seen)
     if seen < 5:  # the second cut is not known yet
         plant(monkeypatch, ROOM)
     go("killed", resume=True)
     assert [e["from_step"] for e in events(killed, "resume")] == [step]
     for name in ("step", "loss", "grad_norm", "sample_ids"):
-        assert column(killed, name) == column(whole, name)
-    assert largest_difference(weights(killed / "model"), weights(whole / "model")) == 0.0
-    assert cuts(killed) == cuts(whole)
+        assert column(killed, name) == column(cut_run, name)
+    assert largest_difference(weights(killed / "model"), weights(cut_run / "model")) == 0.0
+    assert cuts(killed) == cuts(cut_run)
 
 
-def test_killed_twice_it_is_still_the_same(
-    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_twice_it_is_still_the_same(go: Go, cut_run: Path, tmp_path: Path) -> None:
     """Cuts that a resume took back hold, though that life was killed before it came to them."""
-    with monkeypatch.context() as planted:
-        plant(planted, ROOM)
-        whole = go("whole").out
-    killed = cut_back(whole, tmp_path / "killed", 2, 5)
+    killed = cut_back(cut_run, tmp_path / "killed", 2, 5)
     go("killed", resume=True, steps=4)
     assert {cut["step"] for cut in cuts(killed)} == {3}
     go("killed", resume=True)
-    assert column(killed, "loss") == column(whole, "loss")
-    assert cuts(killed) == cuts(whole)
+    assert column(killed, "loss") == column(cut_run, "loss")
+    assert cuts(killed) == cuts(cut_run)
 
 
-def test_another_budget_begins_afresh(
-    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as planted:
-        plant(planted, ROOM)
-        whole = go("whole").out
-    killed = cut_back(whole, tmp_path / "killed", 2, 5)
+def test_another_budget_begins_afresh(go: Go, cut_run: Path, tmp_path: Path) -> None:
+    killed = cut_back(cut_run, tmp_path / "killed", 2, 5)
     go(
         "killed",
         resume=True,
@@ -151,7 +153,7 @@ def test_another_budget_begins_afresh(
     )
     assert cuts(killed) == []
     assert "tokens_per_microbatch: 8192 then, 120 now" in events(killed, "warning")[0]["detail"]
-    assert column(killed, "loss") == pytest.approx(column(whole, "loss"), rel=1e-9)
+    assert column(killed, "loss") == pytest.approx(column(cut_run, "loss"), rel=1e-9)
     assert any(e["kind"] == "budget" for e in all_events(killed / "events.jsonl"))
 
 

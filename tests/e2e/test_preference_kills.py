@@ -11,6 +11,7 @@ from tests.judged import keys_of
 from tests.kills import kill, resume, whole
 from tests.left import Left, left, require_equal
 from tests.points import Operation, point
+from tests.slow import slow_except
 
 STEPS = {
     "steps": 5,
@@ -36,13 +37,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "operation", "within", "share"),
-    [
-        ("dpo", "best", "", 0.6),
-        ("replaced", "checkpoint", "step-000004", 0.6),
-        ("followed", "update", "", 0.9),
-        ("kto", "forward", "", 0.6),
-        ("reward", "export", "", 0.5),
-    ],
+    slow_except(
+        [("replaced", "checkpoint", "step-000004", 0.6), ("kto", "forward", "", 0.6)],
+        [
+            ("dpo", "best", "", 0.6),
+            ("replaced", "checkpoint", "step-000004", 0.6),
+            ("followed", "update", "", 0.9),
+            ("kto", "forward", "", 0.6),
+            ("reward", "export", "", 0.5),
+        ],
+    ),
 )
 def test_killed_and_resumed_equals_uninterrupted(
     kind: str, operation: str, within: str, share: float, model: Path, tmp_path: Path

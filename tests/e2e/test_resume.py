@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chats import (
+    PLAIN,
     QUIET,
     chats,
     column,
@@ -47,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def go(model: Path, train: Path, tmp_path: Path) -> Go:
     fixed = {"steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3, "optim__schedule": "cosine"}
+    fixed = {**PLAIN, **fixed}
     return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
 
 
@@ -160,6 +162,7 @@ def test_resuming_without_a_checkpoint_starts_at_step_one(go: Go) -> None:
     assert again.loss == first.loss
 
 
+@pytest.mark.slow
 def test_killed_by_the_system_and_resumed(model: Path, train: Path, tmp_path: Path) -> None:
     """A real kill -9 in the middle of a step."""
     keys = {"steps": 60, "checkpoint__every": 7}

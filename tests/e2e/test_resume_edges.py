@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import chats, column, events, sft, write_rows
+from tests.chats import PLAIN, chats, column, events, sft, write_rows
 
 import taut
 from taut.commands import train as api
@@ -26,6 +26,7 @@ Go = Callable[..., taut.Result]
 @pytest.fixture
 def go(model: Path, train: Path, tmp_path: Path) -> Go:
     fixed = {"steps": 6, "checkpoint__every": 2, "optim__schedule": "constant"}
+    fixed = {**PLAIN, **fixed}
     return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chats import (
+    PLAIN,
     QUIET,
     SENTENCE,
     chats,
@@ -25,7 +24,9 @@ from tests.chats import (
     words_of,
     write_rows,
 )
+from tests.forked import run
 from tests.models import CARRIED, STATEFUL
+from tests.slow import slow_except
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import taut
@@ -53,7 +54,7 @@ Go = Callable[..., taut.Result]
 @pytest.fixture
 def go(model: Path, train: Path, tmp_path: Path) -> Go:
     """``go(name, **keys)`` runs into ``tmp_path/name``."""
-    return lambda name="out", **keys: sft(model, train, tmp_path / name, **keys)
+    return lambda name="out", **keys: sft(model, train, tmp_path / name, **{**PLAIN, **keys})
 
 
 def load_plain(directory: Path) -> PreTrainedModel:
@@ -84,7 +85,7 @@ def mean_loss(directory: Path, rows: Path) -> float:
 
 
 def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
-    result = go(steps=5)
+    result = go(steps=5, check="quick", contract__prompts=4)
     out = result.out
     assert {path.name for path in out.iterdir()} == {
         ".lock",
@@ -167,14 +168,14 @@ def test_sharing_changes_neither_plan_nor_numbers(go: Go) -> None:
         go("all", steps=4, activation_checkpointing=True, batch__share_prefixes=False),
     ]
     first = runs[0]
-    for run in runs[1:]:
+    for other in runs[1:]:
         for name in ("loss", "grad_norm"):
-            assert column(run.out, name) == pytest.approx(column(first.out, name), rel=1e-9)
-        assert column(run.out, "sample_ids") == column(first.out, "sample_ids")
-        unshared = column(run.out, "num_tokens_unshared")
+            assert column(other.out, name) == pytest.approx(column(first.out, name), rel=1e-9)
+        assert column(other.out, "sample_ids") == column(first.out, "sample_ids")
+        unshared = column(other.out, "num_tokens_unshared")
         assert unshared == column(first.out, "num_tokens_unshared")
         # AdamW divides by the root of tiny second moments, which magnifies rounding.
-        assert largest_difference(weights(run.model), weights(first.model)) < 1e-7
+        assert largest_difference(weights(other.model), weights(first.model)) < 1e-7
     assert column(runs[1].out, "num_tokens") == column(runs[1].out, "num_tokens_unshared")
 
 
@@ -256,6 +257,7 @@ def test_an_adapter_can_be_all_that_is_saved(go: Go, model: Path, tmp_path: Path
         "eval__every": 1,
         "eval__best": "loss",
         "checkpoint__every": 2,
+        "contract__prompts": 2,
     }
     whole = go("whole", **keys)
     alone = go("alone", **keys, save__merged=False)
@@ -379,7 +381,9 @@ def test_added_tokens_are_learned_and_saved(model: Path, tmp_path: Path) -> None
     assert not torch.allclose(table[new], known[:new].mean(0), atol=1e-6), "it has been trained"
 
 
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize(
+    "name", slow_except(["qwen2", "llama", "gemma2", "qwen3_moe", "gemma4_text"], CARRIED)
+)
 def test_every_architecture_trains_packed_and_saves_what_it_trained(
     name: str, train: Path, tmp_path: Path
 ) -> None:
@@ -445,9 +449,7 @@ def test_the_command_line_and_a_toml_file_do_the_same(
     toml.write_text(f'model = "{model}"\nsteps = 3\n[data]\ntrain = "{train}"\n')
     out = tmp_path / "command"
     words = [str(toml), *words_of({**QUIET, "steps": 2, "out": str(out)})]
-    done = subprocess.run(
-        [sys.executable, "-m", "taut", "sft", *words], capture_output=True, text=True, check=False
-    )
+    done = run("-m", "taut", "sft", *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert column(out, "loss") == column(expected.out, "loss")
     assert largest_difference(weights(out / "model"), weights(expected.model)) == 0.0

@@ -50,8 +50,6 @@ TRAINING: dict[str, Any] = {
 }
 FOREIGN = "<|endoftext|>"
 
-pytestmark = pytest.mark.slow
-
 
 class Answers(NamedTuple):
     """Of the sampled answers, the shares that ended by themselves, and that were right."""
@@ -132,6 +130,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", rows_of(CHATS))
 
 
+@pytest.mark.slow
 def test_a_pad_that_is_the_end_does_not_unteach_it(
     train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +188,7 @@ def test_the_template_may_end_turns_with_another_token_than_the_files_name(
     assert ended_in_engine(result.model) >= 0.99  # its stop set comes from the template
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_an_end_that_was_never_trained_is_trained_beside_adapters(
     is_tied: bool, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +246,7 @@ def long_too(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("long") / "train.jsonl", rows_of(CHATS + LONG))
 
 
+@pytest.mark.slow
 def test_a_cut_row_teaches_no_end(
     long_too: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

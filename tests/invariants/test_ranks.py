@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ import taut
 
 LIMIT = 1e-9
 
+PLAIN: dict[str, Any] = {"check": "off", "contract.prompts": 0}
+"""What the first run shows is not shown again: that checks and golden prompts are asked of two ranks."""
+
 RUNS: dict[str, dict[str, Any]] = {
     # Five samples a step in micro-batches of 90 tokens: the ranks have different numbers of them.
     # Three answers are drawn at the end: one rank has two, the other one and keeps it company.
@@ -45,8 +48,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "stop.share": 1.0,
     },
     # One sample a step: a rank has none, and runs one backward that counts for nothing.
-    "a rank without": {"steps": 3, "batch.samples_per_step": 1, "activation_checkpointing": True},
+    "a rank without": {
+        **PLAIN,
+        "steps": 3,
+        "batch.samples_per_step": 1,
+        "activation_checkpointing": True,
+    },
     "lora, noise, checkpoints": {
+        **PLAIN,
         "steps": 4,
         "lora.rank": 4,
         "lora.dropout": 0.2,
@@ -54,6 +63,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "checkpoint.every": 2,
     },
     "lora by rows": {
+        **PLAIN,
         "steps": 4,
         "lora.rank": 4,
         "lora.train_rows": "always",
@@ -134,6 +144,10 @@ def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
         timeout=180,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def forked(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(*words, num_ranks=2)
 
 
 def two_ranks(place: Path, todo: Sequence[Mapping[str, Any]]) -> None:
@@ -230,13 +244,14 @@ def test_two_ranks_equal_one_process(name: str, place: Path, model: Path, train:
         assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
 
 
+@pytest.mark.parametrize("start", [forked, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_ends_all_with_its_message(
-    model: Path, train: Path, tmp_path: Path
+    start: Callable[..., subprocess.CompletedProcess[str]], model: Path, train: Path, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(LAST)
     keys = keys_of(model, train, tmp_path / "out", RUNS["uneven bins"])
-    done = torchrun(program, "sft", *words_of(keys))
+    done = start(program, "sft", *words_of(keys))
     assert done.returncode != 0
     lines = done.stderr.splitlines()  # torchrun's own table has the message once more
     assert lines.count("taut: error: step 2: planted on the second rank") == 1

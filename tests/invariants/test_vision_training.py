@@ -26,7 +26,7 @@ UNREAD = {
 def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Path) -> None:
     seeing = Seeing.of(kind, tmp_path)
     model = architecture.unwrap(seeing.scorer.model)
-    assert set(architecture.freeze_unread(model)) == UNREAD.get(kind, set())
+    assert set(architecture.freeze_unused(model)) == UNREAD.get(kind, set())
     kept = gradients(seeing)
     contexts = partial(recompute_contexts, torch.float64, torch.device("cpu"))
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
@@ -34,7 +34,7 @@ def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Pa
     again = gradients(seeing)
     assert len(entered) == 2  # forward, and once more in backward
     assert again.keys() == kept.keys()
-    assert {architecture.part_of(name) for name in kept} == set(architecture.WORDS)
+    assert {architecture.part_of(name) for name in kept} == set(architecture.PARTS)
     for name, gradient in again.items():
         torch.testing.assert_close(gradient, kept[name], rtol=1e-12, atol=1e-13)
 

@@ -172,35 +172,29 @@ class Decoding:
     ) -> Tensor:
         """One layer's attention; stores the new tokens' keys and values."""
         with torch._C.DisableTorchFunction():  # modes have no effect here, and cost time per call
-            return self._attend(layer, query, key, value, call)
-
-    def _attend(
-        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call
-    ) -> Tensor:
-        _, heads, num_rows, _ = query.shape
-        shape = (num_rows, key.shape[1], heads // key.shape[1], -1)
-        rows = query[0].transpose(0, 1).reshape(shape)
-        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        own_parts = [
-            own.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
-            for own, start, stop in self.owns
-        ]
-        if len(own_parts) == 1:
-            out, lse = own_parts[0]
-        else:
-            out, lse = (torch.cat(x) for x in zip(*own_parts, strict=True))
-        levels = self._stretches(call.window)
-        if levels or call.sinks is not None:
-            out = out.to(torch.promote_types(query.dtype, torch.float32))
-            lse = lse.to(out.dtype)
-        if levels:
-            queries = rows.transpose(0, 1).contiguous()
+            _, heads, num_rows, _ = query.shape
+            shape = (num_rows, key.shape[1], heads // key.shape[1], -1)
+            rows = query[0].transpose(0, 1).reshape(shape)
+            key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            own_parts = [
+                own.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
+                for own, start, stop in self.owns
+            ]
+            if len(own_parts) == 1:
+                out, lse = own_parts[0]
+            else:
+                out, lse = (torch.cat(x) for x in zip(*own_parts, strict=True))
+            levels = self._stretches(call.window)
+            if levels or call.sinks is not None:
+                out = out.to(torch.promote_types(query.dtype, torch.float32))
+                lse = lse.to(out.dtype)
+            queries = rows.transpose(0, 1).contiguous() if levels else rows
             for parts in levels:
-                for start, stop, some_out, some_lse in _level(layer, queries, parts, call):
-                    merge(out[start:stop], lse[start:stop], some_out, some_lse)
-        if call.sinks is not None:
-            out *= torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype)).unsqueeze(-1)
-        return out.to(query.dtype).reshape(1, num_rows, heads, -1).transpose(1, 2)
+                _merge_level(out, lse, layer, queries, parts, call)
+            if call.sinks is not None:
+                share = torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype))
+                out *= share.unsqueeze(-1)
+            return out.to(query.dtype).reshape(1, num_rows, heads, -1).transpose(1, 2)
 
     def _rows(self) -> Iterator[tuple[Group, tuple[int, int]]]:
         """Each group with its first row and end row."""
@@ -229,31 +223,32 @@ def _first_visible(distance: int, window: int | None) -> int:
     return 0 if window is None else max(0, distance - window + 1)
 
 
-def _level(
-    layer: nn.Module, queries: Tensor, parts: Sequence[Part], call: Call
-) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """(first row, end row, out, log-sum-exp) of parts over different rows, joined where there is no gap between them.
+def _merge_level(
+    out: Tensor,
+    lse: Tensor,
+    layer: nn.Module,
+    queries: Tensor,
+    parts: Sequence[Part],
+    call: Call,
+) -> None:
+    """Add parts over different rows to ``out`` and ``lse``, at once where there is no gap between them.
 
     ``queries``: [Hkv, B, H/Hkv, K].
     """
-    done = [_shared_part(layer, queries, part, call) for part in parts]
-    starts, stops = [part[0] for part in parts], [part[1] for part in parts]
-    if len(parts) > 1 and starts[1:] == stops[:-1]:
-        out, lse = (torch.cat(x, dim=1) for x in zip(*done, strict=True))
-        yield starts[0], stops[-1], out.transpose(0, 1), lse.transpose(0, 1)
-        return
-    for start, stop, (out, lse) in zip(starts, stops, done, strict=True):
-        yield start, stop, out.transpose(0, 1), lse.transpose(0, 1)
-
-
-def _shared_part(layer: nn.Module, queries: Tensor, part: Part, call: Call) -> KeysValues:
-    """Many rows against the same keys: output [Hkv, rows, H/Hkv, K] and log-sum-exp [Hkv, rows, H/Hkv]."""
-    start, stop, stretch, first = part
-    key, value = (kept[:, :, first:] for kept in stretch.kept[layer])
-    rows = queries[:, start:stop]
-    out, lse = _part(rows.flatten(1, 2).unsqueeze(0), key, value, call)
-    shape = rows.shape[:3]
-    return out[0].reshape(*shape, -1), lse[0].reshape(shape)
+    spans: list[tuple[int, int]] = []
+    outputs: list[KeysValues] = []
+    for start, stop, stretch, first in parts:
+        key, value = (kept[:, :, first:] for kept in stretch.kept[layer])
+        rows = queries[:, start:stop]
+        some_out, some_lse = _part(rows.flatten(1, 2).unsqueeze(0), key, value, call)
+        shape = rows.shape[:3]
+        spans.append((start, stop))
+        outputs.append((some_out[0].reshape(*shape, -1), some_lse[0].reshape(shape)))
+    if len(parts) > 1 and all(left[1] == right[0] for left, right in pairwise(spans)):
+        joined_out, joined_lse = (torch.cat(x, dim=1) for x in zip(*outputs, strict=True))
+        spans, outputs = [(spans[0][0], spans[-1][1])], [(joined_out, joined_lse)]
+    for (start, stop), (some_out, some_lse) in zip(spans, outputs, strict=True):
+        merge(out[start:stop], lse[start:stop], some_out.transpose(0, 1), some_lse.transpose(0, 1))
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ from taut.checks.chat_template import short_place
 from taut.checks.data import HASH, Exchange, Flat, Hashes, Texts, exchanges, flat, seen_of, texts
 from taut.checks.registry import Finding, check, failed, passed, skipped, warned
 from taut.checks.session import Session, once
-from taut.data.dataset import VALUE, Dataset
+from taut.data.cache import VALUE
+from taut.data.dataset import Dataset
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
 from taut.data.packing import ids_with_pictures
 from taut.evals.statistics import wilson_interval

@@ -305,7 +305,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     number = len(step.norms) + len(step.absent)
 
     def shortened(names: Sequence[str]) -> list[str]:
-        counts = [architecture.counted(names)] if architecture.has_parts(model) else []
+        counts = [architecture.count_by_part(names)] if architecture.has_parts(model) else []
         rest = len(names) - TENSORS_SHOWN
         return [*counts, *names[:TENSORS_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
 
@@ -333,7 +333,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
         return passed(says, number, "tensors")
     zero = [name for name, value in step.norms.items() if value == 0.0]
     unexplained = [name for name in zero if not _is_zero_at_start(session, step, name)]
-    blind = architecture.unreached(model, step.norms, unexplained)
+    blind = architecture.parts_without_gradient(model, step.norms, unexplained)
     num_pictures = session.train.report.num_pictures
     sees_picture = any(media.stop < sample.num_tokens for sample in batch for media in sample.media)
     if blind and num_pictures and not sees_picture:
@@ -360,7 +360,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     if zero:
         notes.append(f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}")
     if architecture.has_parts(model):
-        notes.append(architecture.counted(trained(session)))
+        notes.append(architecture.count_by_part(trained(session)))
     return passed("all trained tensors get a gradient", number, "tensors", notes)
 
 

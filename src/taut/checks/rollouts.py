@@ -30,7 +30,7 @@ from taut.inference.vllm import ServerEngine
 from taut.losses import advantages
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.registry import Part
-from taut.rewards.user import Own
+from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
 from taut.rl.advantages import Rewarded, paths_of
 from taut.rl.environment import World
@@ -350,7 +350,7 @@ def _grade(
 def _marks_of_part(part: Part, judges: Judged, graded: Sequence[Graded]) -> Marks:
     marked = _marked(graded, lambda verdict: verdict.parts[part.label])
     full_marks = part.verifier.full_marks if judges == "correctness" else None
-    return Marks(part.label, judges, full_marks, isinstance(part.verifier, Own), *marked)
+    return Marks(part.label, judges, full_marks, isinstance(part.verifier, UserReward), *marked)
 
 
 def _marked(

@@ -132,7 +132,7 @@ def _frozen_and_trained(session: Session) -> Iterator[Setting]:
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
     frozen: set[str] = set()
     for pattern in session.run.freeze:
-        matches = architecture.matching(session.scorer.model, pattern, list(named), "freeze")
+        matches = architecture.match_pattern(session.scorer.model, pattern, list(named), "freeze")
         frozen |= set(matches)
         moving = [name for name in matches if name in held]
         yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")
@@ -301,10 +301,10 @@ def adapter_targets(
     wanted: set[str] = set()
     for target in targets:
         if has_patterns and (
-            target in architecture.WORDS or any(sign in target for sign in "*?[/")
+            target in architecture.PARTS or any(sign in target for sign in "*?[/")
         ):
             model = session.scorer.model
-            wanted |= set(architecture.matching(model, target, sorted(every), "lora.targets"))
+            wanted |= set(architecture.match_pattern(model, target, sorted(every), "lora.targets"))
         else:
             wanted |= {name for name in every if f".{name}".endswith(f".{target}")}
     return wanted

@@ -32,12 +32,12 @@ from taut.io.terminal import Terminal
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
-    inherited_ends,
     load_config,
     load_model,
     load_tokenizer,
+    stop_ids_in_files,
 )
-from taut.models.lora import adapter_settings, put_on
+from taut.models.lora import adapter_settings, load_adapter
 from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.train import distributed
@@ -119,7 +119,7 @@ def merge(config: Merge) -> Merged:
         trust_remote_code=config.trust_remote_code,
     )
     renderer = build_renderer(DataConfig(template=config.template), tokenizer, album)
-    stops = derive_stop_set(renderer, inherited_ends(config.model, base))
+    stops = derive_stop_set(renderer, stop_ids_in_files(config.model, base))
     device = distributed.start(config.device).device
     model = load_model(
         config.model,
@@ -128,7 +128,7 @@ def merge(config: Merge) -> Merged:
         attention=select("auto", device, torch.float32, base).implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    adapted, new_ids, num_tensors = put_on(model, adapter, settings)
+    adapted, new_ids, num_tensors = load_adapter(model, adapter, settings)
     scorer = Scorer(adapted).eval()
     checks: list[Comparison] = []
     origin = _origin(config, scorer, renderer, stops, new_ids, checkpoint_dtype(base))

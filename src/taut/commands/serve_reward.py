@@ -20,7 +20,6 @@ that others can reach requires one, unless ``without_key`` is set. SIGTERM and S
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback
-from taut.config import configclass, home_path
+from taut.config import configclass, home_path, read_secret
 from taut.data.json_io import shown
 from taut.data.messages import (
     PICTURES,
@@ -327,22 +326,18 @@ def _require_inline(message: Any, where: str) -> None:
 
 
 def _read_key(config: ServeReward) -> bytes | None:
-    """The token from the configured place."""
-    if config.key is not None:
-        token = os.environ.get(config.key, "").strip()
-        where = f"key={config.key}: the environment variable"
-    elif config.key_file is not None:
-        where = f"key_file={config.key_file}: the file"
+    """The token that requests must have; None: none is required."""
+    token = read_secret(config.key, "key")
+    if config.key_file is not None and token is None:
+        place = f"key_file={config.key_file}: the file"
         try:
             token = files.read_text(home_path(config.key_file)).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
-            raise ConfigError(f"{where} cannot be read: {reason}; expected a token") from None
-    else:
-        return None
-    if not token:
-        raise ConfigError(f"{where} is empty; expected a token; put one there")
-    return token.encode()
+            raise ConfigError(f"{place} cannot be read: {reason}; expected a token") from None
+        if not token:
+            raise ConfigError(f"{place} is empty; expected a token; put one there")
+    return None if token is None else token.encode()
 
 
 def _listen(config: ServeReward) -> socket.socket:

@@ -1,11 +1,15 @@
-"""Who goes in which step, rank and micro-batch: pure functions of the data, the seed and the step.
+"""Which samples a step has, and how they are divided into micro-batches: pure functions of the data, the seed, the
+step.
 
-``Order`` says which samples a step has; it knows nothing of ranks or micro-batches. ``assign`` divides a step's trees
-among ranks and micro-batches within a token budget, balanced by predicted cost; it knows nothing of steps. Neither
-depends on whether prefixes are shared in the end, on a restart, or on anything random but the seed.
+``Order`` says which samples each step has; it does not depend on ranks or micro-batches. ``Rows`` makes the trees of a
+step by index: one tree a sample, or one a row whose answers are compared. ``assign`` divides a step's trees among ranks
+and micro-batches within a token budget, balanced by predicted cost; it does not depend on the step. None of them
+depends on whether prefixes are shared in the end, on a restart, or on any randomness but the seed.
 
-Tokens are counted as distinct tokens (a shared prefix once): that is what a micro-batch holds. With
-``batch.share_prefixes=false`` the same micro-batches are laid out in as many parts as the budget asks for.
+Tokens are counted as distinct tokens (a shared prefix once), since that is what a micro-batch holds. With
+``batch.share_prefixes=false`` the same micro-batches are laid out in as many parts as the budget requires.
+
+Does not lay out tokens (``packing.py``).
 """
 
 from __future__ import annotations
@@ -31,26 +35,26 @@ from taut.types import FloatArray, IntArray, Packed, Sample, Tree
 
 @configclass
 class BatchConfig:
-    """What makes up an optimizer step, and how it is cut to fit."""
+    """The size of an optimizer step, and its division into micro-batches."""
 
     samples_per_step: Annotated[int, Field(ge=1)] = 32
-    """Samples in an optimizer step, over all ranks and micro-batches. Where answers are compared, a row is one."""
+    """Samples per optimizer step, over all ranks and micro-batches. A row whose answers are compared counts as one."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
-    """Most tokens computed at a time on one rank; a single longer sample gets a micro-batch of its own."""
+    """Largest number of tokens computed at a time on one rank; a longer sample gets a micro-batch of its own."""
     halve_when_out_of_memory: bool = False
-    """Where a micro-batch does not fit into memory, begin the step again with half the tokens, for the rest of the run.
-    Changes numbers by rounding only; each time is recorded, and done again on resume. One rank only."""
+    """If a micro-batch does not fit into memory, repeat the step with half the tokens, for the rest of the run. Changes
+    numbers by rounding only; each halving is recorded, and repeated on resume. One rank only."""
     share_prefixes: bool = True
-    """Compute a prefix that samples of a micro-batch have in common once. Never changes the plan or the numbers."""
+    """Compute a prefix that samples of a micro-batch share only once. Never changes the plan or the numbers."""
     min_saved_tokens: Annotated[int, Field(ge=1)] = 16
-    """Merge a prefix where that saves at least so many tokens."""
+    """Share a prefix where that saves at least this number of tokens."""
     group_prefixes: bool = False
-    """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups.
-    One is cut only where no whole one fills a step. Needs shuffle."""
+    """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups. A
+    group is cut only where no whole group fills a step. Needs shuffle."""
     group_min_tokens: Annotated[int, Field(ge=1)] = 64
-    """How long a common prefix has to be for group_prefixes; a picture counts as long enough."""
+    """Shortest common prefix of a group of group_prefixes, in tokens; a picture counts as long enough."""
     shuffle: bool = True
-    """Shuffle the samples anew in each epoch; false: the order of the data files."""
+    """Shuffle the samples again in each epoch; false: the order of the data files."""
 
     def __post_init__(self) -> None:
         if self.group_prefixes and not self.shuffle:
@@ -61,7 +65,7 @@ class BatchConfig:
 
 
 class Cursor(NamedTuple):
-    """How far a run has come: after ``step``, so many samples had been seen."""
+    """Progress of a run: the number of samples seen after ``step``."""
 
     step: int = 0
     samples: int = 0
@@ -72,17 +76,17 @@ START = Cursor()
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples each step has. Epochs follow each other without a gap, so a step may span two."""
+    """The samples of each step. Epochs follow each other without a gap, so a step may span two."""
 
     weights: FloatArray
-    """Per sample: how many times an epoch has it; fractions are chosen anew each epoch. Equal within a source."""
+    """How many times an epoch has each sample; fractions are drawn again each epoch. Equal within a source."""
     seed: int
     samples_per_step: int
     is_shuffled: bool = True
     groups: IntArray | None = None
-    """Per sample the group it is kept with; None: every sample moves alone."""
+    """The group of each sample; None: every sample moves alone."""
     origin: Cursor = START
-    """From where steps are full ones. Not the start where a run ended on a small step and then was made longer."""
+    """Where full steps begin. Not the start, if a run ended on a small step and was then extended."""
 
     @cached_property
     def epoch_size(self) -> int:
@@ -90,24 +94,24 @@ class Order:
         return sum(self._quota(weight) for weight in np.unique(self.weights))
 
     def num_steps(self, epochs: float) -> int:
-        """Steps in so many epochs; the last may be smaller."""
+        """Number of steps in ``epochs``; the last may be smaller."""
         left = self._num_samples(epochs) - self.origin.samples
         return self.origin.step + max(0, -(-left // self.samples_per_step))
 
     def cursor(self, step: int, epochs: float | None = None) -> Cursor:
-        """How far a run is after a step."""
+        """Progress of a run after a step."""
         samples = self._begin(step + 1)
         return Cursor(step, samples if epochs is None else min(samples, self._num_samples(epochs)))
 
     def going_on_from(self, cursor: Cursor, epochs: float | None) -> Order:
-        """The order of a run that has come this far: no sample is left out, or seen twice."""
-        is_there = epochs is None or cursor.step <= self.num_steps(epochs)
-        if is_there and self.cursor(cursor.step, epochs) == cursor:
+        """The order of a run continued from ``cursor``: no sample is left out, or seen twice."""
+        is_within = epochs is None or cursor.step <= self.num_steps(epochs)
+        if is_within and self.cursor(cursor.step, epochs) == cursor:
             return self
         return replace(self, origin=cursor)
 
     def step(self, step: int, epochs: float | None = None) -> list[int]:
-        """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they go round and round."""
+        """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they repeat without end."""
         start = self._begin(step)
         stop = start + self.samples_per_step
         if epochs is not None:
@@ -161,9 +165,10 @@ class Order:
 
 
 def _settle(documents: list[IntArray], step_size: int, begun: int) -> list[IntArray]:
-    """The documents in their order, but a step that has room left takes the next that fits it whole.
+    """The documents in their order, except that a step with room left takes the next document that fits it whole.
 
-    One is cut only where none fits, or where it is larger than a step. ``begun``: samples the first step has already.
+    A document is cut only where none fits, or where it is larger than a step. ``begun``: samples that the first step
+    already has.
     """
     waiting: dict[int, deque[int]] = {}
     for number, document in enumerate(documents):
@@ -183,15 +188,18 @@ def _settle(documents: list[IntArray], step_size: int, begun: int) -> list[IntAr
 
 
 def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
-    """For each sample the number of the group it belongs to: samples that share a document.
+    """The group number of each sample: a group is the samples that share a document.
 
-    A group is a run of at least two samples with a common prefix of ``min_tokens`` in which no smaller run shares
-    ``min_tokens`` more: a system prompt common to all does not make one group of everything. A picture has the weight
-    of ``min_tokens`` at least.
+    It is a run of at least two samples with a common prefix of ``min_tokens`` in which no smaller run shares
+    ``min_tokens`` more: a system prompt common to all does not make one group of everything. An image counts as at
+    least ``min_tokens`` tokens.
     """
     order = prefix_order(samples)
     shared = [common_prefix_of(samples[a], samples[b]) for a, b in pairwise(order)]
-    common = [0, *(_weight(samples[a], n, min_tokens) for a, n in zip(order, shared, strict=False))]
+    common = [0]
+    for index, size in zip(order, shared, strict=False):
+        images = [image for image in samples[index].media if image.stop <= size]
+        common.append(size + sum(max(0, min_tokens - (it.stop - it.start)) for it in images))
     group_of = np.full(len(samples), -1, dtype=np.int64)
     num_groups = 0
     runs = [(0, len(order))]
@@ -207,12 +215,6 @@ def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
     alone = group_of < 0
     group_of[alone] = np.arange(num_groups, num_groups + int(alone.sum()))
     return group_of
-
-
-def _weight(sample: Sample, size: int, least: int) -> int:
-    """Of a sample's first tokens: their number, and what the pictures among them lack of ``least``."""
-    pictures = [one for one in sample.media if one.stop <= size]
-    return size + sum(max(0, least - (one.stop - one.start)) for one in pictures)
 
 
 def _runs_above(common: list[int], start: int, stop: int, least: int) -> list[tuple[int, int]]:
@@ -235,18 +237,18 @@ class CostModel(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How a step is divided."""
+    """The limits of the division of a step."""
 
     tokens_per_microbatch: int
     num_ranks: int = 1
     cost: CostModel = CostModel()
     min_saved_tokens: int = 16
     one_sample: bool = False
-    """Every micro-batch is one sample: for models with state across tokens."""
+    """Whether every micro-batch is one sample: for models with state across tokens."""
 
 
 Microbatch = tuple[Tree, ...]
-"""What is computed together, as planned."""
+"""Trees that are computed together."""
 
 
 class Piece(NamedTuple):
@@ -270,24 +272,28 @@ def assign(trees: Sequence[Tree], budget: Budget) -> list[list[Microbatch]]:
     for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
         pieces = atoms + _pieces(pool, budget, max_cost=share * total / budget.num_ranks)
         ranks = _balance(pieces, budget.num_ranks)
-        if not best or _largest_cost(ranks) < 0.97 * _largest_cost(best):
+        largest, best_largest = (
+            max((sum(piece.cost for piece in rank) for rank in division), default=np.inf)
+            for division in (ranks, best)
+        )
+        if largest < 0.97 * best_largest:
             best = ranks
     return [_fill(pieces, budget) for pieces in best]
 
 
 def samples_of(trees: Sequence[Tree]) -> list[Sample]:
-    """The samples of a micro-batch, or of any trees."""
+    """The samples of trees."""
     return [sample for tree in trees for sample in tree.samples]
 
 
 def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
-    """Largest over mean predicted cost of the ranks."""
+    """Largest predicted cost of a rank, divided by the mean."""
     costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
     return max(costs) / (sum(costs) / len(costs))
 
 
 def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
-    """One planned micro-batch as it is computed: one layout, or several within the budget where sharing is off.
+    """The layouts of one planned micro-batch: one, or several within the budget where prefixes are not shared.
 
     An atom stays in one layout either way.
     """
@@ -300,11 +306,11 @@ def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
     ]
     sized = [Piece(unit, sum(s.num_tokens for s in unit.samples), 0.0) for unit in units]
     bins = _first_fit(sized, tokens)
-    return [pack(samples_of([piece.tree for piece in some]), policy) for some in bins]
+    return [pack(samples_of([piece.tree for piece in pieces]), policy) for pieces in bins]
 
 
 def _piece(samples: Sequence[Sample], budget: Budget, *, is_atom: bool = False) -> Piece:
-    """Samples laid out together."""
+    """The tree of samples that are laid out together, with their tokens and cost."""
     order, shared = shared_prefixes(samples, PackPolicy(True, budget.min_saved_tokens))
     lengths = np.array([samples[index].num_tokens for index in order])
     prefixes = np.array(shared)
@@ -318,7 +324,7 @@ def _piece(samples: Sequence[Sample], budget: Budget, *, is_atom: bool = False) 
 
 
 def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Piece]:
-    """Samples with common prefixes together, cut where the shared prefix is shortest until all fit."""
+    """Groups of samples with common prefixes, cut where the shared prefix is shortest until all fit."""
     if not pool:
         return []
     if budget.one_sample:
@@ -341,7 +347,7 @@ def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Pie
 
 
 def _balance(pieces: Sequence[Piece], num_ranks: int) -> list[list[Piece]]:
-    """Largest first, to the rank with the least cost so far."""
+    """Pieces for each rank: the largest first, to the rank with the least cost so far."""
     ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for piece in sorted(pieces, key=lambda piece: -piece.cost):
@@ -351,17 +357,13 @@ def _balance(pieces: Sequence[Piece], num_ranks: int) -> list[list[Piece]]:
     return ranks
 
 
-def _largest_cost(ranks: Sequence[Sequence[Piece]]) -> float:
-    return max(sum(piece.cost for piece in rank) for rank in ranks)
-
-
 def _fill(pieces: Sequence[Piece], budget: Budget) -> list[Microbatch]:
-    """A rank's pieces in micro-batches."""
+    """The micro-batches of a rank's pieces."""
     if budget.one_sample:
         return [(piece.tree,) for piece in pieces]
     filled: list[Microbatch] = []
-    for some in _first_fit(pieces, budget.tokens_per_microbatch):
-        trees = tuple(piece.tree for piece in some)
+    for group in _first_fit(pieces, budget.tokens_per_microbatch):
+        trees = tuple(piece.tree for piece in group)
         # Rarely a short prefix common to all leaves too little to save further down for it to be merged there.
         fits = _piece(samples_of(trees), budget).num_tokens <= budget.tokens_per_microbatch
         filled += [trees] if fits else [(tree,) for tree in trees]
@@ -384,61 +386,53 @@ def _first_fit(pieces: Sequence[Piece], tokens: int) -> list[list[Piece]]:
     return bins
 
 
-# --------------------------------------------------------------------------------------------------
-# A data set as the trees that a step is made of, by index: one a sample, or one a row whose answers are compared.
-#
-#     samples    each sample is a tree of its own, to be cut and pooled as the budget asks
-#     answers    the samples of a row are one tree that is never cut; ``Sample.group`` ties them
-#
-# ``mismatched`` puts each sample's prompt before the next one's answer: what KTO's reference point is taken over.
-#
-# Knows no steps and no order (data/plan.py), and makes no layout (data/pack.py). Methods and evals import it.
+# -- trees of a data set
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Trees by index."""
+    """The trees of a data set by index: one a sample, to be cut and pooled as the budget requires; or one a row whose
+    answers are compared, which is never cut (``Sample.group`` ties its samples)."""
 
     data: Dataset
     are_answers: bool = False
     """Whether the samples of a row are compared with each other."""
     has_targets: bool = True
-    """False: nothing is predicted; a scalar head is read."""
+    """False: no token is predicted; a scalar head is read."""
 
     def __len__(self) -> int:
         return len(self.data.rows) - 1 if self.are_answers else len(self.data)
 
     @property
     def weights(self) -> FloatArray:
-        """How many times each is seen per epoch."""
+        """How many times each tree is seen per epoch."""
         return self.data.row_weights if self.are_answers else self.data.weights
 
     def trees(self, indices: Sequence[int]) -> list[Tree]:
-        """The trees of a step: their groups are numbered in this order."""
+        """The trees of a step. Their groups are numbered in this order."""
         return self.trees_of([self.samples(index) for index in indices])
 
     def trees_of(self, rows: Sequence[Sequence[Sample]]) -> list[Tree]:
-        """The trees that rows of these samples make."""
+        """The trees of rows with these samples."""
         return [self._tree(samples, number) for number, samples in enumerate(rows)]
 
     def mismatched(self, indices: Sequence[int], max_length: int) -> list[Tree]:
-        """Each sample's prompt with the answer of the one after it, cut at ``max_length`` tokens. A sample that comes
-        after itself takes the answer of the next of the data.
+        """Each sample's prompt with the answer of the sample after it, cut at ``max_length`` tokens: KTO's reference
+        point is taken over these. A sample that comes after itself takes the answer of the next one in the data.
         """
-        pairs = zip(indices, [*indices[1:], indices[0]], strict=True)
-        others = [(one + 1) % len(self.data) if one == other else other for one, other in pairs]
-        return [
-            Tree((_spliced(self.data[one], self.data[other], max_length),))
-            for one, other in zip(indices, others, strict=True)
-        ]
+        trees = []
+        for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
+            other = (index + 1) % len(self.data) if index == following else following
+            trees.append(Tree((_spliced(self.data[index], self.data[other], max_length),)))
+        return trees
 
     def prefix_groups(self, min_tokens: int) -> IntArray:
-        """For each tree the number of the document it belongs to (plan.prefix_groups)."""
+        """The document number of each tree (``prefix_groups``)."""
         first = [self.samples(index)[0] for index in range(len(self))]
         return prefix_groups(first if self.are_answers else self.data, min_tokens)
 
     def samples(self, index: int) -> list[Sample]:
-        """The samples of a tree, as the data have them."""
+        """The samples of a tree, unchanged."""
         if not self.are_answers:
             return [self.data[index]]
         start, stop = self.data.rows[index : index + 2]
@@ -454,7 +448,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Good(Sequence[Sample]):
-    """Of each row the answer that is wanted: of those compared the best, the first of equals."""
+    """The good answer of each row: of compared answers the best, the first of equals."""
 
     rows: Rows
 
@@ -469,53 +463,51 @@ class Good(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         samples = self.rows.samples(index)
-        return max(samples, key=lambda one: one.values.get("preference", 0.0))
+        return max(samples, key=lambda sample: sample.values.get("preference", 0.0))
 
 
-def _spliced(one: Sample, other: Sample, max_length: int) -> Sample:
-    """The prompt of one sample and the answer of another, each with its pictures: ids as they are, every token of the
-    answer a target but those of pictures (of a question asked in the midst of it).
+def _spliced(sample: Sample, other: Sample, max_length: int) -> Sample:
+    """The prompt of one sample and the answer of another, each with its images. Every token of the answer is a target,
+    except those of images (of a question inside it).
     """
-    begin, first = int(one.target_at_N[0]), int(other.target_at_N[0])
+    begin, first = int(sample.target_at_N[0]), int(other.target_at_N[0])
     longest = first + max(1, max_length - begin)
     stop = min(other.num_tokens, uncut(other.media, longest))
-    ids_T = np.concatenate([one.ids_T[:begin], other.ids_T[first:stop]])
-    asked = [
-        replace(it, start=it.start + begin, stop=it.stop + begin)
-        for it in within(other.media, first, stop)
+    ids_T = np.concatenate([sample.ids_T[:begin], other.ids_T[first:stop]])
+    images = [
+        replace(image, start=image.start + begin, stop=image.stop + begin)
+        for image in within(other.media, first, stop)
     ]
     is_target = np.arange(ids_T.size) >= begin
-    for it in asked:
-        is_target[it.start : it.stop] = False
+    for image in images:
+        is_target[image.start : image.stop] = False
     at_N = np.flatnonzero(is_target)
-    name, media = f"{one.id} with the answer of {other.id}", within(one.media, 0, begin)
-    return Sample(name, ids_T, at_N, np.ones(at_N.size), (*media, *asked), values=one.values)
+    media = (*within(sample.media, 0, begin), *images)
+    name = f"{sample.id} with the answer of {other.id}"
+    return Sample(name, ids_T, at_N, np.ones(at_N.size), media, values=sample.values)
 
 
-# --------------------------------------------------------------------------------------------------
-# The micro-batches of a step as training makes them, and what they save: tokens, before anything is computed.
-#
-# Imported by ``taut.commands.show`` and by checks.
+# -- sizes of a step
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step would compute, over all ranks."""
+    """Sizes of a step before it is computed, over all ranks."""
 
     step: int
     num_samples: int
     num_targets: int
     padded: int
-    """Tokens, were every sample padded to the longest of the step."""
+    """Number of tokens if every sample were padded to the longest of the step."""
     unshared: int
-    """Tokens the samples have."""
+    """Number of tokens of the samples."""
     computed: int
-    """Tokens computed, prefixes shared where the policy says so."""
+    """Number of tokens computed, with the prefixes that the policy shares."""
     num_microbatches: int
 
 
 def lay_out(trees: Sequence[Tree], budget: Budget, policy: PackPolicy) -> list[Packed]:
-    """The micro-batches of a step's trees, over all ranks."""
+    """The micro-batches of a step's trees, over all ranks, as training lays them out."""
     return [
         packed
         for rank in assign(trees, budget)
@@ -525,7 +517,7 @@ def lay_out(trees: Sequence[Tree], budget: Budget, policy: PackPolicy) -> list[P
 
 
 def step_plan(step: int, trees: Sequence[Tree], packs: Sequence[Packed]) -> StepPlan:
-    """The numbers of a step that was laid out."""
+    """The sizes of a step that was laid out."""
     lengths = [sample.num_tokens for sample in samples_of(trees)]
     return StepPlan(
         step=step,

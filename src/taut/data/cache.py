@@ -1,18 +1,36 @@
-"""Pictures of samples as flat arrays of a cache entry, and back.
+"""Tokenised sources: samples as flat arrays, on disk in a directory named by the hash of all that they depend on.
 
-    media.offsets     int64 [S+1]    where each sample's pictures begin
-    media.at          int32 [M, 2]   first placeholder, and after the last, inside the sample
-    media.grid        int32 [M, 3]   zeros: numbered as text
-    media.picture     int32 [M]      which of the pictures below
-    picture.content   uint8 [P, 32]  SHA-256 of what was encoded
-    picture.company   int32 [P]      how many pictures the row has that it is in
-    picture.offsets   int64 [P+1]    where each source begins
-    picture.source    uint8          the sources, UTF-8, one after another
-    picture.stamp     int64 [P, 2]   size of each source, and when it was last written; -1: it is not there
-    film.offsets, film.source, film.stamp   the same of the videos that pictures are frames of
+    <cache>/<key>/ids.npy             int32 [T]     the tokens of all samples, one after another
+                  offsets.npy         int64 [S+1]   start of each sample
+                  target_at.npy       int32 [N]     positions inside the sample
+                  target_offsets.npy  int64 [S+1]
+                  line.npy            int64 [S]     the line or record each sample comes from
+                  part.npy            int32 [S]     number of the sample in its row; 0: the only one
+                  meta.json           rows read, their forms, incidents, and the SHA-256 of each array
 
-Here M counts places and P pictures: the same picture in many samples is kept once. An entry without pictures has none
-of these. Imported by ``tokenise.py`` and ``prompt_set.py``.
+and, where answers are judged,
+
+                  value.NAME.npy      float64 [S]   a value of each sample
+                  read_at.npy         int32 [R]     positions inside the sample where a scalar head is read
+                  read_offsets.npy    int64 [S+1]
+                  read_value.NAME.npy float64 [R]   a value of each such position
+
+and, where there are images (M is the number of their places in samples, P that of distinct images),
+
+                  media.offsets.npy   int64 [S+1]   start of each sample's images
+                  media.at.npy        int32 [M, 2]  span of the placeholders inside the sample
+                  media.grid.npy      int32 [M, 3]  zeros: numbered as text
+                  media.picture.npy   int32 [M]     number of the image below
+                  picture.content.npy uint8 [P, 32] SHA-256 of the encoded image
+                  picture.company.npy int32 [P]     number of images in its row
+                  picture.offsets.npy int64 [P+1]   start of each source
+                  picture.source.npy  uint8         the paths of the files, UTF-8, one after another
+                  picture.stamp.npy   int64 [P, 2]  size and time of last change of each file; -1: it does not exist
+                  film.{offsets,source,stamp}.npy   the same of the videos whose frames the images are
+
+An entry is written in a temporary folder and renamed, so it is whole or absent. When read, every array is checked
+against its hash and against the arrays it points into; an entry that fails is reported and made again, never used. Does
+not know how a key is made (``dataset.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +38,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,128 +58,10 @@ from taut.data.render import Incident
 from taut.errors import OutputError
 from taut.io import files
 from taut.io.temporary import TemporaryFolder, clear
-from taut.types import Media
+from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
     from taut.vision.image_store import Album
-
-
-def media_arrays(
-    media_S: Iterable[tuple[Media, ...]], films: Sequence[str] = ()
-) -> dict[str, NDArray[Any]]:
-    """The arrays of samples with these pictures; none where no sample has one. ``films``: the files of videos."""
-    counts, places = [], []
-    table: dict[tuple[str, str, int], int] = {}
-    for media in media_S:
-        counts.append(len(media))
-        for one in media:
-            its = one.picture
-            number = table.setdefault((its.source, its.content, its.num_pictures), len(table))
-            places.append((one.start, one.stop, *(one.grid or (0, 0, 0)), number))
-    if not places:
-        return {}
-    placed = np.array(places, dtype=np.int32)
-    return {
-        "media.offsets": np.cumsum([0, *counts]),
-        "media.at": placed[:, :2],
-        "media.grid": placed[:, 2:5],
-        "media.picture": placed[:, 5],
-        "picture.content": np.array([list(bytes.fromhex(content)) for _, content, _ in table], np.uint8),
-        "picture.company": np.array([company for _, _, company in table], dtype=np.int32),
-        **_files("picture", [source for source, _, _ in table]),
-        **_files("film", films),
-    }  # fmt: skip
-
-
-def _files(kind: str, paths: Sequence[str]) -> dict[str, NDArray[Any]]:
-    if not paths:
-        return {}
-    encoded = [path.encode(errors="surrogateescape") for path in paths]
-    return {
-        f"{kind}.offsets": np.cumsum([0, *map(len, encoded)]),
-        f"{kind}.source": np.frombuffer(b"".join(encoded), dtype=np.uint8),
-        f"{kind}.stamp": np.array([_stamp(path) for path in paths], dtype=np.int64),
-    }
-
-
-def changed_source(arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """The first picture's or video's file that is not as it was when the arrays were made, by size and time; None: all
-    are.
-    """
-    for kind in ("film", "picture"):
-        stamps = arrays.get(f"{kind}.stamp", np.empty((0, 2)))
-        for source, stamp in zip(_sources(arrays, kind), stamps.tolist(), strict=True):
-            if _stamp(source) != tuple(stamp):
-                return source
-    return None
-
-
-def _sources(arrays: Mapping[str, NDArray[Any]], kind: str) -> Iterator[str]:
-    if f"{kind}.source" not in arrays:
-        return
-    every, offsets = arrays[f"{kind}.source"].tobytes(), arrays[f"{kind}.offsets"].tolist()
-    for begin, end in pairwise(offsets):
-        yield every[begin:end].decode(errors="surrogateescape")
-
-
-def _stamp(source: str) -> tuple[int, int]:
-    try:
-        found = Path(source).stat()
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
-
-
-def media_at(
-    arrays: Mapping[str, NDArray[Any]], index: int, name: str, album: Album | None
-) -> tuple[Media, ...]:
-    """The pictures of the sample ``index``, which errors call ``name``."""
-    if "media.offsets" not in arrays:
-        return ()
-    assert album is not None, "data with pictures were read with an album"
-    first, last = arrays["media.offsets"][index : index + 2]
-    found = []
-    for place in range(first, last):
-        number = int(arrays["media.picture"][place])
-        begin, end = arrays["picture.offsets"][number : number + 2]
-        picture = album.picture(
-            arrays["picture.source"][begin:end].tobytes().decode(),
-            arrays["picture.content"][number].tobytes().hex(),
-            int(arrays["picture.company"][number]),
-            name,
-        )
-        start, stop = arrays["media.at"][place].tolist()
-        t, h, w = arrays["media.grid"][place].tolist()
-        two_way = album.processor.is_two_way
-        found.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
-    return tuple(found)
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokenised sources on disk: flat arrays in a directory named by the hash of all that they depend
-# on.
-#
-#     <cache>/<key>/ids.npy             int32 [T]     the tokens of all samples, one after another
-#                   offsets.npy         int64 [S+1]   where each sample begins
-#                   target_at.npy       int32 [N]     positions inside the sample
-#                   target_offsets.npy  int64 [S+1]
-#                   line.npy            int64 [S]     the line or record each sample comes from
-#                   part.npy            int32 [S]     which sample of that row; 0: the only one
-#                   meta.json           rows read, their forms, incidents, and the SHA-256 of each array
-#
-# and, where answers are judged,
-#
-#                   value.NAME.npy      float64 [S]   what is said of each sample
-#                   read_at.npy         int32 [R]     positions inside the sample where a scalar head is read
-#                   read_offsets.npy    int64 [S+1]
-#                   read_value.NAME.npy float64 [R]   what is said of each
-#
-# and, where there are pictures, those of ``media_arrays.py``.
-#
-# An entry is written in a temporary folder and renamed, so it is there whole or not at all; when read, every array
-# is checked against its hash and against what it points to, and an entry that fails is reported and made anew, never
-# used. Does not
-# know how a key is made (``dataset.py``, which imports it).
 
 ARRAYS = {
     "ids": np.int32,
@@ -170,6 +71,10 @@ ARRAYS = {
     "line": np.int64,
     "part": np.int32,
 }
+VALUE, READ_VALUE = "value.", "read_value."
+"""Prefixes of the arrays of values."""
+OFFSETS = {"ids": "offsets", "target_at": "target_offsets", "read_at": "read_offsets"}
+"""Arrays of samples one after another -> the array of their starts."""
 OTHER_ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "read_at": (np.int32, ()),
     "read_offsets": (np.int64, ()),
@@ -189,15 +94,15 @@ OTHER_ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
         )
     },
 }
-"""Arrays that only some entries have: dtype, and shape but for the first dimension."""
+"""Arrays that only some entries have: dtype, and shape without the first dimension."""
+PLACES = tuple(
+    f"{kind}.{name}" for kind in ("picture", "film") for name in ("source", "offsets", "stamp")
+)
+"""Arrays that locate images and do not change what they are: not part of an entry's digest."""
 BLOCK = 2**16
 """Samples that are checked at a time."""
 META_LIMIT = 2**29
 """Largest meta.json of an entry, in bytes: it lists every row that was left out or cut."""
-PLACES = tuple(
-    f"{it}.{name}" for it in ("picture", "film") for name in ("source", "offsets", "stamp")
-)
-"""Where pictures are, and since when, says nothing of what they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,11 +114,173 @@ class Entry:
     incidents: tuple[Incident, ...]
     """Places relative to the source: ``17`` or ``17#2``."""
     is_fleeting: bool = False
-    """Whether rows were left out for a reason that may be gone the next time: a picture that could not be read."""
+    """Whether rows were left out for a reason that may not last: an image that could not be read."""
     forms: Mapping[RowForm, int] = field(default_factory=dict)
-    """How many rows have each form."""
+    """Number of rows of each form."""
     digest: str = ""
-    """Of the arrays as they are on the disk: equal where the samples are, wherever their pictures lie."""
+    """Digest of the arrays on disk: equal where the samples are, wherever their images lie."""
+
+    def sample(self, index: int, name: str, album: Album | None = None) -> Sample:
+        """The sample number ``index``. ``album``: the store of its images."""
+        arrays = self.arrays
+        start, stop = arrays["offsets"][index : index + 2]
+        first, last = arrays["target_offsets"][index : index + 2]
+        target_at_N = arrays["target_at"][first:last].astype(np.int64)
+        values = {
+            key.removeprefix(VALUE): float(array[index])
+            for key, array in arrays.items()
+            if key.startswith(VALUE)
+        }
+        read_at_R, read_values = None, {}
+        if "read_at" in arrays:
+            first, last = arrays["read_offsets"][index : index + 2]
+            read_at_R = arrays["read_at"][first:last].astype(np.int64)
+            read_values = {
+                key.removeprefix(READ_VALUE): array[first:last].astype(np.float64)
+                for key, array in arrays.items()
+                if key.startswith(READ_VALUE)
+            }
+        return Sample(
+            name,
+            arrays["ids"][start:stop].astype(np.int64),
+            target_at_N,
+            np.ones(target_at_N.size),
+            media=self._media(index, name, album),
+            values=values,
+            read_at_R=read_at_R,
+            read_values=read_values,
+        )
+
+    def _media(self, index: int, name: str, album: Album | None) -> tuple[Media, ...]:
+        arrays = self.arrays
+        if "media.offsets" not in arrays:
+            return ()
+        assert album is not None, "data with pictures were read with an album"
+        first, last = arrays["media.offsets"][index : index + 2]
+        media = []
+        for place in range(first, last):
+            number = int(arrays["media.picture"][place])
+            begin, end = arrays["picture.offsets"][number : number + 2]
+            picture = album.picture(
+                arrays["picture.source"][begin:end].tobytes().decode(),
+                arrays["picture.content"][number].tobytes().hex(),
+                int(arrays["picture.company"][number]),
+                name,
+            )
+            start, stop = arrays["media.at"][place].tolist()
+            t, h, w = arrays["media.grid"][place].tolist()
+            two_way = album.processor.is_two_way
+            media.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
+        return tuple(media)
+
+    def row_offsets(self) -> IntArray:
+        """Start of each row's samples, and one more, the end: samples of one row are neighbours."""
+        line_S = self.arrays["line"]
+        return np.concatenate([[0], np.flatnonzero(np.diff(line_S)) + 1, [line_S.size]])
+
+    def stale_reason(self) -> str:
+        """Why the entry has to be made again for the sake of its images; empty if it does not."""
+        if self.is_fleeting:
+            return "pictures could not be read the last time"
+        for kind in ("film", "picture"):
+            if f"{kind}.source" not in self.arrays:
+                continue
+            paths = self.arrays[f"{kind}.source"].tobytes()
+            bounds = pairwise(self.arrays[f"{kind}.offsets"].tolist())
+            stamps = self.arrays[f"{kind}.stamp"].tolist()
+            for (start, stop), stamp in zip(bounds, stamps, strict=True):
+                path = paths[start:stop].decode(errors="surrogateescape")
+                if _stamp(path) != tuple(stamp):
+                    return f"{Path(path).name} has changed"
+        return ""
+
+
+class EntryBuilder:
+    """Collects the samples of a source, row by row, into the arrays of an entry."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.forms: Counter[RowForm] = Counter()
+        self.incidents: list[Incident] = []
+        self.films: dict[str, None] = {}
+        """The files of videos, in their order."""
+        self.is_fleeting = False
+        self._joined: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._per_sample: defaultdict[str, list[float]] = defaultdict(list)
+        self._media: list[tuple[Media, ...]] = []
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._media)
+
+    def add(self, number: int, place: str, samples: Sequence[Sample]) -> None:
+        """Add the samples of row ``number``, whose ids are ``place`` or begin with it."""
+        for sample in samples:
+            self._joined["ids"].append(sample.ids_T.astype(np.int32))
+            self._joined["target_at"].append(sample.target_at_N.astype(np.int32))
+            self._per_sample["line"].append(number)
+            self._per_sample["part"].append(int(sample.id[len(place) + 1 :] or 0))
+            self._media.append(sample.media)
+            for name, value in sample.values.items():
+                self._per_sample[VALUE + name].append(value)
+            if sample.read_at_R is not None:
+                self._joined["read_at"].append(sample.read_at_R.astype(np.int32))
+            for name, value_R in sample.read_values.items():
+                self._joined[READ_VALUE + name].append(value_R)
+
+    def build(self) -> Entry:
+        arrays = {name: np.concatenate(pieces) for name, pieces in self._joined.items()}
+        for name, offsets in OFFSETS.items():
+            if name in arrays:
+                arrays[offsets] = np.cumsum([0, *map(len, self._joined[name])])
+        arrays |= {name: np.asarray(values) for name, values in self._per_sample.items()}
+        arrays |= media_arrays(self._media, list(self.films))
+        incidents = tuple(self.incidents)
+        return Entry(arrays, self.num_rows, incidents, self.is_fleeting, self.forms)
+
+
+def media_arrays(
+    media_S: Iterable[tuple[Media, ...]], films: Sequence[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """The arrays of the samples' images; none where no sample has one. ``films``: the files of videos."""
+    counts, places = [], []
+    table: dict[tuple[str, str, int], int] = {}
+    for media in media_S:
+        counts.append(len(media))
+        for image in media:
+            picture = image.picture
+            key = (picture.source, picture.content, picture.num_pictures)
+            number = table.setdefault(key, len(table))
+            places.append((image.start, image.stop, *(image.grid or (0, 0, 0)), number))
+    if not places:
+        return {}
+    places_M = np.array(places, dtype=np.int32)
+    arrays: dict[str, NDArray[Any]] = {
+        "media.offsets": np.cumsum([0, *counts]),
+        "media.at": places_M[:, :2],
+        "media.grid": places_M[:, 2:5],
+        "media.picture": places_M[:, 5],
+        "picture.content": np.array([list(bytes.fromhex(content)) for _, content, _ in table], np.uint8),
+        "picture.company": np.array([company for _, _, company in table], dtype=np.int32),
+    }  # fmt: skip
+    for kind, paths in (("picture", [source for source, _, _ in table]), ("film", films)):
+        if paths:
+            encoded = [path.encode(errors="surrogateescape") for path in paths]
+            arrays[f"{kind}.offsets"] = np.cumsum([0, *map(len, encoded)])
+            arrays[f"{kind}.source"] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+            arrays[f"{kind}.stamp"] = np.array([_stamp(path) for path in paths], dtype=np.int64)
+    return arrays
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+# -- entries on disk
 
 
 class _Incident(TypedDict):
@@ -236,97 +303,6 @@ class _Meta(TypedDict):
     """Array -> the digest of its file."""
 
 
-def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise ValueError unless the arrays are those of samples: every offset and position is within what it points to.
-
-    Digests do not show that: an entry may have been written, and its digests noted, by anything.
-    """
-    for name in arrays:
-        dtype, shape = _expected(name)
-        found = arrays[name]
-        if found.dtype != dtype or found.shape[1:] != shape or not found.ndim:
-            raise ValueError(f"{name} has the dtype {found.dtype} and the shape {found.shape}")
-    offsets, num_samples = arrays["offsets"], len(arrays["line"])
-    if len(arrays["part"]) != num_samples:
-        raise ValueError(f"part has {len(arrays['part'])} entries for {num_samples} samples")
-    _require_offsets(arrays, "offsets", "ids", num_samples)
-    if num_samples and int(np.diff(offsets).min()) < 1:
-        raise ValueError("offsets has a sample without tokens")
-    _require_offsets(arrays, "target_offsets", "target_at", num_samples)
-    _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
-    if arrays["ids"].size and int(arrays["ids"].min()) < 0:
-        raise ValueError("ids has a negative token id")
-    if "read_at" in arrays or "read_offsets" in arrays:
-        _require_offsets(arrays, "read_offsets", "read_at", num_samples)
-        _require_within(offsets, arrays["read_offsets"], arrays["read_at"], "read_at", first=0)
-    for name, values in arrays.items():
-        of = "line" if name.startswith("value.") else "read_at"
-        if name.startswith(("value.", "read_value.")) and len(values) != len(arrays[of]):
-            raise ValueError(f"{name} has {len(values)} entries for {len(arrays[of])} of {of}")
-    for kind in ("picture", "film"):
-        if f"{kind}.source" in arrays:
-            _require_offsets(arrays, f"{kind}.offsets", f"{kind}.source", None)
-            if len(arrays[f"{kind}.stamp"]) != len(arrays[f"{kind}.offsets"]) - 1:
-                raise ValueError(f"{kind}.stamp does not have one entry for each source")
-    if "media.offsets" in arrays:
-        _require_media(arrays, num_samples)
-
-
-def _expected(name: str) -> tuple[Any, tuple[int, ...]]:
-    """The dtype of an array, and its shape but for the first dimension."""
-    if name in ARRAYS:
-        return ARRAYS[name], ()
-    if name.startswith(("value.", "read_value.")):
-        return np.float64, ()
-    if name not in OTHER_ARRAYS:
-        raise ValueError(f"{name} is no array of an entry")
-    return OTHER_ARRAYS[name]
-
-
-def _require_offsets(
-    arrays: Mapping[str, NDArray[Any]], name: str, of: str, count: int | None
-) -> None:
-    offsets, size = arrays[name], len(arrays[of])
-    if count is not None and len(offsets) != count + 1:
-        raise ValueError(f"{name} has {len(offsets)} entries for {count} samples")
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != size:
-        raise ValueError(f"{name} does not lead from 0 to {size}, the length of {of}")
-    if len(offsets) > 1 and int(np.diff(offsets).min()) < 0:
-        raise ValueError(f"{name} does not ascend")
-
-
-def _require_within(
-    offsets: NDArray[Any], bounds: NDArray[Any], at: NDArray[Any], name: str, *, first: int
-) -> None:
-    """That positions inside samples ascend, from ``first`` on, and stay inside."""
-    for begin in range(0, len(offsets) - 1, BLOCK):
-        end = min(begin + BLOCK, len(offsets) - 1)
-        counts = np.diff(bounds[begin : end + 1])
-        own = at[bounds[begin] : bounds[end]].astype(np.int64)
-        sample = np.repeat(np.arange(end - begin), counts)
-        lengths = np.diff(offsets[begin : end + 1])
-        is_next = np.diff(sample, prepend=-1) == 0
-        is_ascending = np.diff(own, prepend=-1) > 0
-        if not ((own >= first) & (own < lengths[sample]) & (is_ascending | ~is_next)).all():
-            raise ValueError(f"{name} has a position outside its sample, or out of order")
-
-
-def _require_media(arrays: Mapping[str, NDArray[Any]], num_samples: int) -> None:
-    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
-    num_pictures = len(arrays["picture.content"])
-    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
-    if set(sizes.values()) != {len(arrays["media.at"])}:
-        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
-    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
-        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
-    numbers, at = arrays["media.picture"], arrays["media.at"]
-    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
-    is_picture = (numbers >= 0) & (numbers < num_pictures)
-    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
-    if not (is_picture & is_inside).all():
-        raise ValueError("media has a picture that is not there, or a place outside its sample")
-
-
 def default_directory() -> Path:
     """$TAUT_CACHE, else the user's cache directory."""
     return directory_of(None)
@@ -342,7 +318,7 @@ def directory_of(configured: str | None) -> Path:
 
 
 def load(directory: Path, key: str) -> tuple[Entry | None, str]:
-    """The entry, memory-mapped; or None and the reason why there is none that can be used.
+    """The entry, memory-mapped; or None and the reason why none can be used.
 
     Before the first entry that a process loads, half-written ones of killed processes are removed.
     """
@@ -351,10 +327,10 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
     if not entry.is_dir():
         return None, "not in the cache"
     try:
-        read = files.read_json(entry / "meta.json", META_LIMIT)
-        if isinstance(read, dict) and "forms" not in read:
+        raw = files.read_json(entry / "meta.json", META_LIMIT)
+        if isinstance(raw, dict) and "forms" not in raw:
             return None, "the cached entry is of an older version"
-        meta = pydantic.TypeAdapter(_Meta).validate_python(read, strict=True)
+        meta = pydantic.TypeAdapter(_Meta).validate_python(raw, strict=True)
         names = [*ARRAYS, *sorted(set(meta["sha256"]) - set(ARRAYS))]
         for name in names:
             if files.digest(entry / f"{name}.npy") != meta["sha256"][name]:
@@ -362,24 +338,22 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
         require_sound(arrays)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError) as error:
-        return None, f"the cached entry is damaged ({_reason(error)})"
-    what = [meta["sha256"][name] for name in names if name not in PLACES]
-    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        if isinstance(error, pydantic.ValidationError):
+            reason = first_problem(error)
+        else:
+            text = getattr(error, "strerror", None) or str(error)
+            reason = " ".join(text.split())[:200] or type(error).__name__
+        return None, f"the cached entry is damaged ({reason})"
+    digests = [meta["sha256"][name] for name in names if name not in PLACES]
+    digest = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
     incidents = tuple(Incident(**incident) for incident in meta["incidents"])
     return Entry(
         arrays, meta["num_rows"], incidents, meta["is_fleeting"], meta["forms"], digest
     ), ""
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, pydantic.ValidationError):
-        return first_problem(error)
-    reason = getattr(error, "strerror", None) or str(error)
-    return " ".join(reason.split())[:200] or type(error).__name__
-
-
 def save(directory: Path, key: str, entry: Entry) -> None:
-    """Write an entry; a damaged one that is there under the key is replaced."""
+    """Write an entry. It replaces a damaged one under the same key."""
     with _new_entry(directory, key) as fresh:
         digests = {}
         for name, array in entry.arrays.items():
@@ -389,10 +363,9 @@ def save(directory: Path, key: str, entry: Entry) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             digests[name] = files.digest(path)
-        incidents = [asdict(incident) for incident in entry.incidents]
         meta = {
             "num_rows": entry.num_rows,
-            "incidents": incidents,
+            "incidents": [asdict(incident) for incident in entry.incidents],
             "is_fleeting": entry.is_fleeting,
             "forms": dict(entry.forms),
             "sha256": digests,
@@ -401,7 +374,7 @@ def save(directory: Path, key: str, entry: Entry) -> None:
 
 
 def forget(directory: Path, key: str) -> None:
-    """Take an entry out; whoever reads it goes on reading what it had."""
+    """Remove an entry. A process that has it mapped keeps reading the removed files."""
     try:
         with TemporaryFolder("cache", directory) as folder:
             (directory / key).rename(folder / "old")
@@ -424,7 +397,7 @@ def _new_entry(directory: Path, key: str) -> Iterator[Path]:
             try:
                 fresh.rename(directory / key)
             except OSError:
-                if load(directory, key)[0] is None:  # else another process was faster, and as good
+                if load(directory, key)[0] is None:  # else another process wrote the same entry
                     (directory / key).rename(folder / "old")
                     fresh.rename(directory / key)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
@@ -434,3 +407,93 @@ def _new_entry(directory: Path, key: str) -> Iterator[Path]:
             "directory with space; "
             "set data.cache or TAUT_CACHE"
         ) from None
+
+
+# -- whether arrays are sound
+
+
+def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Raise ValueError unless the arrays are those of samples: every offset and position points into its array.
+
+    Digests do not prove that: any program may have written an entry with the digests of its arrays.
+    """
+    for name, array in arrays.items():
+        if name.startswith((VALUE, READ_VALUE)):
+            expected: tuple[Any, tuple[int, ...]] = (np.float64, ())
+        elif name in ARRAYS:
+            expected = ARRAYS[name], ()
+        elif name in OTHER_ARRAYS:
+            expected = OTHER_ARRAYS[name]
+        else:
+            raise ValueError(f"{name} is no array of an entry")
+        if not array.ndim or (array.dtype, array.shape[1:]) != expected:
+            raise ValueError(f"{name} has the dtype {array.dtype} and the shape {array.shape}")
+    offsets, num_samples = arrays["offsets"], len(arrays["line"])
+    if len(arrays["part"]) != num_samples:
+        raise ValueError(f"part has {len(arrays['part'])} entries for {num_samples} samples")
+    _require_offsets(arrays, "offsets", "ids", num_samples)
+    if num_samples and int(np.diff(offsets).min()) < 1:
+        raise ValueError("offsets has a sample without tokens")
+    _require_offsets(arrays, "target_offsets", "target_at", num_samples)
+    _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
+    if arrays["ids"].size and int(arrays["ids"].min()) < 0:
+        raise ValueError("ids has a negative token id")
+    if "read_at" in arrays or "read_offsets" in arrays:
+        _require_offsets(arrays, "read_offsets", "read_at", num_samples)
+        _require_within(offsets, arrays["read_offsets"], arrays["read_at"], "read_at", first=0)
+    for name, values in arrays.items():
+        of = "line" if name.startswith(VALUE) else "read_at"
+        if name.startswith((VALUE, READ_VALUE)) and len(values) != len(arrays[of]):
+            raise ValueError(f"{name} has {len(values)} entries for {len(arrays[of])} of {of}")
+    for kind in ("picture", "film"):
+        if f"{kind}.source" in arrays:
+            _require_offsets(arrays, f"{kind}.offsets", f"{kind}.source", None)
+            if len(arrays[f"{kind}.stamp"]) != len(arrays[f"{kind}.offsets"]) - 1:
+                raise ValueError(f"{kind}.stamp does not have one entry for each source")
+    if "media.offsets" in arrays:
+        _require_media(arrays, num_samples)
+
+
+def _require_offsets(
+    arrays: Mapping[str, NDArray[Any]], name: str, of: str, count: int | None
+) -> None:
+    offsets, size = arrays[name], len(arrays[of])
+    if count is not None and len(offsets) != count + 1:
+        raise ValueError(f"{name} has {len(offsets)} entries for {count} samples")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != size:
+        raise ValueError(f"{name} does not lead from 0 to {size}, the length of {of}")
+    if len(offsets) > 1 and int(np.diff(offsets).min()) < 0:
+        raise ValueError(f"{name} does not ascend")
+
+
+def _require_within(
+    offsets: NDArray[Any], bounds: NDArray[Any], at: NDArray[Any], name: str, *, first: int
+) -> None:
+    """Require positions that ascend inside each sample, from ``first`` on."""
+    for begin in range(0, len(offsets) - 1, BLOCK):
+        end = min(begin + BLOCK, len(offsets) - 1)
+        counts = np.diff(bounds[begin : end + 1])
+        positions = at[bounds[begin] : bounds[end]].astype(np.int64)
+        sample = np.repeat(np.arange(end - begin), counts)
+        lengths = np.diff(offsets[begin : end + 1])
+        is_next = np.diff(sample, prepend=-1) == 0
+        is_ascending = np.diff(positions, prepend=-1) > 0
+        is_inside = (positions >= first) & (positions < lengths[sample])
+        if not (is_inside & (is_ascending | ~is_next)).all():
+            raise ValueError(f"{name} has a position outside its sample, or out of order")
+
+
+def _require_media(arrays: Mapping[str, NDArray[Any]], num_samples: int) -> None:
+    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
+    num_pictures = len(arrays["picture.content"])
+    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
+    if set(sizes.values()) != {len(arrays["media.at"])}:
+        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
+    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
+        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
+    numbers, at = arrays["media.picture"], arrays["media.at"]
+    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
+    is_picture = (numbers >= 0) & (numbers < num_pictures)
+    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
+    if not (is_picture & is_inside).all():
+        raise ValueError("media has a picture that is not there, or a place outside its sample")

@@ -1,13 +1,10 @@
-"""A tokenizer and its chat template: messages to text, text to ids, and the token that ends an
-assistant turn.
+"""A tokenizer and its chat template: messages to text, text to ids, and the token that ends an assistant turn.
 
-A template is given content as it takes it: text as a string, or as a list of parts where it writes
-no strings; pictures as parts with nothing in them (``pictures.py`` does the rest). Special tokens
-are never added to a rendering: the template writes them. Templates run in a process of their own
-(``taut.io.processes``, ``chat_text.py``); a tokenizer whose class comes with the model, and renders in its own way,
-does so here. Whatever a
-template raises on messages it does not take becomes a RenderError that names the row; one that exceeds its limits is a
-ModelError. Knows nothing of rows and targets. Imported by ``render.py`` and ``stops.py``.
+A template gets content in the form it takes: text as a string, or as a list of parts if it writes no strings; images as
+empty parts (``images.py`` writes their words). Special tokens are never added to a rendering, since the template writes
+them. Templates run in a separate process (``taut.io.processes``, ``chat_text.py``), except that a tokenizer whose class
+comes with the model, and renders in its own way, runs here. An error of a template on messages that it does not take is
+a RenderError that names the row; a template that exceeds its limits is a ModelError. Knows nothing of rows and targets.
 """
 
 from __future__ import annotations
@@ -46,36 +43,36 @@ CODE_FAILURES = (
     AttributeError,
     RecursionError,
 )
-"""What a tokenizer's own code raises on messages that it does not expect."""
+"""Errors of a tokenizer's own code on messages that it does not expect."""
 SET_DAY = (
     "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}"
     "{%- for code, value in CODES -%}{%- set now.text = now.text.replace(code, value) -%}{%- endfor -%}"
     "{{- now.text -}}{%- endmacro -%}"
 )
-"""A chat template's first words, which make it the day they name."""
+"""Beginning of a chat template that sets its date."""
 CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]
-"""What a format of strftime may ask for."""
+"""The codes of strftime formats."""
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello"},
 )
 ASKED, ANSWERED = "vicuna", "guanaco"
-"""Words that no template writes of itself."""
+"""Words that no template writes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """To be tokenised: a rendering as it is, or raw text with the tokenizer's specials."""
+    """Text to be tokenised: a rendering as it is, or plain text with the tokenizer's special tokens."""
 
     text: str
     is_rendering: bool
     pictures: tuple[Placed, ...] = field(default=(), compare=False)
-    """What the words for pictures in it stand for, in order; equal texts have equal ids whatever they are."""
+    """The images that words in it stand for, in order. They do not change the ids."""
 
 
 class Template:
-    """One tokenizer with its own chat template or another; the processor's, if it has one, goes before the
-    tokenizer's.
+    """One tokenizer with its own chat template or another one. The processor's template, if it has one, takes
+    precedence over the tokenizer's.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Template:
         key: str = "data.template",
         album: Album | None = None,
     ) -> None:
-        """``key``: the setting that gives another template, for messages. ``album``: where pictures are had from."""
+        """``key``: the setting that names another template, for messages. ``album``: the store of images."""
         if not tokenizer.is_fast:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected "
@@ -95,22 +92,22 @@ class Template:
         self.tokenizer = tokenizer
         self.key = key
         self.pictures = Pictures(album, tokenizer)
-        beside = album.processor.template if album is not None else None
-        own = tokenizer.chat_template if beside is None else beside
-        self.template = own if template is None else template
+        of_processor = album.processor.template if album is not None else None
+        own_template = tokenizer.chat_template if of_processor is None else of_processor
+        self.template = own_template if template is None else template
         if self.template is not None:
             processes.start()
         self._is_own = template is None
         self.day: datetime.date | None = None
-        """The day that a template which asks for it is told; None: today."""
+        """The date for templates that write it; None: today."""
 
     @property
     def asks_for_the_day(self) -> bool:
-        """Whether the day can be told: one template of several, by name, is told today's."""
+        """Whether the template writes a date that ``day`` can set; one of several templates always writes today's."""
         return isinstance(self.template, str) and "strftime_now" in self.template
 
     def _dated(self) -> str:
-        """The template, its ``strftime_now`` being that of ``day``: the library lets no function be handed in."""
+        """The template with ``day`` as its date, set by a macro: the library takes no function as an argument."""
         if self.day is None or not self.asks_for_the_day:
             return str(self.template)
         codes = [(code, self.day.strftime(code)) for code in CODES]
@@ -125,8 +122,8 @@ class Template:
         is_prompt: bool = False,
         placed: Sequence[Placed] | None = None,
     ) -> Text:
-        """The text of these messages, with the generation prompt if ``is_prompt``. ``placed``: the pictures of the
-        row that they are the beginning of; None: they are the whole.
+        """The text of these messages, with the generation prompt if ``is_prompt``. ``placed``: the images of the
+        whole row, if the messages are only its beginning.
         """
         if self.template is None:
             raise RenderError(
@@ -135,9 +132,9 @@ class Template:
             )
         if placed is None:
             placed = self.pictures.place(messages, tools, place)
-        given = [self._given(message, self.takes_strings) for message in messages]
+        adapted = [self._adapted(message, self.takes_strings) for message in messages]
         try:
-            text = self.write(given, tools, is_prompt=is_prompt, place=place)
+            text = self.write(adapted, tools, is_prompt=is_prompt, place=place)
         except processes.FunctionFailed as error:
             roles = " ".join(message["role"] for message in messages)
             raise RenderError(
@@ -146,31 +143,32 @@ class Template:
                 "expected messages it accepts; change the row or give another template with "
                 f"{self.key}=FILE"
             ) from None
-        own = tuple(placed[: len(images_of(messages))])
-        text = self.pictures.write(text, own, place)
-        return replace(checked(text, place, is_rendering=True), pictures=own)
+        images = tuple(placed[: len(images_of(messages))])
+        text = self.pictures.write(text, images, place)
+        return replace(checked(text, place, is_rendering=True), pictures=images)
 
     def plain(self, text: str, place: str) -> Text:
-        """Text that no template has seen."""
+        """Plain text, without a template."""
         self.pictures.require_plain(text, f"{place}: the text")
         return checked(text, place, is_rendering=False)
 
     @cached_property
     def takes_strings(self) -> bool:
-        """Whether it writes content that is a string; else lists of parts."""
+        """Whether the template takes content as a string; else as a list of parts."""
         roles = zip(("user", "assistant"), (ASKED, ANSWERED), strict=True)
         probe = [{"role": role, "content": word} for role, word in roles]
-        return self._says(probe) or not self._says([self._given(it, False) for it in probe])
 
-    def _says(self, probe: Sequence[Message]) -> bool:
-        try:
-            text = self.write(probe, (), is_prompt=False, place="two short messages")
-        except processes.FunctionFailed:
-            return False
-        return ASKED in text and ANSWERED in text
+        def writes(messages: Sequence[Message]) -> bool:
+            try:
+                text = self.write(messages, (), is_prompt=False, place="two short messages")
+            except processes.FunctionFailed:
+                return False
+            return ASKED in text and ANSWERED in text
 
-    def _given(self, message: Message, takes_strings: bool) -> Message:
-        """A message as the template takes it."""
+        return writes(probe) or not writes([self._adapted(message, False) for message in probe])
+
+    def _adapted(self, message: Message, takes_strings: bool) -> Message:
+        """A message in the form that the template takes."""
         content = message.get("content")
         if isinstance(content, list):
             parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
@@ -188,27 +186,27 @@ class Template:
         place: str,
         **switches: bool,
     ) -> str:
-        """What the template makes of these messages, as it is. ``switches``: variables of the template's own.
+        """The template's text of these messages, unchanged. ``switches``: the template's own variables.
 
-        Raises bounded.FunctionFailed with what the template raises.
+        Raises processes.FunctionFailed with the template's error.
         """
         named = self._dated() if isinstance(self.template, str) else None
         try:
             template = self.tokenizer.get_chat_template(named, list(tools) or None)
         except ValueError as error:  # several templates, none of which is the default
             raise processes.FunctionFailed(str(error)) from None
-        given = [
+        present = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
         if self._has_own_rendering:
-            return self._write_by_its_code(given, tools, named, is_prompt, switches)
+            return self._write_by_own_code(present, tools, named, is_prompt, switches)
         variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
             text: str = processes.call(
                 "taut.data.chat_text:render",
                 template,
-                given,
+                present,
                 list(tools) or None,
                 is_prompt,
                 variables,
@@ -222,12 +220,12 @@ class Template:
 
     @cached_property
     def _has_own_rendering(self) -> bool:
-        """Whether the tokenizer's class, which may come with the model, renders in a way of its own."""
+        """Whether the tokenizer's class, which may come with the model, has its own way of rendering."""
         from transformers import PreTrainedTokenizerBase as Library
 
         return type(self.tokenizer).apply_chat_template is not Library.apply_chat_template
 
-    def _write_by_its_code(
+    def _write_by_own_code(
         self,
         messages: list[Message],
         tools: Sequence[Tool],
@@ -235,7 +233,7 @@ class Template:
         is_prompt: bool,
         switches: Mapping[str, Any],
     ) -> str:
-        """``write`` where the tokenizer renders in its own way. trust_remote_code let its code run here."""
+        """``write`` for a tokenizer with its own way of rendering. trust_remote_code allows its code to run here."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -253,7 +251,7 @@ class Template:
 
     @property
     def _source(self) -> str:
-        """Where the template was found, for messages."""
+        """The file of the template, for messages."""
         if not self._is_own:
             return f"the file that {self.key} names"
         directory = Path(self.tokenizer.name_or_path)
@@ -269,7 +267,7 @@ class Template:
             group = [text for text in unique if text.is_rendering == is_rendering]
             if not group:
                 continue
-            with self._panics_told():
+            with self._panics_as_model_errors():
                 encoded = self.tokenizer(
                     [text.text for text in group],
                     add_special_tokens=not is_rendering,
@@ -281,8 +279,8 @@ class Template:
         return ids_of
 
     def spans(self, text: Text) -> list[tuple[int, int]]:
-        """Where each of a text's tokens lies in it: [start, stop); empty for tokens that are added."""
-        with self._panics_told():
+        """The span [start, stop) of each token in the text; empty for added tokens."""
+        with self._panics_as_model_errors():
             encoded = self.tokenizer(
                 text.text,
                 add_special_tokens=not text.is_rendering,
@@ -292,8 +290,10 @@ class Template:
         return [(int(start), int(stop)) for start, stop in encoded["offset_mapping"]]
 
     @contextmanager
-    def _panics_told(self) -> Iterator[None]:
-        """The tokenizers library panics where a regular expression of tokenizer.json backtracks past its limit."""
+    def _panics_as_model_errors(self) -> Iterator[None]:
+        """Raise ModelError where the tokenizers library panics: it does if a regular expression of tokenizer.json
+        backtracks past its limit.
+        """
         try:
             yield
         except BaseException as error:
@@ -329,13 +329,13 @@ class Template:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Tokens that may end a turn: special ones, and the one seen to end turns."""
+        """Tokens that may end a turn: the special ones, and the one that ends turns of the template."""
         added = self.tokenizer.added_tokens_decoder.items()
         special = {index for index, token in added if token.special}
         return special | {*self.tokenizer.all_special_ids, *self.stop_ids}
 
     def end_of_turn(self, ids: Ids, start: int, place: str) -> int:
-        """Where the last token that ends the turn begun at ``start`` lies."""
+        """The position of the last token that ends the turn begun at ``start``."""
         end = self._last_end(ids, start, self.end_ids)
         if end is None:
             raise RenderError(
@@ -347,14 +347,14 @@ class Template:
         return end
 
     def _last_end(self, ids: Ids, start: int, ends: set[int]) -> int | None:
-        """The last of ``ends`` after ``start``, if nothing but white space follows it."""
+        """The position of the last of ``ends`` from ``start`` on, if only white space follows it."""
         for at in range(len(ids) - 1, start - 1, -1):
             if ids[at] in ends:
                 return None if self.decode(ids[at + 1 :]).strip() else at
         return None
 
     def context_length(self, prompt: Ids, ids: Ids, place: str) -> int:
-        """len(prompt), proven to be a prefix of ``ids``."""
+        """len(prompt), if it is a prefix of ``ids``; else a RenderError."""
         if ids[: len(prompt)] == prompt:
             return len(prompt)
         at = common_length(prompt, ids)
@@ -374,19 +374,16 @@ class Template:
         return str(self.tokenizer.decode(list(ids)))
 
     def quoted(self, ids: Sequence[int]) -> str:
-        """The same in quotes, for messages."""
+        """The text in quotes, for messages."""
         return repr(self.decode(ids)) if ids else "nothing"
 
     def identity(self) -> str:
-        """Changes whenever the ids of some text could: with ``content``, or with the libraries' versions."""
+        """A digest that changes whenever the ids of some text could: of ``content`` and the libraries' versions."""
         versions = [f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")]
         return hashlib.sha256("\0".join([self.content(), *versions]).encode()).hexdigest()
 
     def content(self) -> str:
-        """A hash of tokenizer and template.
-
-        A template that asks for the date gives other ids each day: then the day is part of it.
-        """
+        """A hash of tokenizer and template, and of the date if the template writes it."""
         backend = self.tokenizer.backend_tokenizer.to_str()
         backend = backend[
             backend.index('"added_tokens"') :
@@ -407,14 +404,14 @@ class Template:
 
 
 def common_length(left: Ids, right: Ids) -> int:
-    """How many leading ids are equal."""
+    """Number of leading ids that are equal."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
     )
 
 
 def checked(text: str, place: str, *, is_rendering: bool) -> Text:
-    """Text that can be written as UTF-8, as tokenizers need it."""
+    """Text that can be encoded as UTF-8, as tokenizers need it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,8 +1,7 @@
 """Messages to text through a Jinja chat template, by the library's own code.
 
-Runs in the process of ``taut.io.processes`` and nowhere else: a template comes with a model and may need any time and
-memory. Compiling is part of it, since Jinja evaluates constant expressions as it compiles. Imported by that process, on
-behalf of ``template.py``.
+Runs only in the process of ``taut.io.processes``, for ``chat_template.py``: a template comes with a model and may need
+any time and memory. Compiling happens there too, since Jinja evaluates constant expressions as it compiles.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from taut.io.processes import LimitExceeded
 
 FREE = 200_000
 FACTOR = 16
-"""A text may have ``FREE`` characters, and ``FACTOR`` more for each character of its messages and tools as JSON."""
+"""Largest text: ``FREE`` characters, and ``FACTOR`` more for each character of its messages and tools as JSON."""
 
 
 def render(
@@ -27,7 +26,7 @@ def render(
     is_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """The text of one conversation. ``variables``: what else the template sees (special tokens, its own switches)."""
+    """The text of one conversation. ``variables``: special tokens, and the template's own switches."""
     rendering: Any = render_jinja_template  # its types leave out that it returns a pair
     texts, _ = rendering(
         conversations=[messages],

@@ -1,6 +1,10 @@
-"""Values and names in error messages: short, on one line, and safe for any JSON.
+"""JSON as the standard has it, and values in error messages.
 
-Imports nothing of ours. Imported by the rest of ``taut.data``; others take them from ``formats.py``.
+Python's own reader accepts silently what is refused here: a key twice in one object, which would lose a value; NaN and
+Infinity, which are not JSON; and 1e999, which would become Infinity. Raises json.JSONDecodeError where there is a
+position, else NotJson; both are ValueErrors. Nesting deeper than the interpreter's stack is NotJson too.
+
+Imports nothing of taut.
 """
 
 from __future__ import annotations
@@ -43,20 +47,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-# --------------------------------------------------------------------------------------------------
-# JSON as the standard has it: what Python's own reader lets pass without a word is refused.
-#
-# A key twice in one object would lose a value, NaN and Infinity are not JSON, and 1e999 would become one of them.
-# Raises json.JSONDecodeError where there is a position, else NotJson; both are ValueErrors. Nesting deeper than the
-# interpreter's stack is NotJson too.
-#
-# Imports nothing of ours. Imported by ``sources.py``, ``formats.py`` and ``tool_calls.py``.
+# -- JSON
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class NotJson(ValueError):
-    """What is wrong with it; where is not known."""
+    """The text is not standard JSON, at an unknown position."""
 
 
 def read_json(text: str) -> Any:
@@ -68,7 +65,7 @@ def read_json(text: str) -> Any:
 
 
 def read_json_list(text: str) -> Iterator[Any]:
-    """The items of the list that a text is, one by one."""
+    """The items of a text that is a list, one by one."""
     at = _space(text, 0)
     if text[at : at + 1] != "[":
         raise json.JSONDecodeError("Expecting a list", text, at)
@@ -88,7 +85,7 @@ def read_json_list(text: str) -> Iterator[Any]:
 
 
 def read_item(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins at ``at``, and where it ends."""
+    """The value that begins at ``at``, and its end."""
     try:
         return _DECODER.raw_decode(text, at)
     except RecursionError:
@@ -96,18 +93,18 @@ def read_item(text: str, at: int) -> tuple[Any, int]:
 
 
 def _space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None, "white space may be empty"
-    return found.end()
+    """The first position from ``at`` on that is no white space."""
+    space = _SPACE.match(text, at)
+    assert space is not None, "white space may be empty"
+    return space.end()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice, _ = counts.most_common(1)[0]
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise NotJson(f"the key {twice[:40]!r} is there twice in one object")
-    return found
+    return value
 
 
 def _constant(word: str) -> NoReturn:

@@ -1,24 +1,29 @@
-"""Which labels of preference data look flipped, judged from the data alone, and how many there are.
+"""What preference data show about their own labels: contradictions, repeats, lengths, and labels that look flipped.
 
-A small linear model learns from most of the pairs which answers are preferred, and is asked about the others; no pair
-is judged by a model that saw its prompt. It reads differences (chosen minus rejected) of log(1 + count) of the most
-common ids and pairs of neighbouring ids, of log length, of the share of distinct ids and of the share that stand in
-the prompt, and is fitted by componentwise L2 boosting (Buehlmann and Yu 2003), which is sparse and needs no more than
-the Gram matrix. The margins m of pairs it did not see then say with the label or against it. Where a rule is learnable
-and labels are flipped at a rate r that does not depend on the pair, surer margins are wrong less often, but never less
-often than r:
+Contradictions (a pair, and the same pair with the opposite label), repeats and pairs of equal answers are exact, on
+token ids, over all pairs; so are the lengths. Flips are estimated on at most 10,000 distinct pairs, sampled by the
+seed; that takes about two seconds of one core. Nothing here decides what a run may do: the check does, by
+``PairReport.is_many`` and ``Flips.is_alarming``.
+
+To find flips, a small linear model learns from most of the pairs which answers are preferred, and judges the others;
+no pair is judged by a model that saw its prompt. It reads differences (chosen minus rejected) of log(1 + count) of the
+most common ids and pairs of neighbouring ids, of log length, of the share of distinct ids and of the share that stand
+in the prompt, and is fitted by componentwise L2 boosting (Buehlmann and Yu 2003), which is sparse and needs no more
+than the Gram matrix. The margins m of pairs it did not see agree with the label or contradict it. Where a rule is
+learnable and labels are flipped at a rate r that does not depend on the pair, surer margins are wrong less often, but
+never less often than r:
 
     P(label agrees | m) = r + (1 - 2 r) sigmoid(b |m|)
 
-a lapse rate, in the words of psychophysics. r and b are fitted by maximum likelihood; the interval of r is the
+a lapse rate, in terms of psychophysics. r and b are fitted by maximum likelihood; the interval of r is the
 profile likelihood's, at 99%. The probability that a pair's label is flipped follows by Bayes' rule, with the low end of
 that interval. Judging each label by a model that did not see it is from confident learning (arXiv:1911.00068).
 
-What it does not do. It cannot tell where no rule is learnable from ids (arithmetic, facts), and says so. It knows
-flips only as exceptions to a rule that the other pairs follow: pairs that another rule governs look the same. More
-than half flipped is the opposite rule with the rest flipped: nothing in the data tells the two apart.
+Limits: where no rule is learnable from ids (arithmetic, facts), the rate is unknown, and the result says so. Flips are
+only known as exceptions to a rule that the other pairs follow: pairs that another rule governs look the same. More than
+half flipped is the opposite rule with the rest flipped: nothing in the data distinguishes the two.
 
-Needs numpy only. ``taut.data.label_noise`` imports it.
+Needs numpy only.
 """
 
 from __future__ import annotations
@@ -38,27 +43,27 @@ from taut.types import FloatArray, IntArray
 NUM_FOLDS = 5
 LEAST_PAIRS = 100
 MOST_TOKENS = 256
-"""Of an answer are read."""
+"""Number of tokens read of an answer."""
 MOST_PROMPT = 1024
-"""The last tokens of a prompt."""
+"""Number of tokens read of a prompt, its last ones."""
 MOST_COLUMNS = 512
-"""Ids, and as many pairs of neighbours."""
+"""Largest number of features: ids, and as many pairs of neighbouring ids."""
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""After how many steps of boosting the model is looked at; the number is chosen on pairs it did not see."""
+"""Numbers of boosting steps that are tried; one is chosen on pairs that the model did not see."""
 AS_LIKELY = 2.0
-"""nats. Models whose margins are all alike fit as well as others, and leave the rate open."""
+"""Nats. Models whose margins are all alike fit as well as others, and leave the rate open."""
 STEP_SIZE = 0.2
 SURE = 4.0
 """Standard errors by which the share of agreeing labels exceeds one half where a rule was learned."""
 LIKELIHOOD_DROP = 6.635 / 2
 """chi-square of one degree of freedom at 99%."""
 WIDEST = 0.3
-"""An interval of the rate wider than this tells nothing."""
+"""An interval of the rate wider than this is no result."""
 CONFIDENT = 0.8
-"""A pair is suspected from this probability on."""
+"""Smallest probability from which on a pair is suspected."""
 NOTABLE, ALARMING, LEAST_SUSPECTS = 0.05, 0.15, 20
-"""Of the rate's low end. Published sets whose rule is a matter of style have up to 11% of exceptions to it, which look
-like flips (docs/flips.md): worth a note, no reason to stop."""
+"""Thresholds of the rate's low end, and of the number of suspects. Published sets whose rule is a matter of style have
+up to 11% of exceptions to it, which look like flips (docs/flips.md): worth a note, no reason to stop."""
 
 Matrix = NDArray[np.float32]
 
@@ -83,14 +88,14 @@ class Suspect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """What the pairs say of each other's labels."""
+    """The estimate of flipped labels, and the pairs whose labels look flipped."""
 
     num_pairs: int
-    """How many were judged."""
+    """Number of pairs judged."""
     accuracy: float
-    """The share of labels that agree with the model that did not see them; 0.5 where too few pairs were there."""
+    """The share of labels that agree with the model that did not see them; 0.5 where there are too few pairs."""
     rate: float | None
-    """The estimated share of flipped labels; None: it cannot be told, and ``reason`` says why."""
+    """The estimated share of flipped labels; None: unknown, and ``reason`` says why."""
     low: float = 0.0
     """The 99% interval of ``rate``."""
     high: float = 0.5
@@ -100,12 +105,12 @@ class Flips:
 
     @property
     def is_notable(self) -> bool:
-        """Some labels are flipped, or some pairs follow another rule."""
+        """Whether some labels are flipped, or some pairs follow another rule."""
         return self.rate is not None and self.low >= NOTABLE
 
     @property
     def is_alarming(self) -> bool:
-        """More labels are flipped than exceptions to a rule were seen to be."""
+        """Whether more labels are flipped than published sets have exceptions to a rule."""
         return (
             self.rate is not None and self.low >= ALARMING and len(self.suspects) >= LEAST_SUSPECTS
         )
@@ -118,7 +123,7 @@ class _Lapse(NamedTuple):
     low: float
     high: float
     slope: float
-    """At ``low``, so that what is said of a pair is said with caution."""
+    """At ``low``, so that the confidence of a pair is a cautious one."""
     log_likelihood: float
 
 
@@ -141,7 +146,7 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
 
 
 def _best_fit(margins: FloatArray) -> tuple[FloatArray, _Lapse]:
-    """Of the models about as likely as the likeliest, the one that tells most of the rate."""
+    """Among the models about as likely as the likeliest, the one with the narrowest interval of the rate."""
     fits = [_fit_lapse(margin) for margin in margins.T]
     enough = max(fit.log_likelihood for fit in fits) - AS_LIKELY
     likely = [index for index, fit in enumerate(fits) if fit.log_likelihood >= enough]
@@ -162,7 +167,7 @@ def _suspects(pairs: Sequence[PairIds], margin: FloatArray, fit: _Lapse) -> tupl
 
 
 def _unseen_margins(pairs: Sequence[PairIds], seed: int) -> FloatArray:
-    """[P, len(STEPS)]: what models that did not see a pair's prompt say of it; above 0: as its label."""
+    """[P, len(STEPS)]: margins of pairs by models that did not see their prompts; above 0: agrees with the label."""
     difference = _differences(pairs)
     fold = _folds(pairs, seed)
     parts = [difference[fold == index] for index in range(NUM_FOLDS)]
@@ -292,15 +297,7 @@ def _log_counts(row: IntArray, column: IntArray, num_rows: int) -> Matrix:
     return np.log1p(count.reshape(num_rows, num), dtype=np.float32)
 
 
-# --------------------------------------------------------------------------------------------------
-# What preference data say of their own labels: contradictions, repeats, lengths, suspected flips.
-#
-# Contradictions (a pair, and the same pair with the opposite label), repeats and pairs of equal answers are exact, on
-# token ids, over all pairs; so are the lengths. Flips are estimated (``taut.data.label_noise``) on at most 10,000
-# distinct pairs, sampled by the seed; that takes about two seconds of one core. Nothing here decides what a run may
-# do: the check does, by ``PairReport.is_many`` and ``Flips.is_alarming``.
-#
-# Needs numpy only. Checks import it.
+# -- contradictions, repeats, lengths
 
 MOST_PAIRS = 10_000
 
@@ -314,7 +311,7 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How the lengths of the answers, in tokens, go with the labels."""
+    """How the lengths of the answers, in tokens, relate to the labels."""
 
     num_longer: int
     """Pairs whose chosen answer is the longer one."""
@@ -322,7 +319,7 @@ class Lengths:
     mean_difference: float
     """Chosen minus rejected."""
     correlation: float
-    """Of the difference of lengths with the label, each pair taken in both orders; 0 where no lengths differ."""
+    """Correlation of the difference of lengths with the label, each pair in both orders; 0 where no lengths differ."""
 
     @property
     def num_unequal(self) -> int:
@@ -331,17 +328,17 @@ class Lengths:
 
     @property
     def accuracy(self) -> float:
-        """How often length alone tells the label of a pair whose answers differ in length, in the better direction."""
+        """How often length alone predicts the label of a pair of unequal lengths, in the better direction."""
         return max(self.num_longer, self.num_shorter) / max(1, self.num_unequal)
 
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """What can be said of the labels of preference data from the data alone."""
+    """Findings about the labels of preference data, from the data alone."""
 
     num_pairs: int
     identical: tuple[str, ...]
-    """Where chosen and rejected are the same ids; these count in nothing below."""
+    """Places where chosen and rejected are the same ids; these pairs do not count below."""
     repeats: tuple[Earlier, ...]
     """The same prompt and answers, with the same label, again."""
     contradictions: tuple[Earlier, ...]
@@ -355,7 +352,7 @@ class PairReport:
 
 
 def examine_pairs(pairs: Sequence[PairIds], seed: int = 0) -> PairReport:
-    """Look at the labels of ``pairs``; each pair is read at most twice."""
+    """Examine the labels of ``pairs``; each pair is read at most twice."""
     first: dict[tuple[bytes, bytes, bytes], str] = {}
     identical: list[str] = []
     repeats: list[Earlier] = []

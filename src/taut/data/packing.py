@@ -3,11 +3,11 @@
 Samples are sorted by their ids, so equal prefixes are neighbours. The lengths of the neighbours' common prefixes
 define a tree; a branching point is kept where it saves at least ``min_saved_tokens`` tokens. Laid out depth first, a
 token's reach is the end of the subtree below it. Two prefixes are equal when their ids and pictures are; position ids
-follow from these. A picture is never cut: where two differ the prefix ends before them; one that is shared stands once.
+follow from these. An image is never cut: where two differ the prefix ends before them; a shared one is laid out once.
 
 Every target keeps its own entry (a target inside a shared prefix is listed once per row), so sharing never changes
-what is learned. Of the samples of a group all pairs that differ in preference are listed, the better one first.
-Nothing here draws random numbers or knows of steps and ranks: that is data/plan.py.
+what is learned. All pairs of a group's samples that differ in preference are listed, the better one first. Nothing
+here draws random numbers or depends on steps and ranks (``batching.py``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PackPolicy(NamedTuple):
 
     share_prefixes: bool = True
     min_saved_tokens: int = 16
-    """A prefix is merged where that saves at least so many tokens."""
+    """A prefix is shared where that saves at least this number of tokens."""
 
 
 ALONE = PackPolicy(share_prefixes=False)
-"""Every sample laid out for itself."""
+"""No shared prefixes."""
 PICTURE = 1 << 31
 """More than any token id."""
 
@@ -88,13 +88,13 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
 
 
 def num_distinct_tokens(samples: Sequence[Sample], policy: PackPolicy) -> int:
-    """How many tokens ``pack`` would lay out."""
+    """Number of tokens that ``pack`` would lay out."""
     _, shared = shared_prefixes(samples, policy)
     return sum(sample.num_tokens for sample in samples) - sum(shared)
 
 
 def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list[int], list[int]]:
-    """An order of the samples, and for each how many leading tokens it shares with the one before it."""
+    """An order of the samples, and the number of leading tokens that each shares with the one before it."""
     if not policy.share_prefixes or len(samples) == 1:
         return list(range(len(samples))), [0] * len(samples)
     order = prefix_order(samples)
@@ -109,28 +109,26 @@ def prefix_order(samples: Sequence[Sample]) -> list[int]:
 
 
 def ids_with_pictures(sample: Sample) -> IntArray:
-    """int64 [T]: the ids, but that each picture's first says which picture it is."""
+    """int64 [T]: the ids, with the first id of each image replaced by a number that identifies the image."""
     ids_T = sample.ids_T.copy()
-    for one in sample.media:
-        ids_T[one.start] = PICTURE | int(one.picture.digest[:7], 16)
+    for image in sample.media:
+        ids_T[image.start] = PICTURE | int(image.picture.digest[:7], 16)
     return ids_T
 
 
 def common_prefix(left: Sample, right: Sample) -> int:
-    """How many leading tokens two samples share, pictures included."""
+    """Number of leading tokens that two samples share, images included."""
     size = min(left.num_tokens, right.num_tokens)
-    for one, other in zip_longest(left.media, right.media):
-        if one is None or other is None or not _is_same(one, other):
-            size = min(size, *(it.start for it in (one, other) if it is not None))
+    for images in zip_longest(left.media, right.media):
+        keys = {
+            image and (image.start, image.stop, image.grid, image.picture.digest)
+            for image in images
+        }
+        if len(keys) > 1:
+            size = min(size, *(image.start for image in images if image is not None))
             break
     differs = left.ids_T[:size] != right.ids_T[:size]
     return int(differs.argmax()) if differs.any() else size
-
-
-def _is_same(one: Media, other: Media) -> bool:
-    return (one.start, one.stop, one.grid, one.picture.digest) == (
-        other.start, other.stop, other.grid, other.picture.digest
-    )  # fmt: skip
 
 
 def _worthwhile(common: list[int], min_saved: int) -> list[int]:
@@ -157,54 +155,54 @@ def _worthwhile(common: list[int], min_saved: int) -> list[int]:
 
 
 def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[IntArray], IntArray]:
-    """Depth-first layout: the flat index of every token of every sample, and reach."""
+    """Depth-first layout: the flat index of every token of every sample, and the reach of every token."""
     num_tokens = sum(lengths) - sum(shared)
     reach_T = np.full(num_tokens, num_tokens, dtype=np.int64)
     indices: list[IntArray] = []
     path: IntArray = np.empty(0, dtype=np.int64)
     at = 0
     for length, prefix in zip(lengths, shared, strict=True):
-        own = np.arange(at, at + length - prefix)
+        new_tokens = np.arange(at, at + length - prefix)
         reach_T[path[prefix:]] = at
-        path = np.concatenate([path[:prefix], own])
+        path = np.concatenate([path[:prefix], new_tokens])
         indices.append(path)
-        at += own.size
+        at += new_tokens.size
     return indices, reach_T
 
 
 def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray) -> Tensor:
-    """The depth, or [3, T] where pictures are numbered in three dimensions."""
+    """The depth, or [3, T] where images are numbered in three dimensions."""
     depth_T = depth_of(reach_T)
     numbered = [positions_of(sample.num_tokens, sample.media) for sample in samples]
-    if all(own is None for own in numbered):
+    if all(sample_positions is None for sample_positions in numbered):
         return torch.from_numpy(depth_T)
     positions = np.tile(depth_T, (3, 1))
-    for own, index_T in zip(numbered, indices, strict=True):
-        if own is not None:
-            positions[:, index_T] = own
+    for sample_positions, index_T in zip(numbered, indices, strict=True):
+        if sample_positions is not None:
+            positions[:, index_T] = sample_positions
     return torch.from_numpy(positions)
 
 
 def _media(
     ordered: Sequence[Sample], indices: Sequence[IntArray], shared: Sequence[int]
 ) -> tuple[Media, ...]:
-    """The pictures where they lie, each that no sample before has laid out."""
+    """The images at their places in the layout; a shared one once."""
     return tuple(
-        replace(one, start=int(index_T[one.start]), stop=int(index_T[one.stop - 1]) + 1)
+        replace(image, start=int(index_T[image.start]), stop=int(index_T[image.stop - 1]) + 1)
         for sample, index_T, prefix in zip(ordered, indices, shared, strict=True)
-        for one in sample.media
-        if one.start >= prefix
+        for image in sample.media
+        if image.start >= prefix
     )
 
 
 def _last(media: Sequence[Media], num_tokens: int) -> Tensor | None:
-    """For each token the last of the two-way block it is in, else itself; None: there is no such block."""
-    if not any(one.is_two_way for one in media):
+    """For each token the last token of its two-way block, or itself; None: there is no such block."""
+    if not any(image.is_two_way for image in media):
         return None
     last_T = torch.arange(num_tokens)
-    for one in media:
-        if one.is_two_way:
-            last_T[one.start : one.stop] = one.stop - 1
+    for image in media:
+        if image.is_two_way:
+            last_T[image.start : image.stop] = image.stop - 1
     return last_T
 
 
@@ -214,7 +212,7 @@ def _reads(sample: Sample) -> IntArray:
 
 
 def _pairs(ordered: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Rows (better, worse) of all pairs of a group that differ in preference, in the order of the groups."""
+    """Rows (better, worse) of all pairs of a group that differ in preference, in the order of groups."""
     members: dict[int, list[int]] = {}
     for row, sample in enumerate(ordered):
         if sample.group >= 0:
@@ -225,8 +223,8 @@ def _pairs(ordered: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         for better, worse in permutations(rows, 2)
         if ordered[better].values["preference"] > ordered[worse].values["preference"]
     ]
-    found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    pairs_P2 = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    return pairs_P2[:, 0], pairs_P2[:, 1]
 
 
 def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:

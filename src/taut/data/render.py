@@ -1,17 +1,41 @@
-"""What happens to samples that are too long or too short.
+"""Rows to samples: token ids and exact targets through the tokenizer's chat template, fitted to a length.
 
-    error      the first sample over max_length ends the run (the default)
+For each assistant turn i to be learned,
+
+    P_i = the rendering of messages[:i] with the generation prompt: what the model will see
+    R_i = the rendering of messages[:i + 1]
+
+are tokenised whole, and P_i's ids must be a prefix of R_i's: the first len(P_i) tokens are context, and the rest is
+what the model has to write, up to and including the LAST token that ends the turn. What the template writes after that
+token (ChatML's newline) is no target, and neither is the role header. If the whole conversation begins with every R_i
+up to its end token, the row is one sample; otherwise (templates that strip thinking from history) one per turn.
+
+A row that cannot be rendered exactly is a RenderError. Two tokenisations are never concatenated and no end token is
+ever made up. A template that writes no end token is refused; so is one that leaves out tools, tool calls or reasoning,
+and an answer with a token of the stop set before its end. In a row with images, every prefix counts the images of the
+whole row; no token of an image is a target.
+
+Where answers are judged, every answer is rendered as the row of SFT that it is, and ends at its last target, so that
+its last token, where a reward is read, is the one that a server stops at. In compared whole texts (documents), the
+prompt is the common beginning of their ids. Steps are read at the token that holds the last character of each step
+which is not white space; one token that holds the end of a step and the beginning of the next is a RenderError.
+
+Samples longer than ``max_length`` are handled by the policy ``too_long``:
+
+    error      the first such sample ends the run (the default)
     drop       it is left out
-    truncate   its first max_length tokens stay, fewer where that would cut a picture: then what is
-               before the picture; no end token is made up, so nothing false is learned; a sample
-               left without targets is left out
-    split      documents only: windows of max_length tokens, each beginning with the last token of
-               the one before, so that every token but the document's first is a target exactly
-               once; the end token is where the document really ends. Splitting a conversation is
-               an error
+    truncate   its first max_length tokens stay, fewer where that would cut an image: then what is before the image; no
+               end token is made up, so nothing false is learned; a sample left without targets is left out
+    split      documents only: windows of max_length tokens, each beginning with the last token of the one before, so
+               that every token except the document's first is a target exactly once; the end token is where the
+               document really ends. Splitting a conversation is an error
 
-Samples under min_length are left out. Whatever is left out or cut is returned as an Incident, to be
-listed. Of answers that are judged ``answers.py`` decides. Imported by it and ``dataset.py``.
+Samples under min_length are left out. Everything that is left out or cut is returned as an Incident, to be listed. A
+row whose answers are compared needs two that differ, in preference and in ids. Where the length policy removes an
+answer, or cuts two to the same ids, the whole row is left out and listed; a list of more answers goes on with those
+left.
+
+Does not read files (``sources.py``).
 """
 
 from __future__ import annotations
@@ -37,12 +61,14 @@ if TYPE_CHECKING:
 
     from taut.vision.image_store import Album
 
+Targets: TypeAlias = Literal["assistant", "last", "all"]
 TooLong: TypeAlias = Literal["error", "drop", "split", "truncate"]
+IdsOf: TypeAlias = Mapping[Text, Ids]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length policy and what to do with rows that teach nothing."""
+    """The length policy, and what happens to rows without targets."""
 
     max_length: int
     too_long: TooLong = "error"
@@ -59,126 +85,26 @@ class Incident:
     kind: Literal["dropped", "cut"]
     reason: str
     targets_lost: int = 0
-    """Targets of it that nobody learns."""
+    """Targets that are not learned."""
 
 
-def fit(
-    sample: Sample, limits: Limits, *, is_document: bool
-) -> tuple[list[Sample], Incident | None]:
-    """The sample as the policy leaves it: itself, parts of it, or nothing."""
-    length = sample.num_tokens
-    if not sample.num_targets:
-        if limits.without_targets == "error":
-            raise DataError(
-                f"{sample.id}: the row has no targets; expected at least one assistant turn to "
-                "learn; remove the row, "
-                "or set data.without_targets=drop"
-            )
-        return [], Incident(sample.id, "dropped", "no targets")
-    if length < limits.min_length:
-        reason = f"{length} tokens, min_length {limits.min_length}"
-        return [], Incident(sample.id, "dropped", reason, sample.num_targets)
-    if length <= limits.max_length:
-        return [sample], None
-    return _shorten(sample, limits, is_document)
-
-
-def _shorten(
-    sample: Sample, limits: Limits, is_document: bool
-) -> tuple[list[Sample], Incident | None]:
-    found = f"{sample.num_tokens} tokens, max_length {limits.max_length}"
-    if limits.too_long == "error":
-        raise DataError(
-            f"{sample.id}: {found}; expected no more; raise data.max_length, "
-            "or set data.too_long to drop, truncate or (for plain text) split"
-        )
-    if limits.too_long == "drop":
-        return [], Incident(sample.id, "dropped", found, sample.num_targets)
-    if limits.too_long == "truncate":
-        stop = uncut(sample.media, limits.max_length)
-        if stop < limits.max_length:
-            found = f"{found}, in a picture that begins at {stop}"
-        return _truncate(sample, stop, found)
-    if not is_document:
-        raise DataError(
-            f"{sample.id}: {found}; data.too_long=split is for plain text, and this is a "
-            "conversation or completion; "
-            "set data.too_long to drop or truncate, or raise data.max_length"
-        )
-    starts = range(0, sample.num_tokens - 1, limits.max_length - 1)
-    windows = [
-        _slice(sample, f"{sample.id}#{number}", start, start + limits.max_length)
-        for number, start in enumerate(starts, start=1)
-    ]
-    return windows, Incident(sample.id, "cut", f"{found}, split into {len(windows)}")
-
-
-def _truncate(sample: Sample, stop: int, found: str) -> tuple[list[Sample], Incident | None]:
-    num_left = int((sample.target_at_N < stop).sum())
-    if not num_left:
-        reason = f"{found}, no target left"
-        return [], Incident(sample.id, "dropped", reason, sample.num_targets)
-    short = _slice(sample, sample.id, 0, stop)
-    return [short], Incident(sample.id, "cut", found, sample.num_targets - num_left)
-
-
-def _slice(sample: Sample, name: str, start: int, stop: int) -> Sample:
-    is_inside = (sample.target_at_N > start) & (sample.target_at_N < stop)
-    short = replace(
-        sample,
-        id=name,
-        ids_T=np.ascontiguousarray(sample.ids_T[start:stop]),
-        target_at_N=sample.target_at_N[is_inside] - start,
-        weight_N=sample.weight_N[is_inside],
-        media=within(sample.media, start, stop),
-    )
-    if sample.read_at_R is None:
-        return short
-    is_read = (sample.read_at_R >= start) & (sample.read_at_R < stop)
-    read_values = {label: value_R[is_read] for label, value_R in sample.read_values.items()}
-    return replace(short, read_at_R=sample.read_at_R[is_read] - start, read_values=read_values)
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows to token ids and exact targets, through the tokenizer's chat template.
-#
-# For each assistant turn i to be learned,
-#
-#     P_i = the rendering of messages[:i] with the generation prompt: what the model will see
-#     R_i = the rendering of messages[:i + 1]
-#
-# are tokenised whole, and P_i's ids must be a prefix of R_i's: the first len(P_i) tokens are context,
-# what follows is what the model has to write, up to and with the LAST token that ends the turn. What
-# the template writes after that token (ChatML's newline) is no target, and neither is the role
-# header. If the whole conversation begins with every R_i up to its end token, the row is one sample;
-# else (templates that strip thinking from history) one per turn.
-#
-# A row that cannot be rendered exactly is a RenderError. Two tokenisations are never glued together
-# and no end token is ever made up. A template that writes none is refused; so is one that passes over
-# tools, tool calls or reasoning, and an answer with a token of the stop set before its end.
-#
-# Of a row with pictures every prefix counts those of the whole; each is seen once; and no token of a picture is a
-# target, whoever's turn it is in (``pictures.py``).
-#
-# Does not read files (``sources.py``) and does not cut (``length.py``). Imported by ``dataset.py``
-# and by whoever needs prompts or the stop set.
-
-Targets: TypeAlias = Literal["assistant", "last", "all"]
-IdsOf: TypeAlias = Mapping[Text, Ids]
+# -- one row
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An assistant turn: what is seen before it and what is there after it."""
+    """An assistant turn to be learned."""
 
     index: int
     prompt: Text
+    """P_i: the text before the turn."""
     row: Text
+    """R_i: the text with the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row whose texts are known and whose ids are not yet."""
+    """A row whose texts are rendered and not tokenised yet."""
 
     texts: tuple[Text, ...]
     finish: Callable[[IdsOf], list[Sample]]
@@ -195,8 +121,8 @@ class Renderer:
         key: str = "data.template",
         album: Album | None = None,
     ) -> None:
-        """``key``: the setting that gives another template, for messages. ``album``: where pictures are had from; None:
-        the model takes none.
+        """``key``: the setting that names another template, for messages. ``album``: the store of images; None: the
+        model takes no images.
         """
         self.template = Template(tokenizer, template, key, album)
         self.album = album
@@ -205,11 +131,12 @@ class Renderer:
         self.stop_set: frozenset[int] = frozenset()
 
     def stopping_at(self, stop_set: Collection[int]) -> Renderer:
-        """The same renderer, which refuses a row whose turn does not end with a token of this set (the model would
-        not stop there), or has one of them before its end (the model would be cut there)."""
-        other = copy.copy(self)
-        other.stop_set = frozenset(stop_set)
-        return other
+        """A renderer that refuses a row whose turn does not end with a token of this set (the model would not stop
+        there), or has one of them before its end (the model would be cut there).
+        """
+        renderer = copy.copy(self)
+        renderer.stop_set = frozenset(stop_set)
+        return renderer
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -217,9 +144,9 @@ class Renderer:
         return self.template.stop_ids
 
     def identity(self) -> str:
-        """Changes whenever the ids or targets of some row could."""
-        pictures = f" {self.album.identity()}" if self.album else ""
-        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{pictures}"
+        """A digest that changes whenever the ids or targets of some row could."""
+        images = f" {self.album.identity()}" if self.album else ""
+        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}"
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -230,25 +157,26 @@ class Renderer:
     def prompt_media(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> tuple[IntArray, tuple[Media, ...]]:
-        """History and generation prompt, what an engine feeds the model for its next turn, and the pictures in it."""
+        """The ids and images of history and generation prompt: what an engine feeds the model for its next turn."""
         text = self.template.apply(messages, tuple(tools or ()), "prompt", is_prompt=True)
         ids = self.template.encode([text])[text]
         media = self.template.pictures.find(ids, text.pictures, "prompt")
         return np.asarray(ids, dtype=np.int64), media
 
     def answer_text(self, row: Row) -> tuple[Text, int | None]:
-        """The whole text of a row as it is tokenised, and where its last message, or its completion, begins in it;
-        None: the template does not write the content as it is."""
+        """The whole text of a row as it is tokenised, and the start of its last message, or its completion, in it;
+        None: the template does not write the content unchanged.
+        """
         if isinstance(row, Conversation):
             before, content = row.messages[:-1], text_of(row.messages[-1]["content"])
             text = self.template.apply(row.messages, row.tools, row.place)
             prompt = self.template.apply(
                 before, row.tools, row.place, is_prompt=True, placed=text.pictures
             )
-            lead = len(content) - len(content.lstrip())
-            asked = prompt.text if text.text.startswith(prompt.text) else ""
-            at = text.text.find(content.strip(), len(asked))
-            return text, None if at < 0 else at - lead
+            start = len(prompt.text) if text.text.startswith(prompt.text) else 0
+            at = text.text.find(content.strip(), start)
+            num_leading_spaces = len(content) - len(content.lstrip())
+            return text, None if at < 0 else at - num_leading_spaces
         whole = row.prompt + row.completion if isinstance(row, Completion) else row.text
         start = len(row.prompt) if isinstance(row, Completion) else 0
         return self.template.plain(whole, row.place), start
@@ -258,7 +186,7 @@ class Renderer:
         return self.render_all([row])[0]
 
     def look(self, rows: Iterable[Row]) -> None:
-        """Have the pictures of these rows seen, several at a time."""
+        """Read the images of these rows, several at a time."""
         chats = (row for row in rows if isinstance(row, Conversation))
         self.template.pictures.look((row.place, row.messages) for row in chats)
 
@@ -279,8 +207,10 @@ class Renderer:
                 (prompt, whole),
                 lambda ids_of: [self._finish_completion(row, ids_of[prompt], ids_of[whole])],
             )
-        text = self.template.plain(row.text, row.place)
-        return _Draft((text,), lambda ids_of: [self._finish_document(row, ids_of[text])])
+        document = self.template.plain(row.text, row.place)
+        return _Draft(
+            (document,), lambda ids_of: [self._finish_document(row.place, ids_of[document])]
+        )
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
         placed = self.template.pictures.place(row.messages, row.tools, row.place)
@@ -317,20 +247,20 @@ class Renderer:
         seen = row.messages[: index + 1]
         return _Turn(index, prompt, self.template.apply(seen, row.tools, place, placed=placed))
 
-    def _finish_document(self, row: Document, ids: Ids) -> Sample:
-        ids = [*ids, *self._missing_eos(ids, row.place)]
-        return self._sample(row.place, ids, range(1, len(ids)))
+    def _finish_document(self, place: str, ids: Ids) -> Sample:
+        ids = self._with_eos(ids, place)
+        return self._sample(place, ids, range(1, len(ids)))
 
     def _finish_completion(self, row: Completion, prompt: Ids, ids: Ids) -> Sample:
         if prompt[-1:] == [self.tokenizer.eos_token_id] and ids[: len(prompt)] != prompt:
             prompt = prompt[:-1]  # a tokenizer that itself ends each text with eos
         start = self.template.context_length(prompt, ids, row.place)
-        ids = [*ids, *self._missing_eos(ids, row.place)]
+        ids = self._with_eos(ids, row.place)
         self.require_none_inside(ids[start:-1], ids[-1], row.place)
         first = 1 if self.targets == "all" else max(start, 1)
         return self._sample(row.place, ids, range(first, len(ids)))
 
-    def _missing_eos(self, ids: Ids, place: str) -> Ids:
+    def _with_eos(self, ids: Ids, place: str) -> Ids:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise RenderError(
@@ -338,33 +268,34 @@ class Renderer:
                 "expected one; "
                 "set eos_token in the tokenizer's configuration"
             )
-        return [] if ids[-1:] == [eos] else [int(eos)]
+        return ids if ids[-1:] == [eos] else [*ids, int(eos)]
 
     def _finish_turns(
         self, row: Conversation, text: Text, turns: Sequence[_Turn], ids_of: IdsOf
     ) -> list[Sample]:
+        """One sample where the whole conversation begins with every R_i; else one per turn."""
         spans = [self._span(row, turn, ids_of) for turn in turns]
         full, rows = ids_of[text], [ids_of[turn.row] for turn in turns]
         if all(full[:stop] == ids[:stop] for ids, (_, stop) in zip(rows, spans, strict=True)):
             at = [position for start, stop in spans for position in range(start, stop)]
             return [self._sample(row.place, full, at, text.pictures)]
-        own = [turn.row.pictures for turn in turns]
-        if len(turns) == 1:
-            return [self._sample(row.place, rows[0], range(*spans[0]), own[0])]
         return [
-            self._sample(f"{row.place}#{number}", ids, range(*span), pictures)
-            for number, (ids, span, pictures) in enumerate(
-                zip(rows, spans, own, strict=True), start=1
+            self._sample(
+                f"{row.place}#{number}" if len(turns) > 1 else row.place,
+                ids,
+                range(*span),
+                turn.row.pictures,
             )
+            for number, (turn, ids, span) in enumerate(zip(turns, rows, spans, strict=True), 1)
         ]
 
     def _finish_all(
         self, row: Conversation, text: Text, turns: Sequence[_Turn], ids_of: IdsOf
     ) -> list[Sample]:
-        """Every token but the first, and but the turns marked train: false."""
+        """One sample: every token is a target except the first, and the turns marked train: false."""
         full = ids_of[text]
-        kept = np.ones(len(full), dtype=bool)
-        kept[:1] = False
+        is_target = np.ones(len(full), dtype=bool)
+        is_target[:1] = False
         for turn in turns:
             start, stop = self._span(row, turn, ids_of)
             if turn.index not in row.excluded:
@@ -375,36 +306,33 @@ class Renderer:
                     "differently once history; "
                     "expected targets=assistant or last for such templates; set data.targets"
                 )
-            kept[start:stop] = False
-        return [self._sample(row.place, full, np.flatnonzero(kept), text.pictures)]
+            is_target[start:stop] = False
+        return [self._sample(row.place, full, np.flatnonzero(is_target), text.pictures)]
 
     def _span(self, row: Conversation, turn: _Turn, ids_of: IdsOf) -> tuple[int, int]:
-        """Where the targets of a turn lie in R_i: [start, stop)."""
+        """The span [start, stop) of a turn's targets in R_i."""
         place = f"{row.place}: messages[{turn.index}]"
         ids = ids_of[turn.row]
         start = self.template.context_length(ids_of[turn.prompt], ids, place)
         end = self.template.end_of_turn(ids, start, place)
         if self.stop_set and ids[end] not in self.stop_set:
+            stops = " or ".join(self.template.quoted([index]) for index in sorted(self.stop_set))
             raise RenderError(
                 f"{place}: the template ends this turn with {self.template.quoted(ids[end : end + 1])}, "
-                f"at which no server would stop; expected {self._stops}; add its id to eos_token_id in "
+                f"at which no server would stop; expected {stops}; add its id to eos_token_id in "
                 "the model's generation_config.json"
             )
         self.require_none_inside(ids[start:end], ids[end], place)
         return start, end + 1
 
     def require_none_inside(self, inside: Ids, end: int, place: str) -> None:
-        """No token that ends an answer may be among the targets before the end."""
-        found = next((token for token in inside if token == end or token in self.stop_set), None)
-        if found is not None:
+        """Refuse targets with a token that ends an answer before their end."""
+        stop = next((token for token in inside if token == end or token in self.stop_set), None)
+        if stop is not None:
             raise RenderError(
-                f"{place}: {self.template.quoted([found])} ends an answer and is inside this one too; expected "
+                f"{place}: {self.template.quoted([stop])} ends an answer and is inside this one too; expected "
                 "it once, or the model would learn to stop there; remove it from the content"
             )
-
-    @property
-    def _stops(self) -> str:
-        return " or ".join(self.template.quoted([index]) for index in sorted(self.stop_set))
 
     def _sample(
         self, name: str, ids: Ids, target_at: Iterable[int], placed: Sequence[Placed] = ()
@@ -426,7 +354,7 @@ class Renderer:
 
 
 def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]) -> None:
-    """A template that leaves things out would train on something else than the row says."""
+    """Refuse a template that leaves out tools, calls or reasoning: the samples would differ from the row."""
     wanted = [("tools", tool["function"]["name"], full) for tool in row.tools]
     for index, message in enumerate(row.messages):
         for call in message.get("tool_calls", ()):
@@ -445,114 +373,101 @@ def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]
             )
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows to samples where answers are judged: ids and targets as SFT has them, values, places to read, and what is left.
-#
-# Every answer is rendered as the row of SFT that it is, and ends at its last target: what a template writes after the
-# end of a turn is no part of it, so that the last token, where a reward is read, is the one a server stops at. Of
-# whole texts (documents) that are compared the prompt is what their ids have in common, and the rest is learned.
-#
-# Steps are read at the token that holds the last character of each which is not white space. One token that holds the
-# end of a step and the beginning of the next cannot be read for the one without the other: a RenderError.
-#
-# A row whose answers are compared needs two that differ, in preference and in ids. Where the length policy takes an
-# answer away, or cuts two to the same, the row goes as a whole and is listed; a list of more goes on with those left.
-#
-# ``fit_any`` and ``render_any`` take rows of SFT too, and leave them to ``render.py`` and ``length.py``;
-# ``render_each`` goes on past rows whose pictures cannot be had. Imported by ``dataset.py`` and ``attempts.py``.
+# -- rows of any kind
+
+
+def answers_of(row: AnyRow) -> tuple[Row, ...]:
+    """The answers of a row, each as a row of SFT."""
+    if isinstance(row, Answers):
+        return row.answers
+    return (row.answer if isinstance(row, Stepwise) else row,)
 
 
 def render_any(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample]]:
     """The samples of each row, answers in their order."""
     answers = [answers_of(row) for row in rows]
     rendered = iter(renderer.render_all([answer for group in answers for answer in group]))
-    found = [[next(rendered) for _ in group] for group in answers]
     return [
-        _finish(row, samples, renderer) if isinstance(row, Answers | Stepwise) else samples[0]
-        for row, samples in zip(rows, found, strict=True)
+        _finish_judged(row, [next(rendered) for _ in group], renderer)
+        if isinstance(row, Answers | Stepwise)
+        else next(rendered)
+        for row, group in zip(rows, answers, strict=True)
     ]
 
 
-def render_each(rows: Sequence[AnyRow], renderer: Renderer) -> list[list[Sample] | PictureError]:
-    """The same, with the error in the place of a row that has a picture which cannot be had."""
+def render_each(
+    rows: Sequence[AnyRow], renderer: Renderer, tolerated: tuple[type[DataError], ...]
+) -> list[list[Sample] | DataError]:
+    """The samples of each row, or its error where that is of a tolerated type."""
+    if not tolerated:
+        return list(render_any(rows, renderer))
     faults = faults_of_pictures(rows, renderer)
     good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
-    rendered = iter(render_any(good, renderer))
+    rendered = iter(_render_halves(good, renderer, tolerated))
     return [next(rendered) if fault is None else fault for fault in faults]
 
 
-def faults_of_pictures(rows: Sequence[AnyRow], renderer: Renderer) -> list[PictureError | None]:
-    """What is wrong with the first such picture of each row."""
-    renderer.look(answer for row in rows for answer in answers_of(row))
-    return [_fault_of_pictures(row, renderer) for row in rows]
-
-
-def _fault_of_pictures(row: AnyRow, renderer: Renderer) -> PictureError | None:
+def _render_halves(
+    rows: Sequence[AnyRow], renderer: Renderer, tolerated: tuple[type[DataError], ...]
+) -> list[list[Sample] | DataError]:
+    """All rows at once; where one has an error, each half for itself."""
     try:
-        for answer in answers_of(row):
-            if isinstance(answer, Conversation):
-                renderer.template.pictures.place_each(answer.messages, answer.place)
-    except PictureError as error:
-        return error
-    return None
-
-
-def fit_any(
-    row: AnyRow, samples: Sequence[Sample], limits: Limits
-) -> tuple[list[Sample], list[Incident]]:
-    """The samples as the length policy leaves them, and what was left out or cut."""
-    fitted = [fit(sample, limits, is_document=isinstance(row, Document)) for sample in samples]
-    kept = [sample for found, _ in fitted for sample in found]
-    incidents = [incident for _, incident in fitted if incident is not None]
-    if isinstance(row, Answers) and len(samples) > 1:
-        return _fit_compared(row, samples, kept, incidents, limits)
-    if isinstance(row, Stepwise) and kept and not kept[0].read_values["label"].size:
-        reason = f"{incidents[0].reason}, no step left"
-        return [], [Incident(row.place, "dropped", reason, samples[0].num_targets)]
-    return kept, incidents
-
-
-def answers_of(row: AnyRow) -> tuple[Row, ...]:
-    """Each as the row of SFT that it is."""
-    if isinstance(row, Answers):
-        return row.answers
-    return (row.answer if isinstance(row, Stepwise) else row,)
-
-
-def _finish(
-    row: Answers | Stepwise, rendered: Sequence[Sequence[Sample]], renderer: Renderer
-) -> list[Sample]:
-    samples = [_only(found) for found in rendered]
-    if isinstance(row, Stepwise):
-        return [_with_reads(row, _ended(samples[0]), renderer)]
-    if len(samples) > 1 and isinstance(row.answers[0], Document):
-        samples = _after_common(row.place, samples, renderer)
+        return list(render_any(rows, renderer))
+    except tolerated as error:
+        if len(rows) == 1:
+            return [error]
+    half = len(rows) // 2
     return [
-        replace(_ended(sample), values={name: given[index] for name, given in row.values.items()})
-        for index, sample in enumerate(samples)
+        *_render_halves(rows[:half], renderer, tolerated),
+        *_render_halves(rows[half:], renderer, tolerated),
     ]
 
 
-def _only(found: Sequence[Sample]) -> Sample:
-    if len(found) == 1:
-        return found[0]
-    place = found[0].id.rpartition("#")[0]
-    raise RenderError(
-        f"{place}: the chat template writes earlier turns in another way than they were generated, so the turns of "
-        f"this answer make {len(found)} samples; expected one; set data.targets=last, or give answers of one turn"
-    )
+def faults_of_pictures(rows: Sequence[AnyRow], renderer: Renderer) -> list[PictureError | None]:
+    """For each row the error of its first image that cannot be used."""
+    renderer.look(answer for row in rows for answer in answers_of(row))
+    faults: list[PictureError | None] = []
+    for row in rows:
+        fault = None
+        try:
+            for answer in answers_of(row):
+                if isinstance(answer, Conversation):
+                    renderer.template.pictures.place_each(answer.messages, answer.place)
+        except PictureError as error:
+            fault = error
+        faults.append(fault)
+    return faults
 
 
-def _ended(sample: Sample) -> Sample:
-    """Without what is after the last target."""
-    if not sample.num_targets:
-        return sample
-    stop = int(sample.target_at_N[-1]) + 1
-    return replace(sample, ids_T=sample.ids_T[:stop], media=within(sample.media, 0, stop))
+def _finish_judged(
+    row: Answers | Stepwise, rendered: Sequence[Sequence[Sample]], renderer: Renderer
+) -> list[Sample]:
+    """One sample per answer, with its values or labels."""
+    for samples in rendered:
+        if len(samples) > 1:
+            raise RenderError(
+                f"{samples[0].id.rpartition('#')[0]}: the chat template writes earlier turns in another way than they "
+                f"were generated, so the turns of this answer make {len(samples)} samples; expected one; set "
+                "data.targets=last, or give answers of one turn"
+            )
+    answers = [sample for (sample,) in rendered]
+    if isinstance(row, Answers) and len(answers) > 1 and isinstance(row.answers[0], Document):
+        answers = _learn_after_common(row.place, answers, renderer)
+    for index, sample in enumerate(answers):
+        if sample.num_targets:  # nothing after the last target
+            stop = int(sample.target_at_N[-1]) + 1
+            ids_T, media = sample.ids_T[:stop], within(sample.media, 0, stop)
+            answers[index] = replace(sample, ids_T=ids_T, media=media)
+    if isinstance(row, Stepwise):
+        return [_with_reads(row, answers[0], renderer)]
+    return [
+        replace(sample, values={name: values[index] for name, values in row.values.items()})
+        for index, sample in enumerate(answers)
+    ]
 
 
-def _after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> list[Sample]:
-    """Whole texts, of which what comes after their common beginning is learned."""
+def _learn_after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> list[Sample]:
+    """Whole texts, whose common beginning is the prompt and whose rest is learned."""
     lists = [sample.ids_T.tolist() for sample in samples]
     start = min(common_length(lists[0], ids) for ids in lists[1:])
     common = renderer.tokenizer.decode(lists[0][:start], skip_special_tokens=True)
@@ -562,14 +477,14 @@ def _after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> 
             "prompt that each begins with, or one in a column of its own; name it with "
             "data.columns='{prompt = \"...\"}'"
         )
-    found = []
+    learned = []
     for sample, ids in zip(samples, lists, strict=True):
-        # of equal texts the last token stays: what to do with them is not decided here
+        # of equal texts the last token stays a target: ``fit_any`` refuses them
         first = max(min(start, len(ids) - 1), 1)
         renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
         at = np.arange(first, len(ids))
-        found.append(replace(sample, target_at_N=at, weight_N=np.ones(at.size)))
-    return found
+        learned.append(replace(sample, target_at_N=at, weight_N=np.ones(at.size)))
+    return learned
 
 
 def _with_reads(row: Stepwise, sample: Sample, renderer: Renderer) -> Sample:
@@ -580,68 +495,143 @@ def _with_reads(row: Stepwise, sample: Sample, renderer: Renderer) -> Sample:
             f"{row.place}: the chat template does not write the steps as they are; expected their text unchanged; give "
             "another one with data.template=FILE"
         )
-    spans = renderer.template.spans(text)
-    holders = np.array([(first, stop) for first, stop in spans if first < stop])
-    assert len(holders), f"{row.place}: the tokenizer says where its tokens lie"
-    numbers = np.array([number for number, (first, stop) in enumerate(spans) if first < stop])
-    at: list[int] = []
+    spans = np.array(renderer.template.spans(text)).reshape(-1, 2)
+    numbers = np.flatnonzero(spans[:, 0] < spans[:, 1])  # tokens that hold text
+    assert numbers.size, f"{row.place}: the tokenizer says where its tokens lie"
+    spans = spans[numbers]
+    read_at: list[int] = []
     begins = [begin for begin, _ in row.steps[1:]]
     for number, (_, end) in enumerate(row.steps):
-        is_last = (holders[:, 0] < start + end) & (start + end <= holders[:, 1])
+        is_last = (spans[:, 0] < start + end) & (start + end <= spans[:, 1])
         if not is_last.any():
             raise RenderError(
                 f"{row.place}: no token holds the end of completions[{number}]; expected text that the tokenizer takes "
                 "whole; correct the step"
             )
-        found = int(np.flatnonzero(is_last)[-1])
-        token = int(numbers[found])
-        if number < len(begins) and holders[found, 1] > start + begins[number]:
+        last = int(np.flatnonzero(is_last)[-1])
+        token = int(numbers[last])
+        if number < len(begins) and spans[last, 1] > start + begins[number]:
             raise RenderError(
                 f"{row.place}: one token, {renderer.template.quoted(sample.ids_T[token : token + 1].tolist())}, holds "
                 f"the end of completions[{number}] and the beginning of the next; expected a token that ends between "
                 "them; set data.step_separator"
             )
-        at.append(token)
+        read_at.append(token)
     labels = np.array(row.labels, dtype=np.float64)
-    return replace(sample, read_at_R=np.array(at, dtype=np.int64), read_values={"label": labels})
+    return replace(
+        sample, read_at_R=np.array(read_at, dtype=np.int64), read_values={"label": labels}
+    )
 
 
-def _fit_compared(
-    row: Answers,
-    samples: Sequence[Sample],
-    kept: list[Sample],
-    incidents: list[Incident],
-    limits: Limits,
+# -- length
+
+
+def fit_any(
+    row: AnyRow, samples: Sequence[Sample], limits: Limits
 ) -> tuple[list[Sample], list[Incident]]:
-    """The answers that are left, or none of them."""
-    fault = _fault(row, kept)
+    """The samples of a row as the length policy leaves them, and what was left out or cut."""
+    fitted = [fit(sample, limits, is_document=isinstance(row, Document)) for sample in samples]
+    kept = [sample for remaining, _ in fitted for sample in remaining]
+    incidents = [incident for _, incident in fitted if incident is not None]
+    if isinstance(row, Stepwise) and kept and not kept[0].read_values["label"].size:
+        reason = f"{incidents[0].reason}, no step left"
+        return [], [Incident(row.place, "dropped", reason, samples[0].num_targets)]
+    if not isinstance(row, Answers) or len(samples) == 1:
+        return kept, incidents
+    fault = _fault_of_comparison(row, kept)
     if fault is None:
         return kept, incidents
     if incidents:
         first = incidents[0]
-        number = f"answer {first.place.rpartition('#')[2]}"
-        reason = f"{fault}: {number} was {first.kind} ({first.reason})"
+        number = first.place.rpartition("#")[2]
+        fault = f"{fault}: answer {number} was {first.kind} ({first.reason})"
     elif limits.without_targets == "error":
         raise DataError(
             f"{row.place}: {fault}; expected two answers of which one is better; correct the row or remove it, or set "
             "data.without_targets=drop"
         )
-    else:
-        reason = fault
     lost = sum(sample.num_targets for sample in samples)
-    return [], [Incident(row.place, "dropped", reason, lost)]
+    return [], [Incident(row.place, "dropped", fault, lost)]
 
 
-def _fault(row: Answers, kept: Sequence[Sample]) -> str | None:
-    """Why nothing can be learned of these answers together."""
+def _fault_of_comparison(row: Answers, kept: Sequence[Sample]) -> str | None:
+    """Why nothing can be learned from comparing these answers; None: something can."""
     judgement = next(iter(row.values))
     if row.is_compared and len(kept) < 2:
         return "one answer is left" if kept else "no answer is left"
     if row.is_compared and len({sample.values[judgement] for sample in kept}) < 2:
         return "no answer is better than another"
     for left, right in combinations(kept, 2):
-        is_other = left.values[judgement] != right.values[judgement]
-        if is_other and is_same_input(left, right):
-            names = " and ".join(it.id.rpartition("#")[2] for it in (left, right))
+        differ = left.values[judgement] != right.values[judgement]
+        if differ and is_same_input(left, right):
+            names = " and ".join(sample.id.rpartition("#")[2] for sample in (left, right))
             return f"answers {names} are the same, token for token"
     return None
+
+
+def fit(
+    sample: Sample, limits: Limits, *, is_document: bool
+) -> tuple[list[Sample], Incident | None]:
+    """The sample as the policy leaves it: itself, parts of it, or nothing."""
+    length = sample.num_tokens
+    if not sample.num_targets:
+        if limits.without_targets == "error":
+            raise DataError(
+                f"{sample.id}: the row has no targets; expected at least one assistant turn to "
+                "learn; remove the row, "
+                "or set data.without_targets=drop"
+            )
+        return [], Incident(sample.id, "dropped", "no targets")
+    if length < limits.min_length:
+        reason = f"{length} tokens, min_length {limits.min_length}"
+        return [], Incident(sample.id, "dropped", reason, sample.num_targets)
+    if length <= limits.max_length:
+        return [sample], None
+    reason = f"{length} tokens, max_length {limits.max_length}"
+    if limits.too_long == "error":
+        raise DataError(
+            f"{sample.id}: {reason}; expected no more; raise data.max_length, "
+            "or set data.too_long to drop, truncate or (for plain text) split"
+        )
+    if limits.too_long == "drop":
+        return [], Incident(sample.id, "dropped", reason, sample.num_targets)
+    if limits.too_long == "truncate":
+        stop = uncut(sample.media, limits.max_length)
+        if stop < limits.max_length:
+            reason = f"{reason}, in a picture that begins at {stop}"
+        num_left = int((sample.target_at_N < stop).sum())
+        if not num_left:
+            reason = f"{reason}, no target left"
+            return [], Incident(sample.id, "dropped", reason, sample.num_targets)
+        short = _slice(sample, sample.id, 0, stop)
+        return [short], Incident(sample.id, "cut", reason, sample.num_targets - num_left)
+    if not is_document:
+        raise DataError(
+            f"{sample.id}: {reason}; data.too_long=split is for plain text, and this is a "
+            "conversation or completion; "
+            "set data.too_long to drop or truncate, or raise data.max_length"
+        )
+    starts = range(0, length - 1, limits.max_length - 1)
+    windows = [
+        _slice(sample, f"{sample.id}#{number}", start, start + limits.max_length)
+        for number, start in enumerate(starts, start=1)
+    ]
+    return windows, Incident(sample.id, "cut", f"{reason}, split into {len(windows)}")
+
+
+def _slice(sample: Sample, name: str, start: int, stop: int) -> Sample:
+    """The tokens [start, stop) of a sample, with the targets, images and reads inside."""
+    is_inside = (sample.target_at_N > start) & (sample.target_at_N < stop)
+    short = replace(
+        sample,
+        id=name,
+        ids_T=np.ascontiguousarray(sample.ids_T[start:stop]),
+        target_at_N=sample.target_at_N[is_inside] - start,
+        weight_N=sample.weight_N[is_inside],
+        media=within(sample.media, start, stop),
+    )
+    if sample.read_at_R is None:
+        return short
+    is_read = (sample.read_at_R >= start) & (sample.read_at_R < stop)
+    read_values = {label: value_R[is_read] for label, value_R in sample.read_values.items()}
+    return replace(short, read_at_R=sample.read_at_R[is_read] - start, read_values=read_values)

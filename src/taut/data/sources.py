@@ -1,14 +1,18 @@
-"""Where rows come from: JSONL, JSON, CSV, TSV and parquet files, and Hugging Face data sets by
-directory or name.
+"""Where records come from: JSONL, JSON, CSV, TSV and parquet files, and Hugging Face data sets by directory or name.
 
-A source yields ``(number, record)``: the physical line for JSONL, the record's number from 1 for
-all else. Blank lines of a JSONL file are passed over. What cannot be read is a DataError that names
-file and line, and column for broken JSON.
+A source yields ``(number, record)``: the physical line for JSONL, the record's number from 1 for all other formats.
+Blank lines of a JSONL file are skipped. A record that cannot be read is a DataError that names file and line, and the
+column of broken JSON.
 
-The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. With it goes a
-stamp of each file: one that is another at the end of reading is a DataError, since the digest would
-name other content than was read. Does not know Arrow (``arrow.py``) nor what columns mean
-(``columns.py``). Imported by ``dataset.py`` and ``prompts.py``.
+The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. Each file also has a stamp; one
+that has changed at the end of reading is a DataError, since the digest would name other content than was read.
+
+Arrow writes a null for each key that another row has; nulls inside objects count as absent. An Arrow row that Python
+cannot hold (text that is not UTF-8, a year beyond 9999) is a DataError that names it. ``datasets`` and ``pyarrow`` are
+imported here, when needed, and used for Arrow only: their reader of JSON accepts NaN, and names a broken row by its
+number among those that are not blank instead of its line.
+
+Does not know what columns mean (``schema.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import yaml
 from pydantic import Field
@@ -49,11 +53,11 @@ class Source:
     """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: its directory, or
     its name as owner/name or hf://name."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """How often each row is seen per epoch; 0.5 is half of the rows, chosen anew each epoch."""
+    """How many times each row is seen per epoch; 0.5 is half of the rows, drawn again each epoch."""
     split: str | None = None
-    """Hugging Face data sets: which split; needed where there is more than one."""
+    """Hugging Face data sets: the split; required if there is more than one."""
     name: str | None = None
-    """Hugging Face data sets: which configuration."""
+    """Hugging Face data sets: the configuration."""
     revision: str | None = None
     """Hugging Face data sets by name: a commit, tag or branch."""
     format: Format | None = None
@@ -63,7 +67,7 @@ class Source:
 
 
 class Stamp(NamedTuple):
-    """What a file was when its digest was taken."""
+    """The state of a file when its digest was taken."""
 
     path: Path
     size: int
@@ -71,9 +75,9 @@ class Stamp(NamedTuple):
     inode: int
 
     def change(self) -> str | None:
-        """What is another now; None: nothing."""
+        """How the file has changed since; None: it has not."""
         try:
-            now = _stamp(self.path, self.path.stat())
+            now = _stamp_of(self.path, self.path.stat())
         except OSError as error:
             return f"{self.path} is gone ({error.strerror})"
         if now.size != self.size:
@@ -82,12 +86,12 @@ class Stamp(NamedTuple):
 
 
 def changes(stamps: Iterable[Stamp]) -> list[str]:
-    """What files are no longer; a look at each, nothing is read."""
+    """How files have changed since their stamps, by size, time and inode; nothing is read."""
     return [change for stamp in stamps if (change := stamp.change()) is not None]
 
 
-def _stamp(path: Path, found: os.stat_result) -> Stamp:
-    return Stamp(path, found.st_size, found.st_mtime_ns, found.st_ino)
+def _stamp_of(path: Path, status: os.stat_result) -> Stamp:
+    return Stamp(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,11 @@ class Opened:
     """As the user wrote it; sample ids begin with it."""
     digest: str
     stamps: tuple[Stamp, ...]
-    """Of each file that the digest covers."""
+    """The stamp of each file that the digest covers."""
     _records: Any = field(repr=False)
 
     def records(self) -> Records:
-        """Read it from the start. Read to its end, it is what the digest says, or a DataError."""
+        """The records from the start. A DataError is raised at the end if they are not what the digest covers."""
         for number, record in self.attempts():
             if isinstance(record, DataError):
                 self._require_unchanged()
@@ -110,8 +114,9 @@ class Opened:
             yield number, record
 
     def attempts(self) -> Records:
-        """The same, with the error of a record that cannot be read in its place. Only JSONL goes on after one: in
-        other files nobody knows where the next record begins."""
+        """The records, with the error of one that cannot be read in its place. Only JSONL goes on after an error: other
+        formats do not show where the next record begins.
+        """
         self._require_unchanged()
         try:
             yield from self._records()
@@ -146,7 +151,7 @@ def open_source(source: Source) -> Opened:
 
 
 def folder_of(source: Source, named: str | None, key: str) -> str:
-    """Where relative paths of pictures begin: ``named`` by ``key``, else beside the data."""
+    """The folder of relative paths of images: ``named``, the setting ``key``; else that of the data."""
     if named is not None:
         return str(user_path(named, key).absolute())
     path = home_path(source.path).absolute()
@@ -165,7 +170,7 @@ def _open_file(source: Source, path: Path) -> Opened:
         ".json": _read_json,
         ".csv": _read_csv,
         ".tsv": _read_csv,
-        ".parquet": read_parquet,
+        ".parquet": _read_parquet,
     }
     suffix = path.suffix.lower()
     if suffix not in readers:
@@ -185,12 +190,12 @@ def _open_file(source: Source, path: Path) -> Opened:
 
 
 def _digest(paths: list[Path]) -> tuple[str, tuple[Stamp, ...]]:
-    """The SHA-256 of the files' own, and what the files were before it was taken."""
+    """The SHA-256 of the files' digests, and the stamps of the files before they were read."""
     total, stamps = hashlib.sha256(), []
     for path in paths:
         try:
             with path.open("rb") as file:
-                stamps.append(_stamp(path.absolute(), os.fstat(file.fileno())))
+                stamps.append(_stamp_of(path.absolute(), os.fstat(file.fileno())))
                 total.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise DataError(
@@ -292,7 +297,7 @@ def _read_csv(path: Path, name: str) -> Records:
 
 
 def _is_hub_name(path: str) -> bool:
-    """owner/name, unless a directory of that owner is here: then it is a path with a slip in it."""
+    """owner/name, unless a directory ``owner`` exists here: then it is a mistyped path."""
     if path.startswith("hf://"):
         return True
     parts = path.split("/")
@@ -301,29 +306,25 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _open_hugging_face(source: Source, path: Path) -> Opened:
-    table = load_table(source, path)
+    table = _load_table(source, path)
     files = [Path(entry["filename"]) for entry in table.cache_files]
     digest, stamps = _digest(sorted(files))
     digest = f"hf:{digest}:{source.name}:{source.split}:{len(table)}"
-    return Opened(source.path, digest, stamps, lambda: read_table(table, source.path))
+
+    def read() -> Records:
+        """The rows as they are in the files: images and audio are not decoded."""
+        return _read_arrow(table.with_format("arrow").iter(BATCH), source.path, "Hugging Face")
+
+    return Opened(source.path, digest, stamps, read)
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows of Arrow data: parquet files, and Hugging Face data sets by directory or name.
-#
-# Arrow writes a null for each key that another row has; nulls inside objects are taken as absent. A row that Python
-# cannot hold (text that is not UTF-8, a year beyond 9999) is a DataError that names it.
-#
-# Owns ``datasets`` and ``pyarrow``, imported when needed. Imported by ``sources.py``.
-
-if TYPE_CHECKING:
-    pass  # MOVED
+# -- Arrow: parquet files and Hugging Face data sets
 
 Records: TypeAlias = Iterator[tuple[int, Any]]
 BATCH = 256
 """Rows of an Arrow file read at a time: with pictures in them they are large."""
 ARROW_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
-"""What values that Python cannot hold raise: text that is not UTF-8, a year beyond 9999."""
+"""Errors of values that Python cannot hold: text that is not UTF-8, a year beyond 9999."""
 LOAD_FAILURES = (
     OSError,
     ValueError,
@@ -340,30 +341,28 @@ LOAD_FAILURES = (
     zlib.error,
     lzma.LZMAError,
 )
-"""What ``datasets``, and what it unpacks files with, raise on a directory they cannot make sense of."""
+"""Errors of ``datasets``, and of the libraries it unpacks files with, on a directory that is no data set."""
 CARDS = ("README.md", ".huggingface.yaml")
-"""Files of a data set that say which files are its data."""
+"""Files of a data set that name its data files."""
 CARD_LIMIT = 2**22
 """Largest card, in bytes."""
 
 
-def read_parquet(path: Path, name: str) -> Records:
-    """The rows of a parquet file."""
-    return _read_arrow(_parquet_batches(path, name), name, "parquet")
-
-
-def _parquet_batches(path: Path, name: str) -> Iterator[Any]:
+def _read_parquet(path: Path, name: str) -> Records:
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
-    counts = Counter(file.schema_arrow.names)
-    column, times = counts.most_common(1)[0] if counts else ("", 1)
-    if times > 1:
-        raise DataError(f"{name}: a column is named twice: {shown(column)}; rename one")
-    yield from file.iter_batches(batch_size=BATCH)
+    def batches() -> Iterator[Any]:
+        file = pyarrow.parquet.ParquetFile(path)
+        counts = Counter(file.schema_arrow.names)
+        column, times = counts.most_common(1)[0] if counts else ("", 1)
+        if times > 1:
+            raise DataError(f"{name}: a column is named twice: {shown(column)}; rename one")
+        yield from file.iter_batches(batch_size=BATCH)
+
+    return _read_arrow(batches(), name, "parquet")
 
 
-def load_table(source: Source, path: Path) -> Any:
+def _load_table(source: Source, path: Path) -> Any:
     """A split of a Hugging Face data set, by directory or name; its rows are in Arrow files."""
     import datasets
 
@@ -401,15 +400,21 @@ def load_table(source: Source, path: Path) -> Any:
 
 
 def _require_local(directory: Path) -> None:
-    """Raise DataError where a directory has what would be waited for, or a card that names data outside of it: the
-    library would fetch what lies at an address.
+    """Raise DataError where a directory has a file that would block, or a card that names data outside of it: the
+    library would fetch addresses.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     for folder, _, names in os.walk(directory):
         for name in names:
-            if (file := Path(folder, name)).exists():  # a link to nothing is as good as no file
-                _require_file(file)
+            if not (file := Path(folder, name)).exists():
+                continue  # a link to nothing
+            try:
+                files.open_regular(file).close()
+            except OSError as error:
+                raise DataError(
+                    f"data: {file} cannot be read: {error.strerror}; expected a regular file; remove it from the data"
+                ) from None
     for card in filter(Path.exists, (directory / name for name in CARDS)):
         try:
             text = files.read_regular(card, CARD_LIMIT).decode("utf-8")
@@ -435,23 +440,14 @@ def _require_local(directory: Path) -> None:
             ) from None
 
 
-def _require_file(path: Path) -> None:
-    try:
-        files.open_regular(path).close()
-    except OSError as error:
-        raise DataError(
-            f"data: {path} cannot be read: {error.strerror}; expected a regular file; remove it from the data"
-        ) from None
-
-
 def _patterns(text: str) -> Iterator[str]:
-    """Everything that the configurations of a card, in YAML, call data: a file's name, a pattern or a folder."""
+    """The file names, patterns and folders that the configurations of a card, in YAML, name as data."""
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)):
         raise ValueError(
             "it repeats parts by reference (*name), which may stand for any number of parts"
         )
-    found = yaml.safe_load(text)
-    configs = found.get("configs") if isinstance(found, dict) else None
+    card = yaml.safe_load(text)
+    configs = card.get("configs") if isinstance(card, dict) else None
     left: list[Any] = [
         config.get(key)
         for config in (configs if isinstance(configs, list) else [])
@@ -468,11 +464,6 @@ def _patterns(text: str) -> Iterator[str]:
             left.extend(value)
 
 
-def read_table(table: Any, name: str) -> Records:
-    """Its rows as they are in the files: pictures and sound are not decoded."""
-    return _read_arrow(table.with_format("arrow").iter(BATCH), name, "Hugging Face")
-
-
 def _choose_split(loaded: Any, source: Source) -> Any:
     if not isinstance(loaded, dict):
         if source.split is not None:
@@ -480,9 +471,9 @@ def _choose_split(loaded: Any, source: Source) -> Any:
         return loaded
     split = source.split or (next(iter(loaded)) if len(loaded) == 1 else None)
     if split not in loaded:
-        found = "no split is named" if split is None else f"there is no split {split!r}"
+        fault = "no split is named" if split is None else f"there is no split {split!r}"
         raise DataError(
-            f"data: {source.path}: {found}; expected one of {', '.join(loaded)}; "
+            f"data: {source.path}: {fault}; expected one of {', '.join(loaded)}; "
             f'set it, as in data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
         )
     return loaded[split]
@@ -495,37 +486,33 @@ def _read_arrow(batches: Iterable[Any], name: str, kind: str) -> Records:
     number = 0
     try:
         for batch in batches:
-            for row in _rows_of(batch, name, number):
+            try:
+                rows: Iterable[Any] = _to_rows(batch)
+            except ARROW_FAILURES:
+                rows = _rows_one_by_one(batch, name, number)
+            for row in rows:
                 number += 1
                 yield number, _without_nulls(row)
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, *ARROW_FAILURES) as error:
         raise DataError(
-            f"{name}: not a {kind} file that can be read after row {number} ({_first_line(error)}); write it anew"
+            f"{name}: not a {kind} file that can be read after row {number} ({_first_line(error)}); write it again"
         ) from None
 
 
-def _rows_of(batch: Any, name: str, number: int) -> Iterable[Any]:
-    """``number``: how many rows came before."""
-    try:
-        return _plain(batch)
-    except ARROW_FAILURES:
-        return _rows_alone(batch, name, number)
-
-
-def _plain(batch: Any) -> list[Any]:
+def _to_rows(batch: Any) -> list[Any]:
     """Validated first: Arrow trusts the offsets in a file, and a damaged one would read beyond its memory."""
     batch.validate(full=True)
     rows: list[Any] = batch.to_pylist()
     return rows
 
 
-def _rows_alone(batch: Any, name: str, number: int) -> Iterator[Any]:
-    """The rows one by one, to name the one that Python cannot hold."""
+def _rows_one_by_one(batch: Any, name: str, number: int) -> Iterator[Any]:
+    """The rows one by one, to name the one that Python cannot hold. ``number``: how many rows precede the batch."""
     for index in range(batch.num_rows):
         try:
-            yield from _plain(batch.slice(index, 1))
+            yield from _to_rows(batch.slice(index, 1))
         except ARROW_FAILURES as error:
             raise DataError(
                 f"{name}:{number + index + 1}: the row cannot be read ({_first_line(error)}); correct it"

@@ -2,22 +2,20 @@
 
 In this order, each with its reason:
 
-1. what ends a plain assistant turn in the rendered template (without a template: the tokenizer's eos): the token
-   that is saved as eos;
-2. what ends a turn that calls tools, where the template writes another token there (gpt-oss's ``<|call|>``); a
-   template that takes no tools is passed over;
-3. the tokenizer's eos as it came;
-4. ``inherited``: what the model's generation_config and config name (``models.load.inherited_ends``).
+1. the token that ends a plain assistant turn in the rendered template (without a template: the tokenizer's eos), which
+   is saved as eos;
+2. the token that ends a turn with tool calls, where the template writes another one there (gpt-oss's ``<|call|>``);
+   skipped for a template that takes no tools;
+3. the tokenizer's original eos;
+4. ``inherited``: the tokens that the model's generation_config and config name (``models.load.stop_ids_in_files``).
 
 Ids of 3 and 4 are left out, with the reason, where stopping at them would be wrong: no token of the tokenizer, plain
 text (config.json naming an id of another vocabulary), a token that the template writes inside an answer (a reasoning
-or call marker), or one that opens the assistant's turn. Leaving out is safe, since what ends a turn is in the set
-already; refusing would bar models whose config is merely careless.
+or call marker), or one that opens the assistant's turn. Leaving them out is safe, since the tokens that end turns are
+in the set already; refusing would exclude models whose config is merely careless.
 
-Shown to the user, trained as targets, used by every engine, written on save; rows with one of these in the middle of
-their targets are refused (``render.py``). Does not read files. May import errors, formats, ``template.py`` and
-``render.py``.
-"""
+The set is shown to the user, trained as targets, used by every engine and written on save; rows with one of these
+tokens before the end of their targets are refused (``render.py``). Reads no files."""
 
 from __future__ import annotations
 
@@ -67,14 +65,14 @@ _THOUGHT: Message = {
 
 @dataclass(frozen=True)
 class StopSet:
-    """Which tokens end an answer, and why each is one of them."""
+    """The tokens that end an answer, each with its reason."""
 
     reasons: Mapping[int, str]
-    """id -> why; what ends a plain assistant turn first: the token saved as eos."""
+    """id -> reason. First the token that ends a plain assistant turn, which is saved as eos."""
     turn_ends: tuple[int, ...] = ()
-    """Those that the template ends a turn with: the ones that are trained as targets."""
+    """Tokens with which the template ends a turn: they are trained as targets."""
     left_out: Mapping[int, str] = field(default_factory=dict)
-    """Ids that tokenizer, config or generation_config name and that must not end an answer -> why."""
+    """Ids that tokenizer, config or generation_config name and that must not end an answer -> reason."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -83,7 +81,7 @@ class StopSet:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The ids a template writes for one assistant turn: up to its end, and the end."""
+    """The ids that a template writes for one assistant turn: before its end, and the end."""
 
     inside: Ids
     end: int
@@ -121,7 +119,7 @@ def derive_stop_set(renderer: Renderer, inherited: Mapping[int, str] | None = No
 
 
 def described(stops: StopSet, template: Template) -> tuple[str, str]:
-    """The set in two lines for people: its tokens, and each one's reason."""
+    """The set in two lines for people: its tokens, and their reasons."""
     tokens = {index: _name(template, index) for index in (*stops.reasons, *stops.left_out)}
     reasons = [f"{tokens[index]} {why}" for index, why in stops.reasons.items()]
     reasons += [f"left out: {tokens[index]}, {why}" for index, why in stops.left_out.items()]
@@ -129,7 +127,7 @@ def described(stops: StopSet, template: Template) -> tuple[str, str]:
 
 
 def _token(template: Template, index: int) -> str | None:
-    """How the tokenizer writes it; None where it has no such token."""
+    """The token's text in the vocabulary; None where the tokenizer has no such token."""
     token = template.tokenizer.convert_ids_to_tokens(index) if index >= 0 else None
     return token if isinstance(token, str) else None
 
@@ -158,8 +156,9 @@ def _obstacle(template: Template, index: int, inside: set[int], opening: set[int
 
 
 def _answers(template: Template) -> list[_Answer]:
-    """A plain answer, one with reasoning, one that calls a tool: in this order, a call last and only where the
-    template writes one. Empty without a template."""
+    """A plain answer, one with reasoning, and one that calls a tool if the template writes calls. Empty without a
+    template.
+    """
     if template.template is None:
         return []
     plain = _answer(template, PROBE[1], (), "")
@@ -170,7 +169,7 @@ def _answers(template: Template) -> list[_Answer]:
 
 
 def _answer(template: Template, turn: Message, tools: Sequence[Tool], words: str) -> _Answer | None:
-    """What the template writes for this turn; None where it does not take it, or leaves ``words`` out."""
+    """The ids of this turn; None where the template does not take it, or leaves ``words`` out."""
     try:
         prompt = template.apply(PROBE[:1], tools, "the probe", is_prompt=True)
         row = template.apply((*PROBE[:1], turn), tools, "the probe")
@@ -186,7 +185,7 @@ def _answer(template: Template, turn: Message, tools: Sequence[Tool], words: str
 
 
 def _opening(template: Template) -> Ids:
-    """What the template opens the assistant's turn with."""
+    """The ids with which the template opens the assistant's turn."""
     if template.template is None:
         return []
     history = template.apply(PROBE[:1], (), "the probe")

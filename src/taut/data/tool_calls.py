@@ -1,14 +1,19 @@
-"""Calls of tools in what a model wrote, in the chat template's own format (``call_format.py`` finds it).
+"""Tool calls in generated text, in the chat template's own format, which is derived from the template.
 
     an object   <tool_call>{"name": ..., "arguments": {...}}</tool_call>     alone, marked, or in a marked list
     a name      [TOOL_CALLS]name[ARGS]{...}                                  then its arguments as JSON
     tags        <function=name><parameter=key>value</parameter></function>   a value is JSON, or text where the tool's
                                                                              schema says string
 
-Reading is strict about markers and what is between them, and easy about white space around them. What is marked as a
-call and cannot be read is a ToolCall with its error; it is never dropped. In a thought nothing is a call.
+Reading is strict about markers and the text between them, and tolerant of white space around them. Text that is marked
+as a call and cannot be read is a ToolCall with its error; it is never dropped. Nothing in a thought is a call.
 
-Does not run anything, and does not know templates. May import formats and strict_json. Imported by rollout.
+``derive_call_format`` renders known calls; there is no table of models. The text between two calls of one turn is the
+end of the first and the beginning of the second; the text before the first or after the last alone belongs to the turn.
+The derived format is proven: calls rendered and read again are equal, or the template is refused, as is one that writes
+no calls. The format of thoughts is derived in the same way.
+
+Does not run anything.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ Arguments: TypeAlias = dict[str, Any]
 
 NAME = r"[\w.\-]+"
 WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
-"""How templates that write arguments as text write what JSON calls true, false and null."""
+"""true, false and null as templates write them that write arguments as text."""
 JSON_TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -41,27 +46,27 @@ JSON_TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-"""What schemas call a value of each type."""
+"""Names of each type in JSON schemas."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What a model asks for."""
+    """A tool call of a model."""
 
     id: str
     name: str
     arguments: Arguments = field(default_factory=dict)
     error: str | None = None
-    """Why it cannot be read as a call; then ``name`` is empty."""
+    """Why the text cannot be read as a call; then ``name`` is empty."""
 
     def as_message(self) -> Tool:
-        """As a message's ``tool_calls`` have it."""
+        """The call as an item of a message's ``tool_calls``."""
         function = {"name": self.name, "arguments": copy.deepcopy(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class Malformed(ValueError):
-    """What is wrong with a call."""
+    """A call cannot be read."""
 
 
 class _Found(NamedTuple):
@@ -71,15 +76,15 @@ class _Found(NamedTuple):
 
 
 class Body(Protocol):
-    """How a call is written between its markers."""
+    """The format of a call between its markers."""
 
     def read(self, text: str, at: int, tools: Sequence[Tool]) -> tuple[list[_Found], int]:
-        """The calls that begin at ``at``, and where they end. Raises Malformed."""
+        """The calls that begin at ``at``, and their end. Raises Malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCall:
-    """``{"name": ..., "arguments": {...}}``, or a list of such."""
+    """``{"name": ..., "arguments": {...}}``, or a list of such objects."""
 
     name_key: str
     arguments_key: str
@@ -110,7 +115,7 @@ class ObjectCall:
 
 @dataclass(frozen=True, slots=True)
 class NamedCall:
-    """``name``, what stands between, ``{...}``."""
+    """``name``, the text between, ``{...}``."""
 
     between: str
     """A regular expression; its group, if it has one, is the call's id."""
@@ -126,7 +131,7 @@ class NamedCall:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCall:
-    """``name``, then for each argument what opens it, its key, what stands between, its value, what closes it."""
+    """``name``, then for each argument its opening, key, the text between, value and closing."""
 
     opening: str
     between: str
@@ -162,8 +167,9 @@ class Thought:
     """Whether a turn begins in one."""
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The text in its parts, and whether each is thought. What is before an end, and never began, is; so is all
-        that comes after a beginning without an end."""
+        """The parts of the text, and whether each is a thought. So is text before an end that never began, and all text
+        after a beginning without an end.
+        """
         pieces = text.split(self.end)
         for number, piece in enumerate(pieces):
             is_last = number == len(pieces) - 1
@@ -179,7 +185,7 @@ class CallFormat:
     """How a template writes calls."""
 
     begin: str
-    """What stands before a call; empty: the call is all there is."""
+    """Marker before a call; empty: the call is the whole text."""
     end: str
     body: Body
     example: str
@@ -190,7 +196,7 @@ class CallFormat:
     """None: the template writes none."""
 
     def read(self, text: str, tools: Sequence[Tool], first: int = 0) -> tuple[str, list[ToolCall]]:
-        """What is said beside the calls, and the calls; ``first``: how many the conversation has had before."""
+        """The text without its calls, and the calls; ``first``: the number of earlier calls in the conversation."""
         plain: list[str] = []
         calls: list[ToolCall] = []
         for piece in self._pieces(text, tools):
@@ -229,7 +235,7 @@ class CallFormat:
         yield text[at:]
 
     def _after(self, text: str, at: int, opening: str) -> int:
-        """Where to read on after a call that cannot be read: at its end, or where the next begins."""
+        """Where reading continues after a call that cannot be read: at its end, or at the start of the next."""
         last = self.end.split()[-1] if self.end else ""
         stop, following = text.find(last, at) if last else -1, text.find(opening, at)
         if following >= 0 and not 0 <= stop < following:
@@ -247,7 +253,7 @@ class CallFormat:
         return found, end.end()
 
     def _whole(self, text: str, tools: Sequence[Tool]) -> Iterator[str | _Found | Malformed]:
-        """A text that is a call from its first character to its last, or none at all."""
+        """A text that is one call from its first character to its last, or contains none."""
         assert isinstance(self.body, ObjectCall)
         bare = text.strip()
         for special in self.specials:
@@ -266,7 +272,7 @@ class CallFormat:
 
 
 def loose(marker: str) -> str:
-    """A regular expression for a marker, whatever white space is in it."""
+    """A regular expression for a marker with any white space in it."""
     return r"\s*".join(re.escape(part) for part in marker.split())
 
 
@@ -287,7 +293,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _unicode(value: Any) -> Any:
-    """The value, which can be written."""
+    """The value, if it can be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -302,7 +308,7 @@ def _object(value: Any) -> Arguments:
 
 
 def _kinds(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
-    """The types that a tool's schema gives its arguments."""
+    """The types of a tool's arguments in its schema."""
     for tool in tools:
         if tool["function"]["name"] == name:
             parameters = tool["function"].get("parameters")
@@ -313,7 +319,7 @@ def _kinds(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def _value(text: str, key: str, kind: Any) -> Any:
-    """An argument that was written as text."""
+    """The value of an argument that is written as text."""
     kinds = kind if isinstance(kind, list) else [kind]
     if kinds == ["string"]:
         return text
@@ -337,21 +343,13 @@ def own_id(number: int) -> str:
 
 
 def _id(found: str, number: int, taken: Collection[str]) -> str:
-    """The model's own, or the next of ours; one that nobody has."""
+    """The model's own id, if it is valid and free; else the next free id of ours."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", found) is not None and found not in taken:
         return found
     return next(name for name in map(own_id, count(number)) if name not in taken)
 
 
-# --------------------------------------------------------------------------------------------------
-# How a chat template writes calls of tools: found by rendering calls that are known, not from a table of models.
-#
-# What stands between two calls of one turn is the end of the first and the beginning of the second; what is before
-# the first or after the last alone belongs to the turn. What was found is proven: calls rendered and read again are
-# equal, or the template is refused, as is one that writes no calls. How thoughts are written, in which nothing is a
-# call, is found in the same way.
-#
-# May import errors, formats, strict_json, template and tool_calls. Imported by rollout.
+# -- the format of a template
 
 
 def _tool(name: str, kinds: Mapping[str, str]) -> Tool:
@@ -447,7 +445,7 @@ def _thought(template: Template, found: CallFormat) -> Thought | None:
 
 
 def _row(template: Template, turn: Message) -> str:
-    """What the template writes with this turn; empty where it does not take it."""
+    """The template's text with this turn; empty where it does not take the turn."""
     try:
         return template.apply((*PROBE[:1], turn), TOOLS, "the probe").text
     except RenderError:
@@ -455,7 +453,7 @@ def _row(template: Template, turn: Message) -> str:
 
 
 def _turn(template: Template, calls: Sequence[ToolCall]) -> str | None:
-    """What the template writes for a turn with these calls, up to its end; None where it does not take it."""
+    """The template's text for a turn with these calls, up to its end; None where it does not take the turn."""
     turn: Message = {"role": "assistant", "content": "" if calls else "Hello"}
     if calls:
         turn["tool_calls"] = [call.as_message() for call in calls]
@@ -490,7 +488,7 @@ def _find_object(one: str, two: str | None) -> _Made | None:
 
 
 def _object_of(text: str, call: ToolCall, after: str = "") -> tuple[int, int, str, str] | None:
-    """Where the object of a call lies in a text, and the keys of its name and its arguments."""
+    """The span of a call's object in a text, and the keys of its name and its arguments."""
     begin = text.index(after) + len(after)
     for start in (found.start() for found in re.finditer(r"\{", text) if found.start() >= begin):
         try:
@@ -523,7 +521,7 @@ def _find_named(one: str, two: str | None) -> _Made | None:
 
 
 def _named_of(text: str, call: ToolCall) -> tuple[int, int, int] | None:
-    """Where the name begins, and where the JSON of the arguments begins and ends."""
+    """The start of the name, and the start and end of the arguments' JSON."""
     start = text.rfind(call.name)
     for found in re.finditer(r"\{", text[start:]):
         try:
@@ -558,8 +556,9 @@ def _find_tagged(one: str, two: str | None) -> _Made | None:
 
 
 def _markers(before: str, after: str, between: str | None) -> tuple[str, str]:
-    """What begins and what ends a call. What stands between two calls is the end of one and the beginning of another;
-    what is before the first or after the last alone belongs to the turn."""
+    """The markers before and after a call. The text between two calls is the end of one and the beginning of the next;
+    the text before the first or after the last alone belongs to the turn.
+    """
     if between is None:
         return before.strip(), after.strip()
     begin = _common_suffix(before, between)

@@ -1,19 +1,17 @@
-"""What a teacher said once of a data set: its likeliest tokens at each target, in a JSONL file (of ``taut teach``).
+"""A teacher's likeliest tokens at each target of a data set, computed once, in a JSONL file (of ``taut teach``).
 
-A line is a sample, in the order of the data set, and says by itself what it is about:
+A line is a sample, in the order of the data set, and identifies its sample:
 
     {"id": "train.jsonl:17",                        for people
      "ids": [151, 20, 7, 9],                        all tokens of the sample
-     "targets": [2, 3],                             positions in ids of what is predicted: 7 and 9
-     "top_ids": [[7, 12], [9, 4]],                  k tokens for each target, those that may stand in its place
-     "top_logprobs": [[-0.1, -3.2], [-0.7, -0.9]],  what the teacher gives each, T = 1, among all its tokens
-     "pictures": ["9f86d0..."]}                     SHA-256 of its pictures' files, where it has some
+     "targets": [2, 3],                             positions in ids of the predicted tokens: 7 and 9
+     "top_ids": [[7, 12], [9, 4]],                  k tokens for each target, alternatives to it
+     "top_logprobs": [[-0.1, -3.2], [-0.7, -0.9]],  the teacher's log-probabilities, T = 1, among all tokens
+     "pictures": ["9f86d0..."]}                     SHA-256 of its images' files, if it has any
 
-Read, it is the streams ``top_ids`` and ``top_logp`` [N, k] of each sample. Nothing is matched by text: ids and targets
-have to be the data set's own, or the file is refused at the first line where they are not. It is kept in memory, 8
-bytes for a token and its log-probability.
-
-May import what data may. ``commands/teach.py`` writes the file, ``run`` reads it.
+It becomes the streams ``top_ids`` and ``top_logp`` [N, k] of each sample. Nothing is matched by text: ids and targets
+have to be those of the data set, or the file is refused at the first line where they differ. The file is kept in
+memory, 8 bytes for a token and its log-probability.
 """
 
 from __future__ import annotations
@@ -36,41 +34,41 @@ from taut.types import TOP_IDS, TOP_LOGP, FloatArray, IntArray, Sample
 
 KEYS = ("ids", "targets", "top_ids", "top_logprobs")
 DECIMALS = 6
-"""Of the log-probabilities that are written: finer than float32 has them."""
+"""Decimals of the log-probabilities that are written: finer than float32."""
 MOST_MASS = 1.001
-"""What the probabilities of one target may sum to: rounding included, also that of 16 bits."""
-REMEDY = "make the file anew with taut teach, from this data, tokenizer and template"
+"""Largest sum of the probabilities of one target: rounding included, also that of 16 bits."""
+REMEDY = "make the file again with taut teach, from this data, tokenizer and template"
 
 
 class Top(NamedTuple):
-    """What a teacher said of some targets."""
+    """A teacher's likeliest tokens at some targets."""
 
     ids_Nk: NDArray[np.integer[Any]]
     logp_Nk: NDArray[np.floating[Any]]
 
 
 class TopLogprobs(NamedTuple):
-    """What a file says of a whole data set."""
+    """The content of a file, for a whole data set."""
 
     every: Top
     offsets: IntArray
-    """Where each sample's targets begin, and one more."""
+    """Start of each sample's targets, and one more, the end."""
     digest: str
     """The file's SHA-256."""
 
     @property
     def num(self) -> int:
-        """How many tokens are listed for each target."""
+        """Number of tokens listed for each target."""
         return int(self.every.ids_Nk.shape[1])
 
     def of(self, index: int) -> Top:
-        """What it says of one sample."""
-        own = slice(*self.offsets[index : index + 2])
-        return Top(self.every.ids_Nk[own], self.every.logp_Nk[own])
+        """The tokens of one sample."""
+        targets = slice(*self.offsets[index : index + 2])
+        return Top(self.every.ids_Nk[targets], self.every.logp_Nk[targets])
 
 
 class WithTeacher(Dataset):
-    """A data set whose samples have what a teacher said of them."""
+    """A data set whose samples have a teacher's likeliest tokens as streams."""
 
     def __init__(self, data: Dataset, said: TopLogprobs) -> None:
         super().__init__(data.parts, data.report.decisions, data.report.is_cached)
@@ -89,7 +87,7 @@ class WithTeacher(Dataset):
 
 
 def line_of(sample: Sample, top: Top) -> str:
-    """A sample and what was said of it, as a line of the file."""
+    """A sample and its tokens, as a line of the file."""
     record = {
         "id": sample.id,
         "ids": sample.ids_T.tolist(),
@@ -102,7 +100,7 @@ def line_of(sample: Sample, top: Top) -> str:
 
 
 def read_top_logprobs(path: Path, data: Dataset, num_rows: int) -> TopLogprobs:
-    """The file of a data set, whose ids are below ``num_rows``. Raises DataError that names the line."""
+    """Read the file of a data set. Ids are below ``num_rows``. Raises DataError that names the line."""
     ids: list[NDArray[np.int32]] = []
     logps: list[NDArray[np.float32]] = []
     expected = (data[index] for index in range(len(data)))
@@ -137,7 +135,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _top_of(text: str, sample: Sample, place: str) -> Top:
-    """The arrays of a line that is about ``sample``."""
+    """The arrays of the line of ``sample``."""
     try:
         record = read_json(text)
     except ValueError as error:
@@ -153,14 +151,17 @@ def _top_of(text: str, sample: Sample, place: str) -> Top:
         raise DataError(
             f"{place}: pictures are not those of {sample.id}; expected the data set's own; {REMEDY}"
         )
-    own: Sequence[tuple[str, IntArray]] = (("ids", sample.ids_T), ("targets", sample.target_at_N))
-    for key, wanted in own:
-        found = _array(record[key], "i", (wanted.size,), f"{place}: {key}")
-        if (found != wanted).any():
-            at = int((found != wanted).argmax())
+    expected: Sequence[tuple[str, IntArray]] = (
+        ("ids", sample.ids_T),
+        ("targets", sample.target_at_N),
+    )
+    for key, wanted in expected:
+        actual = _array(record[key], "i", (wanted.size,), f"{place}: {key}")
+        if (actual != wanted).any():
+            at = int((actual != wanted).argmax())
             raise DataError(
-                f"{place}: {key}[{at}] is {found[at]}, and {sample.id} has {wanted[at]} there; expected the data set's "
-                f"own; {REMEDY}"
+                f"{place}: {key}[{at}] is {actual[at]}, and {sample.id} has {wanted[at]} there; expected the data "
+                f"set's own; {REMEDY}"
             )
     ids = _array(record["top_ids"], "i", (sample.num_targets, None), f"{place}: top_ids")
     logp = _array(record["top_logprobs"], "fi", ids.shape, f"{place}: top_logprobs")
@@ -168,31 +169,31 @@ def _top_of(text: str, sample: Sample, place: str) -> Top:
 
 
 def _pictures(sample: Sample) -> dict[str, list[str]]:
-    contents = [one.picture.content for one in sample.media]
+    contents = [image.picture.content for image in sample.media]
     return {"pictures": contents} if contents else {}
 
 
 def _array(value: Any, kinds: str, shape: tuple[int | None, ...], place: str) -> NDArray[Any]:
     """A list of numbers of this shape; None: any size but 0."""
     try:
-        found = np.array(value)
+        array = np.array(value)
     except ValueError:
-        found = np.empty(0, dtype=object)  # ragged
-    is_shaped = len(found.shape) == len(shape) and all(
+        array = np.empty(0, dtype=object)  # ragged
+    is_shaped = len(array.shape) == len(shape) and all(
         size == wanted if wanted is not None else size
-        for size, wanted in zip(found.shape, shape, strict=True)
+        for size, wanted in zip(array.shape, shape, strict=True)
     )
-    if found.dtype.kind not in kinds or not is_shaped:
+    if array.dtype.kind not in kinds or not is_shaped:
         sizes = " x ".join("k" if wanted is None else str(wanted) for wanted in shape)
         raise DataError(
             f"{place} is not {sizes} {'numbers' if 'f' in kinds else 'whole numbers'} (found "
-            f"{' x '.join(map(str, found.shape)) or 'one'}); expected what the data set's sample has; {REMEDY}"
+            f"{' x '.join(map(str, array.shape)) or 'one'}); expected what the data set's sample has; {REMEDY}"
         )
-    return found
+    return array
 
 
 def _require_sound(top: Top, num_rows: int, place: str) -> None:
-    """Ids that there are, each once; log-probabilities that are some."""
+    """Refuse ids that do not exist or repeat, and log-probabilities that sum to more than 1."""
     ids, logp = top
     if ids.min() < 0 or ids.max() >= num_rows:
         beyond = ids.min() if ids.min() < 0 else ids.max()

@@ -36,16 +36,16 @@ from taut.models import architecture
 from taut.models.load import (
     context_length,
     has_tokenizer,
-    inherited_ends,
     load_config,
     load_model,
     load_skeleton,
     load_tokenizer,
+    stop_ids_in_files,
 )
-from taut.models.lora import adapter_settings, put_on
+from taut.models.lora import adapter_settings, load_adapter
 from taut.models.precision import ChosenDtype, backward_context, resolve_dtype
 from taut.models.scorer import Scorer
-from taut.models.self_test import prove
+from taut.models.self_test import run_self_test
 from taut.train import distributed
 from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_album
@@ -167,7 +167,7 @@ def open_renderer(use: ModelUse) -> Rendering:
         key="images",
     )
     renderer = Renderer(tokenizer, read_template(use.template), key="template", album=album)
-    stops = derive_stop_set(renderer, inherited_ends(use.model, config))
+    stops = derive_stop_set(renderer, stop_ids_in_files(use.model, config))
     decisions.append(Decision("stop", *described(stops, renderer.template)))
     return Rendering(config, renderer, stops, decisions)
 
@@ -217,7 +217,7 @@ def _local(use: ModelUse, rendering: Rendering) -> Opened:
     ]
     scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
     compute = partial(inference_context, dtype.dtype)
-    prove(scorer, compute(), dtype.dtype, context or PROVED)
+    run_self_test(scorer, compute(), dtype.dtype, context or PROVED)
     engine = LocalEngine(
         scorer,
         renderer.tokenizer,
@@ -278,7 +278,7 @@ def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: 
     )
     if use.adapter is not None:  # put on in full precision, then narrowed
         adapter = home_path(use.adapter)
-        wrapped: Any = put_on(model, adapter, adapter_settings(adapter)).model
+        wrapped: Any = load_adapter(model, adapter, adapter_settings(adapter)).model
         model = wrapped.merge_and_unload(safe_merge=True)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

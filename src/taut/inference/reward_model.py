@@ -44,7 +44,7 @@ from taut.models.load import context_length, load_config, load_tokenizer
 from taut.models.precision import ChosenDtype, resolve_dtype
 from taut.models.reward_model import load_reward_model, reward_skeleton
 from taut.models.scorer import Scorer
-from taut.models.self_test import prove
+from taut.models.self_test import run_self_test
 from taut.rewards import Answered, Score, Verifier
 from taut.rewards.panel import Rater
 from taut.rewards.verifier import reason
@@ -216,7 +216,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     )
     scorer = Scorer(model.requires_grad_(False)).eval()
     compute = partial(inference_context, dtype.dtype)
-    proof = prove(scorer, compute(), dtype.dtype, context or PROVED)
+    proof = run_self_test(scorer, compute(), dtype.dtype, context or PROVED)
     if proof.one_sample is not None:
         decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
     return Judge(

@@ -1,45 +1,30 @@
-"""HTTP to an OpenAI-compatible endpoint: questions in, JSON out, as many at a time as the caller starts.
+"""HTTP to an OpenAI-compatible endpoint: requests as JSON, answers as JSON, as many at a time as the caller starts.
 
-A request that failed in transit, timed out, or met a server that is busy or broken (408, 429, 5xx) is sent again after
-a pause that doubles each time, with jitter, and is never shorter than the server's Retry-After. Then, and for whatever
-sending again cannot mend, EngineError says what was found; RequestRefused where only this request is at fault.
-
-Requests run in an event loop on a thread of their own, so the caller may have one too; cancelling a future closes its
-connection, and the server stops working on it. The API key comes from the environment variable named by the caller
-and appears in no message. What an answer may take is limited by ``taut.io.http``.
-
-May import web and errors. ``server.py`` imports it.
+Requests that failed in transit or met a busy server are repeated by the policy of ``taut.io.http``. Then, and for what
+no repetition mends, EngineError says what was found; RequestRefused if only this request is at fault. Requests run on a
+thread of their own (``ClientThread``); cancelling a future closes its connection, and the server stops working on it.
+The API key comes from the environment variable named by the caller and appears in no message.
 """
 
 from __future__ import annotations
 
-import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
-import anyio
 import httpx2
 import numpy as np
-from anyio.from_thread import start_blocking_portal
 from pydantic import BaseModel, Field, ValidationError
 
-from taut.errors import ConfigError, EngineError, RequestRefused
+from taut.config import read_secret, read_url
+from taut.errors import EngineError, RequestRefused
 from taut.io import http
 from taut.types import FloatArray, IntArray, Prompt
 
-LONGEST_WAIT = 60.0
-"""Seconds between two attempts, at most; a server that asks for longer is given up."""
-BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
-"""Statuses that another attempt may change."""
 MAX_BYTES = 2**27
 """Bytes an answer may have, decompressed: a token with its log-prob takes about a hundred."""
 SHOWN = 300
@@ -63,91 +48,61 @@ class Endpoint:
         section: str,
         patience: Sequence[str] = ("server.timeout", "server.retries"),
     ) -> None:
-        """``section``: of the configuration, as in ``rollout.``; ``patience``: the keys in it of how long is waited."""
+        """``section``: of the configuration, as in ``rollout.``; ``patience``: its keys that say how long to wait."""
         self.section = section
         self._patience = " or ".join(f"{section}{key}" for key in patience)
-        self.url = _checked(url, section)
-        self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self._under_way: set[anyio.CancelScope] = set()
-        self._secret = _secret(key, section)
+        self.url = read_url(url, f"{section}url", f"{section}server.key")
+        self._secret = read_secret(key, f"{section}server.key")
         self._headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         self._limits = http.Limits(timeout, MAX_BYTES)
-        client = http.open_client()
-        with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            self._client = stack.enter_context(self._portal.wrap_async_context_manager(client))
-            stack.callback(self._portal.call, self._cancel)
-            self._stack = stack.pop_all()
+        self._retries = http.Retries(retries + 1, backoff, http.LONGEST_WAIT)
+        self._thread = http.ClientThread()
 
     def close(self) -> None:
         """End it, and whatever is still under way."""
-        self._stack.close()
+        self._thread.close()
 
     def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
-        """The answer to a POST of ``body``, or to a GET without one, to be."""
-        return self._portal.start_task_soon(self._ask, path, body, self._json)
+        """The future answer to a POST of ``body``, or to a GET without one."""
+        return self._thread.start(self._send, path, body, self._json)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The same, waited for."""
         return _awaited(self.start(path, body))
 
     def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
-        """POST what needs no answer but that it was done. Raises TimeoutError after ``within`` seconds."""
-        _awaited(self._portal.start_task_soon(self._ask, path, body, self._nothing), within)
+        """POST, and wait for success whatever the answer says. Raises TimeoutError after ``within`` seconds."""
+        _awaited(self._thread.start(self._send, path, body, self._nothing), within)
 
-    def _cancel(self) -> None:
-        for scope in self._under_way:
-            scope.cancel()
-
-    async def _ask(self, path: str, body: dict[str, Any] | None, read: Read) -> Any:
-        with anyio.CancelScope() as scope:
-            self._under_way.add(scope)
-            try:
-                place = f"{self.url}/{path}"
-                return read(place, await self._persist(place, body))
-            finally:
-                self._under_way.discard(scope)
-
-    async def _persist(self, place: str, body: dict[str, Any] | None) -> http.Answer:
-        """The answer, once there is one that another attempt would not change."""
-        for attempt in range(self.retries + 1):
-            answer = await self._send(place, body)
-            if isinstance(answer, http.Answer) and answer.status not in BUSY:
-                return answer
-            found, asked = self._trouble(answer)
-            pause = max(asked, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
-            if asked > LONGEST_WAIT or attempt == self.retries:
-                break
-            await anyio.sleep(min(pause, LONGEST_WAIT))
-        raise EngineError(
-            f"server: {found} from {place} ({attempt + 1} attempts); expected an answer; start the server or wait "
-            f"for it, set {self._patience}, then run the same command again"
-        )
-
-    async def _send(self, place: str, body: dict[str, Any] | None) -> http.Answer | str:
-        """The answer, or what came between."""
-        method = "GET" if body is None else "POST"
+    async def _send(
+        self, client: httpx2.AsyncClient, path: str, body: dict[str, Any] | None, read: Read
+    ) -> Any:
+        place = f"{self.url}/{path}"
         try:
-            return await http.ask(
-                self._client, method, place, self._limits, headers=self._headers, json=body
+            answer = await http.request_again(
+                client,
+                "GET" if body is None else "POST",
+                place,
+                self._limits,
+                self._retries,
+                headers=self._headers,
+                json=body,
             )
-        except TimeoutError:
-            return f"no answer within {self.timeout:g} s"
-        except httpx2.RequestError as error:
-            return f"no answer ({type(error).__name__}: {error})"
+        except http.Unanswered as failure:
+            found = self._safe(str(failure))
+            if failure.answer is not None:
+                found = f"{found} ({self._message(failure.answer)})"
+            raise EngineError(
+                f"server: {found} from {place} ({failure.num_attempts} attempts); expected an answer; start the server "
+                f"or wait for it, set {self._patience}, then run the same command again"
+            ) from None
         except http.Refused as error:
             raise EngineError(
                 f"server: {place} answered {self._safe(str(error))}; expected an uncompressed answer of at most "
                 f"{MAX_BYTES:,} bytes; set {self.section}url to an OpenAI-compatible endpoint, as in "
                 "http://127.0.0.1:8000/v1"
             ) from None
-
-    def _trouble(self, answer: http.Answer | str) -> tuple[str, float]:
-        """What was found in the way, and the seconds the server asks us to wait."""
-        if isinstance(answer, str):
-            return self._safe(answer), 0.0
-        found = f"HTTP {answer.status} ({self._message(answer)})"
-        return found, _retry_after(answer.headers.get("retry-after"))
+        return read(place, answer)
 
     def _json(self, place: str, answer: http.Answer) -> Any:
         self._nothing(place, answer)
@@ -200,48 +155,6 @@ def _awaited(future: Future[Any], within: float | None = None) -> Any:
         return future.result(within)
     finally:
         future.cancel()
-
-
-def _checked(url: str, section: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(
-            f"{section}url={url}: expected a URL as in http://127.0.0.1:8000/v1; correct it"
-        )
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ConfigError(
-            f"{section}url for {parts.hostname} has more than host and path; expected one as in "
-            f"http://127.0.0.1:8000/v1; set {section}server.key to the name of an environment variable that holds the "
-            "key"
-        )
-    return url.rstrip("/")
-
-
-def _secret(key: str | None, section: str) -> str | None:
-    if key is None:
-        return None
-    value = os.environ.get(key)
-    if not value:
-        raise ConfigError(
-            f"{section}server.key={key}: no environment variable of this name is set; expected it to hold the API key; "
-            f"export it, or remove {section}server.key"
-        )
-    return value
-
-
-def _retry_after(value: str | None) -> float:
-    """Seconds to wait by a Retry-After header: a number of seconds or a date; 0 where there is neither."""
-    if value is None:
-        return 0.0
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        until = parsedate_to_datetime(value)
-    except (ValueError, OverflowError):
-        return 0.0
-    if until.tzinfo is None:
-        until = until.replace(tzinfo=UTC)
-    return max(0.0, (until - datetime.now(UTC)).total_seconds())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""Files that are there whole or not at all, after a kill and after a power failure too.
+"""Atomic writes: after a kill or a power failure a file is there whole or as it was before.
 
-A file is written beside its place, forced to the disk (fsync) and renamed; then the directory, which holds the new
+A file is written next to its place, forced to the disk (fsync) and renamed; then the directory, which holds the new
 name, is forced too.
 
-Files that others may have put in place of ours are opened with ``open_regular``: opening a FIFO would block for ever,
-and a device has no end.
-
-Imports nothing of ours. Anyone may import it.
+Files that somebody else may have replaced are opened with ``open_regular``: opening a FIFO would block for ever, and a
+device has no end.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 CANNOT = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
-"""What the system says where fsync is not to be had."""
+"""Error numbers of a file system that has no fsync."""
 NOT_REGULAR = "it is not a regular file"
-
-
 FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -42,18 +38,19 @@ JSON_LIMIT = 64 * 2**20
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises OSError for anything else, and never blocks."""
-    _require_regular(os.stat(path), path)  # noqa: PTH116 (opening a device may already do something)
+    require_regular(os.stat(path), path)  # noqa: PTH116 (opening a device may already do something)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     try:
-        _require_regular(os.fstat(descriptor), path)
+        require_regular(os.fstat(descriptor), path)
     except OSError:
         file.close()
         raise
     return file
 
 
-def _require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+def require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    """Raise OSError where ``status`` is not that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a file")
         raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fspath(path))
@@ -81,7 +78,7 @@ def open_descriptor(path: str | Path, flags: int, *, folder: int | None = None) 
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The bytes of a regular file. Raises OSError where there are more than ``limit``."""
+    """The bytes of a regular file. Raises OSError if there are more than ``limit``."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(min(size, limit) + 1)
@@ -93,18 +90,18 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def open_text(path: str | os.PathLike[str]) -> io.TextIOWrapper:
-    """``open_regular`` for a text in UTF-8; ends of lines are read as \\n."""
+    """``open_regular`` for UTF-8 text; line ends are read as \\n."""
     return io.TextIOWrapper(open_regular(path), encoding="utf-8")
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a regular file. Raises OSError, or UnicodeDecodeError where it is not UTF-8."""
+    """The text of a regular file. Raises OSError, and UnicodeDecodeError if it is not UTF-8."""
     with open_text(path) as file:
         return file.read()
 
 
 def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> Any:
-    """The value in a JSON file. Raises OSError where the file cannot be read, ValueError where it is not JSON."""
+    """The value in a JSON file. Raises OSError if the file cannot be read, ValueError if it is not JSON."""
     try:
         return json.loads(read_regular(path, limit).decode("utf-8"))
     except RecursionError:
@@ -112,32 +109,31 @@ def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file with this content, or as it was before."""
+    """Write a file whole, or leave it as it was."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """The same."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:
+    """Write a file whole, or leave it as it was."""
+    with replacing(path) as partial, partial.open("xb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[TextIO]:
-    """A file to write to bit by bit, in its place once it is whole; what stops the writing leaves nothing."""
+    """A text file to write bit by bit; it takes its place when the block ends without an exception."""
+    with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
+        yield file
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place ``path`` when the block ends; an exception leaves nothing of it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with partial.open("x", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
+        sync(partial)
         partial.replace(path)
         sync(path.parent)
     finally:
@@ -145,9 +141,9 @@ def writing(path: Path) -> Iterator[TextIO]:
 
 
 def replace_directory(partial: Path, directory: Path) -> None:
-    """Put a finished directory in its place; at no moment is a half-written one there.
+    """Put a complete directory in its place; a half-written one is never there.
 
-    Between the two renames there is none: ``clear_leftovers`` brings the one before back.
+    Between the two renames there is none: ``clear_leftovers`` puts the previous one back.
     """
     sync_tree(partial)
     old = directory.with_name(f".{directory.name}.old")
@@ -160,9 +156,9 @@ def replace_directory(partial: Path, directory: Path) -> None:
 
 
 def clear_leftovers(folder: Path, names: Collection[str] | None = None) -> None:
-    """Remove what killed writers left in a folder; a directory that was about to be replaced is put back.
+    """Remove what killed writers left in a folder, and put back a directory that was about to be replaced.
 
-    ``names``: of what was being written; None: the folder has nothing that is not ours.
+    ``names``: the files and directories whose leftovers are removed; None: all in the folder are taut's.
     """
     for path in list(folder.iterdir()):
         if not is_leftover(path, names):
@@ -177,9 +173,9 @@ def clear_leftovers(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def is_leftover(path: Path, names: Collection[str] | None = None) -> bool:
-    """Whether a writer that was killed left this, by its name."""
-    found = re.fullmatch(r"\.(.+?)(\.gone)?\.(partial|old)", path.name)
-    return found is not None and (names is None or found[1] in names)
+    """Whether the name is one that a killed writer leaves."""
+    match = re.fullmatch(r"\.(.+?)(\.gone)?\.(partial|old)", path.name)
+    return match is not None and (names is None or match[1] in names)
 
 
 def sync(path: Path) -> None:
@@ -187,7 +183,7 @@ def sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
-    except OSError as error:  # some file systems of networks cannot do it for a directory
+    except OSError as error:  # some network file systems cannot do it for a directory
         if not (error.errno in CANNOT and path.is_dir()):
             raise
     finally:
@@ -195,7 +191,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Force a directory and all that is in it to the disk."""
+    """Force a directory and its contents to the disk."""
     for path in directory.rglob("*"):
         sync(path)
     sync(directory)
@@ -208,17 +204,17 @@ def digest(path: Path) -> str:
 
 
 def first_damaged(directory: Path, digests: Iterable[tuple[str, str]]) -> str:
-    """Which of the files, given by name and SHA-256, is not as it was written; empty if all are."""
-    for name, noted in digests:
+    """What is wrong with the first file that is missing or changed; empty if none is. ``digests``: name and SHA-256."""
+    for name, expected in digests:
         if not (directory / name).is_file():
             return f"{directory / name} is missing"
-        if digest(directory / name) != noted:
+        if digest(directory / name) != expected:
             return f"{directory / name} is damaged: its SHA-256 is not the one noted when it was written"
     return ""
 
 
 def remove_directory(directory: Path) -> None:
-    """Take a directory's name away first, so that a half-removed one never looks whole."""
+    """Remove a directory, renamed first, so that a half-removed one never looks whole."""
     old = directory.with_name(f".{directory.name}.gone.partial")
     shutil.rmtree(old, ignore_errors=True)
     directory.rename(old)

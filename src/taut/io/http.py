@@ -1,49 +1,64 @@
-"""HTTP requests within limits: the one place where taut reads what a server answers.
+"""HTTP requests within limits, the only place where taut reads what a server answers; and the one policy of retries.
 
-    answer = await ask(client, "POST", url, Limits(seconds=60, max_bytes=2**24), json=body)
+    answer = await request(client, "POST", url, Limits(seconds=60, max_bytes=2**24), json=body)
+    answer = await request_again(client, "POST", url, limits, Retries(attempts=5), json=body)
 
-- One deadline for everything: the look-up of the name, connection, TLS, request, informational answers (1xx), headers,
-  redirects and body. It ends the request although every single read makes progress.
+- One deadline for everything: name look-up, connection, TLS, request, informational answers (1xx), headers, redirects
+  and body. It ends the request even if every single read makes progress.
 - Bytes are counted as they arrive and as they are decompressed; reading stops at ``max_bytes``. Uncompressed answers
   are asked for; gzip and deflate are accepted, alone. Of an error's body only the first ``ERROR_BYTES`` are read.
 - Redirects are followed only where the caller allows some, by GET, to http or https, never from https to http. The
   body of a redirect is not read. Another origin gets no headers of the caller and no password.
 - Cookies are neither kept nor sent.
 - Bodies are UTF-8, whatever a server declares: some of Python's codecs decompress, others take quadratic time.
+- A request is sent again (by tenacity) after a failure in transit, a timeout or a status of ``BUSY``. The pause doubles
+  each time, has jitter, and is never shorter than the server's Retry-After. It is given up when the attempts are used
+  up, when the pause would end after the caller's deadline, or when the server asks for more than ``LONGEST_WAIT``.
 
-Does not retry and does not know what an answer means: the callers do. Imports nothing of taut. Imported by hub, vision,
-rollout and rewards.
+Does not know what an answer means: the callers do. Imports nothing of taut.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import ssl
+import weakref
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from threading import Thread
-from typing import Any, TypeVar
+from threading import Lock, Thread
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 import httpx2
+import tenacity
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 CONNECT = 10.0
 """Seconds that a connection, or its TLS handshake, may take."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
+BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
+"""Statuses that another attempt may change."""
+LONGEST_WAIT = 60.0
+"""The longest Retry-After, in seconds, that is obeyed."""
 ERROR_BYTES = 2**16
 """Bytes that are read of the body of an answer that is no success: it is for a message."""
 COMPRESSED = frozenset({"gzip", "x-gzip", "deflate"})
 PLAIN = frozenset({"", "identity"})
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The answer breaks a limit or a rule; asking again would not help."""
+    """The answer breaks a limit or a rule; another attempt would not help."""
 
 
 class TooLarge(Refused):
@@ -52,10 +67,10 @@ class TooLarge(Refused):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take."""
+    """The limits of one attempt."""
 
     seconds: float
-    """From the look-up of the name to the last byte, redirects included."""
+    """Time from the name look-up to the last byte, redirects included."""
     max_bytes: int
     """Bytes of the body, compressed and decompressed."""
     redirects: int = 0
@@ -63,14 +78,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Retries:
+    """How often a request is sent, and the pauses in between."""
+
+    attempts: int | None = None
+    """None: any number, until the caller's deadline."""
+    first_pause: float = 0.5
+    """Seconds before the second attempt; each pause is twice the one before, times a random factor from 0.5 to 1."""
+    longest_pause: float = 30.0
+
+
+@dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer."""
 
     status: int
     headers: Mapping[str, str]
     """Names in any case."""
     content: bytes
-    """The body, decompressed; the beginning of it where ``is_success`` is false."""
+    """The body, decompressed; only its beginning if ``is_success`` is false."""
 
     @property
     def is_success(self) -> bool:
@@ -85,10 +111,36 @@ class Answer:
         return parse_json(self.text)
 
 
-def open_client(quiet: float | None = None) -> httpx2.AsyncClient:
-    """A client for ``ask``: any number of connections, kept alive.
+class Unanswered(Exception):
+    """A request failed in transit, timed out or met a busy server. ``str`` is what happened in the last attempt."""
 
-    ``quiet``: seconds in which nothing comes; then the request fails. None: the deadline alone ends it.
+    def __init__(self, message: str, answer: Answer | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+        """The busy server's answer; None: there is none."""
+        self.num_attempts = 1
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds to wait by the Retry-After header, a number or a date; 0 without one."""
+        value = None if self.answer is None else self.answer.headers.get("retry-after")
+        if value is None:
+            return 0.0
+        if value.strip().isdecimal():
+            return float(value)
+        try:
+            until = parsedate_to_datetime(value)
+        except (ValueError, OverflowError):
+            return 0.0
+        if until.tzinfo is None:
+            until = until.replace(tzinfo=UTC)
+        return max(0.0, (until - datetime.now(UTC)).total_seconds())
+
+
+def open_client(quiet: float | None = None) -> httpx2.AsyncClient:
+    """A client for ``request``: any number of connections, kept alive.
+
+    ``quiet``: seconds without a byte after which a request fails. None: only the deadline ends it.
     """
     return httpx2.AsyncClient(
         verify=trusted(),
@@ -104,7 +156,7 @@ def trusted() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-async def ask(
+async def request(
     client: httpx2.AsyncClient,
     method: str,
     url: str,
@@ -117,16 +169,16 @@ async def ask(
     assert limits.redirects == 0 or (method == "GET" and json is None), "only a GET is redirected"
     try:
         with anyio.fail_after(limits.seconds):
-            target, sent = _checked(httpx2.URL(url)), dict(headers or {})
+            target, own_headers = _checked(httpx2.URL(url)), dict(headers or {})
             for _ in range(limits.redirects + 1):
-                request = client.build_request(
+                sent_request = client.build_request(
                     method,
                     target,
-                    headers={"Accept-Encoding": "identity", **sent},
+                    headers={"Accept-Encoding": "identity", **own_headers},
                     json=json,
                     timeout=_timeout(client.timeout),
                 )
-                response = await client.send(request, stream=True, follow_redirects=False)
+                response = await client.send(sent_request, stream=True, follow_redirects=False)
                 try:
                     is_redirect = response.status_code in REDIRECTS
                     if limits.redirects == 0 or not is_redirect:
@@ -136,42 +188,163 @@ async def ask(
                 finally:
                     await response.aclose()
                 if _origin(following) != _origin(target):
-                    sent = {}
+                    own_headers = {}
                 target = following
-    except (
-        ssl.SSLError
-    ) as error:  # of a record that was changed on the way: httpx2 leaves it as it is
+    except ssl.SSLError as error:  # a record changed on the way; httpx2 does not wrap it
         raise httpx2.ReadError(_line(error)) from None
     except (httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: a name that no host can have
         raise Refused(f"an invalid address ({_line(error)})") from None
     raise Refused(f"more than {limits.redirects} redirects")
 
 
-def wait_for(seconds: float, request: Callable[[], Awaitable[T]]) -> T:
-    """The result of a coroutine function, which runs in an event loop and a thread of its own.
+async def request_again(
+    client: httpx2.AsyncClient,
+    method: str,
+    url: str,
+    limits: Limits,
+    retries: Retries,
+    *,
+    headers: Mapping[str, str] | None = None,
+    json: Any = None,
+) -> Answer:
+    """``request``, sent again where that may help. Raises Unanswered in the end, and Refused at once."""
 
-    Raises TimeoutError after ``seconds``. The thread is what makes that true: the system's look-up of a name cannot be
+    async def attempt() -> Answer:
+        try:
+            answer = await request(client, method, url, limits, headers=headers, json=json)
+        except TimeoutError:
+            raise Unanswered(f"no answer within {limits.seconds:g} s") from None
+        except httpx2.RequestError as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise Unanswered(f"no answer ({reason})") from None
+        if answer.status in BUSY:
+            raise Unanswered(f"HTTP {answer.status}", answer)
+        return answer
+
+    def is_over(state: tenacity.RetryCallState) -> bool:
+        is_used_up = state.attempt_number == retries.attempts
+        end = anyio.current_time() + state.upcoming_sleep
+        return (
+            is_used_up
+            or state.upcoming_sleep > LONGEST_WAIT
+            or end > anyio.current_effective_deadline()
+        )
+
+    retrying = retry_loop(Unanswered, retries, is_over)
+    try:
+        return await retrying(attempt)
+    except Unanswered as failure:
+        failure.num_attempts = retrying.statistics["attempt_number"]
+        raise
+
+
+def retry_loop(
+    failure: type[Exception],
+    retries: Retries,
+    is_over: Callable[[tenacity.RetryCallState], bool],
+) -> tenacity.AsyncRetrying:
+    """What calls a coroutine function until it raises no ``failure``, or ``is_over``: then the last one is raised."""
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        doubled = min(
+            retries.first_pause * 2.0 ** (state.attempt_number - 1), retries.longest_pause
+        )
+        error = None if state.outcome is None else state.outcome.exception()
+        asked = error.retry_after if isinstance(error, Unanswered) else 0.0
+        return max(asked, doubled * random.uniform(0.5, 1.0))
+
+    return tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(failure),
+        wait=pause,
+        stop=is_over,
+        sleep=anyio.sleep,
+        reraise=True,
+    )
+
+
+class Closed(Exception):
+    """The ClientThread was closed while the coroutine ran, or before."""
+
+
+class ClientThread:
+    """A client with an event loop on a thread of its own, both started with the first call.
+
+    Callers of any thread start coroutines there and may wait for them, whatever loop they have themselves. Cancelling a
+    future ends its request and closes the connection. ``close`` cancels what runs and waits until it has cleaned up; it
+    is called at the end of the process too, which would wait for the thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._client: httpx2.AsyncClient | None = None
+        self._scopes: set[anyio.CancelScope] = set()
+        self.close = weakref.finalize(self, self._stack.close)
+
+    def start(
+        self,
+        work: Callable[Concatenate[httpx2.AsyncClient, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]:
+        """The future of ``work(client, ...)``. Raises Closed, and so does the future."""
+        with self._lock:
+            if not self.close.alive:
+                raise Closed
+            if self._portal is None:
+                portal = self._stack.enter_context(start_blocking_portal())
+                manager = portal.wrap_async_context_manager(open_client())
+                self._client = self._stack.enter_context(manager)
+                self._stack.callback(portal.call, _cancel_all, self._scopes)
+                self._portal = portal
+            client, scopes = self._client, self._scopes
+            assert client is not None, "it is opened with the portal"
+
+            async def tracked() -> T:
+                with anyio.CancelScope() as scope:
+                    scopes.add(scope)
+                    try:
+                        return await work(client, *args, **kwargs)
+                    finally:
+                        scopes.discard(scope)
+                raise Closed
+
+            return self._portal.start_task_soon(tracked)
+
+
+async def _cancel_all(scopes: set[anyio.CancelScope]) -> None:
+    for scope in scopes:
+        scope.cancel()
+    while scopes:
+        await anyio.sleep(0.01)
+
+
+def wait_for(seconds: float, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of a coroutine function, run in an event loop on a thread of its own.
+
+    Raises TimeoutError after ``seconds``. Only the thread makes that hold: the system's name look-up cannot be
     cancelled, and an event loop waits for it when it ends.
     """
     result: Future[T] = Future()
 
     async def run() -> None:
         with anyio.fail_after(seconds):
-            result.set_result(await request())
+            result.set_result(await work())
 
-    def work() -> None:
+    def serve() -> None:
         try:
             anyio.run(run)
-        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
             if not result.done():
                 result.set_exception(error)
 
-    Thread(target=work, name="taut-http", daemon=True).start()
+    Thread(target=serve, name="taut-http", daemon=True).start()
     return result.result(seconds)
 
 
 def parse_json(text: str) -> Any:
-    """JSON that a server wrote. Raises ValueError, also for what is nested too deeply."""
+    """JSON from a server. Raises ValueError, also where it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -111,7 +111,7 @@ async def _ask(endpoint: str) -> None:
     from taut.io import http
 
     async with http.open_client(PATIENCE) as client:
-        await http.ask(client, "HEAD", endpoint, http.Limits(PATIENCE, max_bytes=0))
+        await http.request(client, "HEAD", endpoint, http.Limits(PATIENCE, max_bytes=0))
 
 
 def _use_cache_alone(*, is_so: bool) -> None:

@@ -1,7 +1,7 @@
 """The parts of a Hugging Face causal language model: backbone, layers, embedding, head, vision tower; and its FLOPs.
 
 Parts are found by structure and configuration, at every call (wrapping by peft or FSDP moves them). The head is also
-verified (``heads.prove_head``), so an architecture whose head does something not listed here is refused, not guessed.
+verified (``heads.check_head``), so an architecture whose head does something not listed here is refused, not guessed.
 A reward model has a scalar head (``heads.py``) and no output head.
 
 A vision-language model has three parts, found by the words of a parameter's name, which wrapping does not change:
@@ -344,7 +344,7 @@ def num_experts(config: PreTrainedConfig) -> int:
 # -- patterns, and the parts of a vision-language model --------------------------------------------
 
 Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
-WORDS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[Part, ...] = get_args(Part)
 _LANGUAGE = frozenset({"language_model", "text_model"})
 _PROJECTOR = frozenset(
     {
@@ -376,9 +376,9 @@ def part_of(name: str) -> Part | None:
     return None if _SCALAR in words else "language_model"
 
 
-def matching(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
+def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
     """The ``names`` (of the model's parameters or modules) that a pattern matches. ``key``: the user's setting."""
-    if pattern not in WORDS:
+    if pattern not in PARTS:
         return match_names(pattern, list(names))
     if not has_parts(model):
         raise ModelError(
@@ -411,16 +411,16 @@ def suggest(pattern: str, names: list[str]) -> str:
     return f"the nearest name is {close[0]}" if close else "there are no names"
 
 
-def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:
+def assign_patterns(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:
     """Trained parameter -> the one pattern that matches it. ``key``: the user's setting."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     pattern_of: dict[str, str] = {}
     for pattern in patterns:
-        matches = matching(model, pattern, names, key)
+        matches = match_pattern(model, pattern, names, key)
         if not matches:
             raise ModelError(
                 f"{key}: {pattern!r} matches no parameter that trains; expected one that does; "
-                + ("leave it out" if pattern in WORDS else suggest(pattern, names))
+                + ("leave it out" if pattern in PARTS else suggest(pattern, names))
             )
         twice = next((name for name in matches if name in pattern_of), None)
         if twice is not None:
@@ -432,7 +432,7 @@ def named_once(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str,
     return pattern_of
 
 
-def freeze_unread(model: nn.Module) -> list[str]:
+def freeze_unused(model: nn.Module) -> list[str]:
     """Freeze the tower's parameters that no feature depends on, and so have no gradient; returns their names."""
     if not has_parts(model):
         return []
@@ -443,26 +443,28 @@ def freeze_unread(model: nn.Module) -> list[str]:
     return list(frozen)
 
 
-def unreached(model: nn.Module, trained: Iterable[str], silent: Collection[str]) -> list[Part]:
+def parts_without_gradient(
+    model: nn.Module, trained: Iterable[str], silent: Collection[str]
+) -> list[Part]:
     """Tower or projector, where it has ``trained`` parameters and all of them are ``silent`` (no gradient)."""
     if not has_parts(model):
         return []
     names = set(trained)
     trains = {part_of(name) for name in names}
     moves = {part_of(name) for name in names if name not in silent}
-    return [part for part in WORDS[:2] if part in trains and part not in moves]
+    return [part for part in PARTS[:2] if part in trains and part not in moves]
 
 
-def counted(names: Iterable[str]) -> str:
+def count_by_part(names: Iterable[str]) -> str:
     """How many of the names are in each part, as text."""
     counts = Counter(part_of(name) or _SCALAR for name in names)
-    return ", ".join(f"{counts[part]} in {part}" for part in (*WORDS, _SCALAR) if counts[part])
+    return ", ".join(f"{counts[part]} in {part}" for part in (*PARTS, _SCALAR) if counts[part])
 
 
 # -- running the backbone --------------------------------------------------------------------------
 
 
-def hidden_of(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
+def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
     device = next(model.parameters()).device
     last_T = None if packed.last_T is None else packed.last_T.numpy()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.models import architecture
-from taut.models.architecture import hidden_of
+from taut.models.architecture import run_backbone
 from taut.models.heads import scalar, scalar_head
 from taut.types import Packed
 
@@ -35,7 +35,7 @@ class SharedCritic(nn.Module):
         size = architecture.text_config(policy).hidden_size
         head = nn.Linear(size, 1, device="meta", dtype=table.dtype)  # draws no random number
         self.score = head.to_empty(device=table.device)
-        begin_at_zero(self.score)
+        initialise_at_zero(self.score)
         self.detach = detach
 
     @property
@@ -62,7 +62,7 @@ class OwnCritic(nn.Module):
 
     def forward(self, packed: Packed) -> Tensor:
         """V [R] of a micro-batch."""
-        packed, hidden_TD = hidden_of(self.model, packed)
+        packed, hidden_TD = run_backbone(self.model, packed)
         return scalar(hidden_TD.index_select(0, packed.read_R), scalar_head(self.model))
 
 
@@ -70,7 +70,7 @@ Critic = SharedCritic | OwnCritic
 
 
 @torch.no_grad()
-def begin_at_zero(head: nn.Linear) -> None:
+def initialise_at_zero(head: nn.Linear) -> None:
     """Set V = 0 everywhere: the first advantages are the returns themselves, without noise."""
     head.weight.zero_()
     if head.bias is not None:

@@ -52,6 +52,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.errors import CheckFailed, ModelError, OutputError
+from taut.io import files
 from taut.models import architecture
 
 Value: TypeAlias = str | bool | int | float | list[str] | list[int]
@@ -180,28 +181,24 @@ def write_gguf(model: PreTrainedModel, metadata: Metadata, dtype: Dtype, path: P
     config = model.config
     tensors = {name: (source, tensor) for name, source, tensor in _named_tensors(model)}
     stored = {name: _type_of(name, tensor, dtype) for name, (_, tensor) in tensors.items()}
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
-        writer = GGUFWriter(partial, MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]])
-        for key, value in metadata.items():
-            _add(writer, key, value)
-        for name, (source, tensor) in tensors.items():
-            numbers = quantize(_permuted(config, source, _numbers(tensor)), stored[name])
-            writer.add_tensor(name, numbers, raw_dtype=stored[name])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        largest = _verify(partial, config, metadata, tensors, stored)
-        partial.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(path) as partial:
+            writer = GGUFWriter(partial, MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]])
+            for key, value in metadata.items():
+                _add(writer, key, value)
+            for name, (source, tensor) in tensors.items():
+                numbers = quantize(_permuted(config, source, _numbers(tensor)), stored[name])
+                writer.add_tensor(name, numbers, raw_dtype=stored[name])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            largest = _verify(partial, config, metadata, tensors, stored)
     except OSError as error:
         raise OutputError(
             f"{path} cannot be written: {error}; expected room and permission for the file"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return Written(path, len(tensors), path.stat().st_size, largest)
 
 

@@ -68,7 +68,7 @@ def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
 
 
 @torch.no_grad()
-def prove_head(model: nn.Module) -> float:
+def check_head(model: nn.Module) -> float:
     """The largest difference between ``architecture.head(model)`` and the model's own logits on random hidden states.
 
     Raises ModelError where the two differ by more than rounding.
@@ -80,7 +80,7 @@ def prove_head(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def prove_scalar_head(model: nn.Module) -> float:
+def check_scalar_head(model: nn.Module) -> float:
     """The same for the scalar head: a sequence class gives the last token's number, a token class every token's."""
     spec = scalar_head(model)
     hidden = _random_hidden(spec.weight)

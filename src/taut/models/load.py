@@ -43,7 +43,7 @@ from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
 from taut.models import architecture
-from taut.models.heads import prove_head
+from taut.models.heads import check_head
 from taut.vision import tower
 
 TOWER_ATTENTION = "sdpa"
@@ -106,7 +106,7 @@ def load_model(
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
     )
-    prove_head(model)
+    check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
     return ready
 
@@ -264,7 +264,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
     frozen: dict[str, nn.Parameter] = {}
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        matches = architecture.matching(model, pattern, list(parameters), "freeze")
+        matches = architecture.match_pattern(model, pattern, list(parameters), "freeze")
         if not matches:
             raise ModelError(
                 f"freeze pattern {pattern!r} matches no parameter; "
@@ -320,7 +320,7 @@ def load_config(
     return config
 
 
-def inherited_ends(path: str, config: PreTrainedConfig) -> dict[int, str]:
+def stop_ids_in_files(path: str, config: PreTrainedConfig) -> dict[int, str]:
     """Stop ids that the files at ``path`` name -> the file that names each. Reads no weights."""
     settings: list[tuple[Any, str]] = []
     directory = Path(path)

@@ -7,9 +7,9 @@ trained) train on their own next to the frozen tables, through peft's trainable 
 them. A reward model's scalar head trains whole. The output head takes no adapter: it is scored in chunks, not called.
 
 ``plain_model`` returns a model of the library with the adapter merged, separate from the one in training, for saving.
-``put_on`` loads a LoRA adapter in peft's format, made by taut or elsewhere, with the modules and rows it trained whole
-and the rows by which it enlarged the vocabulary. An adapter whose tensors are not those that its settings call for is
-refused.
+``load_adapter`` loads a LoRA adapter in peft's format, made by taut or elsewhere, with the modules and rows that it
+trained whole and the rows by which it enlarged the vocabulary. An adapter whose tensors are not those that its settings
+call for is refused.
 
 peft is imported in this file only, and only when an adapter is used.
 """
@@ -173,7 +173,7 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
     return settings
 
 
-def put_on(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
+def load_adapter(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
     """Put an adapter with these settings on a model loaded in full precision."""
     table = architecture.stored_table(architecture.embedding(model))
     assert table is not None, "an embedding has a weight"
@@ -221,7 +221,7 @@ def describe_targets(model: nn.Module, config: LoraConfig) -> tuple[str, str]:
         reason = "the settings of lora.adapter"
     elif config.targets == ALL:
         reason = f"{ALL}: the language model's; name vision_tower or projector in lora.targets to adapt them too"
-    return architecture.counted(adapted), reason
+    return architecture.count_by_part(adapted), reason
 
 
 def task_of(model: nn.Module) -> str:
@@ -410,12 +410,12 @@ def _target_names(
     }
     names: dict[str, None] = {}
     for target in targets:
-        is_part = target in architecture.WORDS
+        is_part = target in architecture.PARTS
         is_end = not is_part and not any(sign in target for sign in "*?[/")
         if is_end:
             matches = [name for name in linear if ends_with(name, target)]
         else:
-            matches = architecture.matching(model, target, list(linear), _TARGETS)
+            matches = architecture.match_pattern(model, target, list(linear), _TARGETS)
         if is_part:
             matches = [name for name in matches if linear[name] is not head]
         if not matches:
@@ -463,7 +463,7 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 def _outermost_modules(model: PreTrainedModel, part: str) -> list[str]:
     """The outermost modules, lists aside, that together are a part of a vision-language model."""
     parameters = [name for name, _ in model.named_parameters()]
-    inside = set(architecture.matching(model, part, parameters, _SAVED))
+    inside = set(architecture.match_pattern(model, part, parameters, _SAVED))
     names: list[str] = []
     for name, module in model.named_modules():
         own = {f"{name}.{rest}" for rest, _ in module.named_parameters()}
@@ -500,7 +500,7 @@ def plain_model(
     with torch.device("meta"):
         plain: Any = kind(config)
     if is_adapted(model):
-        plain = _merged(model, plain, weights)
+        plain = _merge_adapter(model, plain, weights)
     else:
         _assign(plain, weights)
     plain.tie_weights()
@@ -511,6 +511,22 @@ def plain_model(
             setattr(plain, name, getattr(base, name))
     assert isinstance(plain, PreTrainedModel)
     return plain
+
+
+def _merge_adapter(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
+    """``plain`` with the adapter that ``weights`` (of the peft model) holds merged into it."""
+    from peft import get_peft_model
+
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
+    _assign(wrapped, weights)
+    tables = _table_modules(architecture.unwrap(wrapped))
+    embedding, head = (getattr(table, "token_adapter", None) for table in tables)
+    if embedding is not None and head is not None and head.tied_adapter is embedding:
+        head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
+    return wrapped.merge_and_unload(safe_merge=True)
 
 
 def save_adapter(
@@ -526,22 +542,6 @@ def save_adapter(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # embeddings are saved only where they were trained
         inner.save_pretrained(str(directory), state_dict=state_dict, save_embedding_layers=False)
-
-
-def _merged(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
-    """``plain`` with the adapter that ``weights`` (of the peft model) holds merged into it."""
-    from peft import get_peft_model
-
-    config = copy.deepcopy(model.peft_config[model.active_adapter])
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
-    _assign(wrapped, weights)
-    tables = _table_modules(architecture.unwrap(wrapped))
-    embedding, head = (getattr(table, "token_adapter", None) for table in tables)
-    if embedding is not None and head is not None and head.tied_adapter is embedding:
-        head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
-    return wrapped.merge_and_unload(safe_merge=True)
 
 
 def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -48,14 +48,7 @@ class _Key:
     spans: tuple[tuple[int, int], ...]
 
 
-def install_noise(model: nn.Module, config: NoiseConfig, seed: int) -> Noise | None:
-    """Attach the model's noise; None where it has none, and prefixes may be shared."""
-    noise = Noise(config.neftune_alpha, seed)
-    noise.attach(model)
-    return noise if noise.is_on else None
-
-
-def silence(model: nn.Module) -> float:
+def remove_dropout(model: nn.Module) -> float:
     """Remove the dropout of every adapter (a loaded one may have its own); returns the largest rate."""
     largest = 0.0
     for holder, adapter, _ in _dropouts_of(model):
@@ -75,26 +68,25 @@ def _dropouts_of(model: nn.Module) -> list[tuple[Any, str, str]]:
     ]
 
 
+def install_noise(model: nn.Module, config: NoiseConfig, seed: int) -> Noise | None:
+    """Attach the model's noise; None where it has none, and prefixes may be shared."""
+    noise = Noise(model, config.neftune_alpha, seed)
+    return noise if noise.is_on else None
+
+
 class Noise:
     """All noise of one model: the hook on its embedding, and the key from which its dropouts draw."""
 
-    def __init__(self, alpha: float, seed: int) -> None:
-        self.alpha = alpha
-        self.seed = seed
+    def __init__(self, model: nn.Module, alpha: float, seed: int) -> None:
+        """Hook the embedding (alpha > 0) and replace every adapter's dropout by keyed dropout."""
+        self.alpha, self.seed = alpha, seed
         self._key: _Key | None = None
         self._hook: RemovableHandle | None = None
-        self._dropouts = 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything was attached."""
-        return self._hook is not None or self._dropouts > 0
-
-    def attach(self, model: nn.Module) -> None:
-        """Hook the embedding (alpha > 0) and replace every adapter's dropout by keyed dropout."""
-        if self.alpha > 0:
+        if alpha > 0:
             self._hook = architecture.embedding(model).register_forward_hook(self._add_to_embedding)
-        for holder, adapter, name in _dropouts_of(model):
+        dropouts = _dropouts_of(model)
+        self._num_dropouts = len(dropouts)
+        for holder, adapter, name in dropouts:
             p = holder[adapter].p
             part = architecture.part_of(name) if architecture.has_parts(model) else "language_model"
             if part != "language_model":
@@ -104,7 +96,11 @@ class Noise:
                     "language_model only (lora.targets)"
                 )
             holder[adapter] = KeyedDropout(p, f"{name}.{adapter}", self)
-            self._dropouts += 1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any noise is attached."""
+        return self._hook is not None or self._num_dropouts > 0
 
     def detach(self) -> None:
         """Remove the embedding's hook. Keyed dropouts stay: without them an adapter's own would return."""

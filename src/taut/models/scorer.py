@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
-from taut.models.architecture import HeadSpec, head, hidden_of, hidden_states
+from taut.models.architecture import HeadSpec, head, hidden_states, run_backbone
 from taut.models.critic import Critic, OwnCritic
 from taut.models.heads import scalar, scalar_head
 from taut.models.precision import product_into
@@ -115,7 +115,7 @@ class Scorer(nn.Module):
 
     def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
         """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
-        return hidden_of(self.model, packed)
+        return run_backbone(self.model, packed)
 
     def next_logits(
         self,

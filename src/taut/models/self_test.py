@@ -32,7 +32,7 @@ from taut.attention.select import Observation, observe
 from taut.data.packing import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import architecture
-from taut.models.heads import prove_scalar_head, scalar, scalar_head
+from taut.models.heads import check_scalar_head, scalar, scalar_head
 from taut.models.load import set_attention
 from taut.models.scorer import Scorer
 from taut.types import Packed, Sample, Wants
@@ -45,7 +45,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class SelfTestResult:
     """What the self-test measured."""
 
     num_attention_layers: int
@@ -60,12 +60,12 @@ class Proof:
     """Why this model must run one sample at a time; None: it packs."""
 
 
-def prove(
+def run_self_test(
     scorer: Scorer,
     compute: AbstractContextManager[Any],
     dtype: torch.dtype,
     max_length: int,
-) -> Proof:
+) -> SelfTestResult:
     """Run the self-test. Raises AttentionError or ModelError for what cannot be trained exactly."""
     name = type(scorer.model).__name__
     reasons = one_sample_reasons(scorer.model, max_length)
@@ -96,7 +96,9 @@ def prove(
             "was found to explain it; the model cannot be packed; please report it"
         )
     windows = tuple(sorted(window for window in seen.windows_called if window is not None))
-    return Proof(len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None)
+    return SelfTestResult(
+        len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None
+    )
 
 
 def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
@@ -155,7 +157,7 @@ def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
 def _head_difference(scorer: Scorer) -> float:
     """The largest difference between the head's log-probs (or scalars) and the model's own."""
     if not architecture.has_head(scorer.model):
-        return prove_scalar_head(scorer.model)
+        return check_scalar_head(scorer.model)
     packed = pack([_probe("a", LENGTHS[0], scorer, seed=4)], ALONE)
     ours = scorer(packed).logp_N
     layout = Layout(packed.reach_T.numpy(), device=scorer.device)

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import ComputeDtype, configclass
+from taut.config import ComputeDtype, configclass, read_secret, read_url
 from taut.errors import ConfigError, DataError, EngineError, PictureError
-from taut.rewards.http import Client, require_url, secret_of
+from taut.rewards.http import Client
 from taut.rewards.verifier import Answered, Place, Verifier
 from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
 
@@ -118,7 +118,7 @@ class Judge(Verifier):
     """Further fields of a request, as the server knows them."""
 
     def __post_init__(self) -> None:
-        require_url(self.url, "judge")
+        read_url(self.url, "judge.url", "options.key")
         if self.high <= self.low:
             raise ConfigError(
                 f"found low={self.low:g} and high={self.high:g}; expected a lower low; correct them"
@@ -138,7 +138,7 @@ class Judge(Verifier):
 
     def prepare(self) -> None:
         """The key has to be there."""
-        secret_of(self.key)
+        read_secret(self.key, "key")
 
     async def ask(self, client: Client, answered: Answered) -> float:
         """DataError where no reply has a number."""
@@ -264,11 +264,11 @@ class RewardServer(Verifier):
     """Name of the environment variable that holds its key; none is sent by default."""
 
     def __post_init__(self) -> None:
-        require_url(self.url, "reward_server")
+        read_url(self.url, "reward_server.url", "options.key")
 
     def prepare(self) -> None:
         """The key has to be there."""
-        secret_of(self.key)
+        read_secret(self.key, "key")
 
     async def ask(self, client: Client, answered: Answered) -> float:
         """EngineError where the server says something else than one number."""

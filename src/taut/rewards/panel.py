@@ -7,63 +7,24 @@ Imports web, ``http.py`` and the verifiers' base. The panel imports it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Annotated, TypeAlias
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+import httpx2
 from pydantic import Field
 
 from taut.config import Decision, configclass
 from taut.errors import ConfigError, UserCodeError
-from taut.io import http
+from taut.io.http import ClientThread, Closed
 from taut.rewards.http import Client
 from taut.rewards.registry import Part, RewardSpec, read_parts
 from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
-
-
-class Remotes:
-    """The thread, opened with the first answer. ``concurrency``: answers that are asked about at a time."""
-
-    def __init__(self, concurrency: int) -> None:
-        self._limit = anyio.Semaphore(concurrency)
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
-        self._close = weakref.finalize(self, self._stack.close)
-        """Also at the end of the process, which would wait for the thread."""
-
-    def start(self, part: Part, answered: Answered) -> Future[Score]:
-        """The word of a verifier on an answer, to be."""
-        if not self._close.alive:
-            raise RuntimeError("the rewards are closed")
-        if self._portal is None:
-            self._portal = self._stack.enter_context(start_blocking_portal())
-            manager = self._portal.wrap_async_context_manager(http.open_client())
-            self._client = Client(self._stack.enter_context(manager))
-        return self._portal.start_task_soon(self._ask, part, answered)
-
-    def close(self) -> None:
-        """End the thread and its connections."""
-        self._close()
-
-    async def _ask(self, part: Part, answered: Answered) -> Score:
-        async with self._limit:
-            try:
-                with anyio.fail_after(part.timeout):
-                    return scored(part.label, await part.verifier.ask(self._client, answered))
-            except TimeoutError as error:
-                last = f"; the last: {error}" if str(error) else ""
-                return Score(error=f"{part.label} had no answer within {part.timeout:g} s{last}")
-            except Exception as error:  # noqa: BLE001 (what a server's answer leads to is counted and shown)
-                return Score(error=reason(error))
-
 
 # --------------------------------------------------------------------------------------------------
 # The panel: every reward of a configuration asked about every answer, and what they say added up.
@@ -145,7 +106,8 @@ class Panel:
         computed = [part for part in parts if part.verifier.runs == "process"]
         self._numbers = {part.label: number for number, part in enumerate(computed)}
         self._workers = Workers(computed, config.workers) if computed else None
-        self._remotes = Remotes(config.concurrency)
+        self._servers = ClientThread()
+        self._at_a_time = anyio.Semaphore(config.concurrency)
 
     @property
     def names(self) -> list[str]:
@@ -197,7 +159,7 @@ class Panel:
         """End what runs for it."""
         if self._workers is not None:
             self._workers.close()
-        self._remotes.close()
+        self._servers.close()
 
     def __enter__(self) -> Panel:
         return self
@@ -229,12 +191,32 @@ class Panel:
         if part.verifier.runs == "process":
             assert self._workers is not None
             return self._workers.start(self._numbers[part.label], answered)
-        return self._remotes.start(part, answered) if part.verifier.runs == "remote" else None
+        if part.verifier.runs == "remote":
+            try:
+                return self._servers.start(_ask_server, self._at_a_time, part, answered)
+            except Closed:
+                raise RuntimeError("the rewards are closed") from None
+        return None
 
     def _at_once(self, part: Part, answers: Sequence[Answered]) -> list[Score]:
         if part.verifier.runs == "model":
             return self._raters[part.label](answers)
         return [judged(part.label, part.verifier, answered) for answered in answers]
+
+
+async def _ask_server(
+    client: httpx2.AsyncClient, at_a_time: anyio.Semaphore, part: Part, answered: Answered
+) -> Score:
+    """The score of a verifier that asks a server; the time limit covers all attempts."""
+    async with at_a_time:
+        try:
+            with anyio.fail_after(part.timeout):
+                return scored(part.label, await part.verifier.ask(Client(client), answered))
+        except TimeoutError as error:
+            last = f"; the last: {error}" if str(error) else ""
+            return Score(error=f"{part.label} had no answer within {part.timeout:g} s{last}")
+        except Exception as error:  # noqa: BLE001 (what a server's answer leads to is counted and shown)
+            return Score(error=reason(error))
 
 
 def _verdict(parts: Sequence[Part], found: Mapping[str, Score]) -> Verdict:

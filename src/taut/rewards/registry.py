@@ -27,7 +27,7 @@ from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
 from taut.rewards.maths import Math
 from taut.rewards.numeric import Numeric
 from taut.rewards.text_match import Contains, ExactMatch, Regex
-from taut.rewards.user import own
+from taut.rewards.user import read_user_reward
 from taut.rewards.verifier import Answered, Judged, Verifier
 
 REWARDS: dict[str, type[Verifier]] = {
@@ -156,7 +156,7 @@ def read_parts(
 def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
     """The verifier of a name, with these options."""
     if ":" in name:
-        return own(name, options)
+        return read_user_reward(name, options)
     if name not in REWARDS:
         near = difflib.get_close_matches(name, REWARDS, 1)
         hint = f"did you mean {near[0]}?" if near else "correct it"

@@ -23,7 +23,7 @@ from typing import NamedTuple, TextIO, cast
 
 from taut.errors import TautError
 from taut.io.console import Printer
-from taut.rewards.user import Own
+from taut.rewards.user import UserReward
 from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
 
 PARENT_LOOKED_AT = 1.0
@@ -90,7 +90,7 @@ def judged(
     except TautError as error:
         return Score(error=reason(error), is_ours=True)
     except caught as error:
-        place = verifier.line_of(error) if isinstance(verifier, Own) else ""
+        place = verifier.code.line_of(error) if isinstance(verifier, UserReward) else ""
         return Score(error=reason(error) + place)
 
 

@@ -29,7 +29,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import Decision, configclass
 from taut.errors import ConfigError, ModelError, OutputError
 from taut.models import architecture
-from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, begin_at_zero
+from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, initialise_at_zero
 from taut.models.heads import scalar_head
 from taut.models.load import is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
@@ -142,7 +142,7 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]
     if config.head == "normal":
         initialise(scalar_head(model), setting.seed)
     elif config.head == "zero" or not has_head:
-        begin_at_zero(scalar_head(model))
+        initialise_at_zero(scalar_head(model))
     add_tokens(model, list(setting.new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), setting.seed)
     if setting.recomputes:
@@ -151,7 +151,7 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
     reasons = [Decision("critic", path + how, named), _head(config, has_head=has_head)]
-    idle = architecture.freeze_unread(adapted)
+    idle = architecture.freeze_unused(adapted)
     if idle:
         reason = "no feature of a picture depends on them"
         reasons.append(Decision("critic.frozen", f"{len(idle)} tensors", reason))

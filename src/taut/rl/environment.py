@@ -9,14 +9,11 @@ Imports nothing of ours. Rollout imports it.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import math
 import operator
-import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +37,7 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.tool_calls import CallFormat, ToolCall, derive_call_format
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError, TautError, UserCodeError
+from taut.io.user_code import read_user_code
 from taut.rewards.verifier import read_number
 from taut.rl.turns import Bridge
 from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
@@ -310,28 +308,9 @@ def load_tool(name: str, remote: Remote = HERE) -> ToolFunction:
 
 
 def load_own(spec: str, key: str, kind: str) -> Any:
-    """What ``FILE.py:name`` names. ``key`` and ``kind`` are for messages."""
-    file, _, name = spec.rpartition(":")
-    path = home_path(file)
-    if path.suffix != ".py" or not path.is_file():
-        raise ConfigError(
-            f"{key} is {spec}, and there is no file {file or spec}; expected FILE.py:{kind}; check the path"
-        )
-    number = zlib.crc32(str(path.resolve()).encode())  # two files may have one name
-    made = importlib.util.spec_from_file_location(f"taut_own_{path.stem}_{number:08x}", path)
-    assert made is not None and made.loader is not None, "a file that ends in .py has a loader"
-    module = importlib.util.module_from_spec(made)
-    sys.modules[made.name] = module  # dataclasses look their module up by name
-    try:
-        made.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(
-            f"{key}: {file} cannot be run: {reason}; expected Python that can; correct it"
-        ) from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{key}: {file} has no {kind} {name!r}; expected one; name another")
-    return getattr(module, name)
+    """The function or class that ``FILE.py:name`` names under ``key``."""
+    path = home_path(spec.rpartition(":")[0])
+    return read_user_code(spec, path, f"{key} is {spec}", kind).load()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from taut.io import hub
 from taut.io.console import counted
 from taut.methods.inputs import Inputs, Language
 from taut.methods.method import RunConfig
-from taut.models.load import inherited_ends, load_config, load_tokenizer
+from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
 from taut.models.tokens import add_tokens_to_tokenizer
 from taut.train.distributed import Ranks
 from taut.vision.image_store import open_album
@@ -37,7 +37,7 @@ def load_language(run: RunConfig, day: date | None = None) -> Language:
 
 def load_stops(run: RunConfig, language: Language) -> StopSet:
     """What ends an answer."""
-    return derive_stop_set(language.renderer, inherited_ends(run.model, language.config))
+    return derive_stop_set(language.renderer, stop_ids_in_files(run.model, language.config))
 
 
 def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs:

@@ -27,7 +27,7 @@ from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
-from taut.models.noise import install_noise, silence
+from taut.models.noise import install_noise, remove_dropout
 from taut.models.precision import (
     ChosenDtype,
     backward_context,
@@ -179,7 +179,7 @@ def shards_of(scorer: Scorer) -> list[nn.Module]:
 def rates_of(run: RunConfig, scorer: Scorer) -> dict[str, Rate]:
     """The learning rates that parameters of the policy have of their own, by name in the scorer."""
     rates = run.optim.rates
-    named = architecture.named_once(scorer.model, rates, "optim.rates")
+    named = architecture.assign_patterns(scorer.model, rates, "optim.rates")
     return {f"model.{name}": Rate(key, rates[key]) for name, key in named.items()}
 
 
@@ -231,7 +231,7 @@ def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
     adapted = apply_lora(model, run.lora, run.seed, rows)
     if run.lora.is_on and architecture.has_parts(model):
         decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
-    dropout = 0.0 if run.allows_noise else silence(adapted)
+    dropout = 0.0 if run.allows_noise else remove_dropout(adapted)
     if dropout:
         reason = f"the adapter has {dropout:g}; what is compared must not be noisy"
         decisions.append(Decision("lora.dropout", "0", reason))
@@ -240,7 +240,7 @@ def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""
         value = f"{len(names_frozen)} tensors"
         decisions.append(Decision("freeze", value, f"{names_frozen[0]}{rest}"))
-    idle = architecture.freeze_unread(adapted)
+    idle = architecture.freeze_unused(adapted)
     if idle:
         reason = f"{idle[0]}{' and others' if len(idle) > 1 else ''}: no feature of a picture depends on it"
         decisions.append(Decision("frozen", f"{len(idle)} tensors", reason))

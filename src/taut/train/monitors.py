@@ -159,7 +159,9 @@ class Untouched:
         if self.silent and self.steps == PATIENCE:
             names = sorted(self.silent)
             scorer: Any = job.scorer
-            blind = architecture.unreached(scorer.model, self.names.values(), self.silent)
+            blind = architecture.parts_without_gradient(
+                scorer.model, self.names.values(), self.silent
+            )
             why = f"; no picture was seen: set freeze={json.dumps(blind)}" if blind else ""
             job.emit(
                 "warning",

@@ -145,9 +145,10 @@ def a_tower_that_thaws(place: Place, is_faulty: bool) -> Session:
 @fault("run.saved", says="what describes pictures")
 def a_processor_that_is_saved_otherwise(place: Place, is_faulty: bool) -> Session:
     """The saved processor scales pictures to other colours than in training."""
+    copy_processor = save.copy_processor
 
     def other(model: Any, directory: Path, *, has_template: bool) -> None:
-        save.copy_processor(model, directory, has_template=has_template)
+        copy_processor(model, directory, has_template=has_template)
         file = directory / "preprocessor_config.json"
         said = json.loads(file.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}
         file.write_text(json.dumps(said))

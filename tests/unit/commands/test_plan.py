@@ -84,6 +84,7 @@ def test_what_is_asked_comes_first_and_each_way_has_its_keys(bare: Path) -> None
     ]
 
 
+@pytest.mark.slow
 def test_exit_codes_and_the_budget_that_fits(
     bare: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_plan_of_data_on_this_processor_is_measured(tmp_path: Path) -> None:
     assert found.ways[0].now.peak <= found.ways[0].footprint.peak
 
 
+@pytest.mark.slow
 def test_the_plan_of_another_method_is_of_its_own_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,7 +233,7 @@ def test_others_are_let_in_knowingly(model: Path, keys: dict[str, Any], message:
 
 
 def test_a_key_that_is_not_there_is_told(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="environment variable is empty"):
+    with pytest.raises(ConfigError, match="no environment variable of this name is set"):
         command.run(config(model, key="NO_SUCH_KEY"))
     with pytest.raises(ConfigError, match="No such file"):
         command.run(config(model, key_file=tmp_path / "none"))

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.slow import slow_except
 from tests.tokenizers import CHATML, tiny_tokenizer
 
 from taut.data.chat_template import Template
@@ -62,6 +63,9 @@ HOSTILE = {
     "more than the row": ("{{ messages[0].content * 10**6 }}", LENGTH),
 }
 
+QUICK = ("nested loops", "a constant", "a power", "a width of format", "join", "more than the row")
+"""One for each limit and each way to reach it."""
+
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +74,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "call", lambda *given: call(*given, seconds=0.5, memory_mb=200))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", slow_except(QUICK, HOSTILE))
 def test_a_hostile_template_is_an_error(name: str) -> None:
     source, limit = HOSTILE[name]
     processes.start()

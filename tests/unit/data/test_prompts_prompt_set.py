@@ -55,7 +55,7 @@ def test_a_prompt_is_refused_or_left_out_where_it_is_too_long(tmp_path: Path) ->
         ("too_long", "split", "would cut prompts"),
         ("targets", "all", r"data\.targets is set"),
         ("min_length", 4, r"data\.min_length is set"),
-        ("cache", "somewhere", r"data\.cache=somewhere, and prompts are read anew"),
+        ("cache", "somewhere", r"data\.cache=somewhere, and prompts are read again"),
     ],
 )
 def test_what_has_no_meaning_for_prompts_is_refused(

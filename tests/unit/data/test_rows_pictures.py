@@ -32,7 +32,7 @@ def test_rows_without_their_picture_are_told_from_the_others(tmp_path: Path) -> 
         chat(said("user", part, "cat"), said("assistant", "dog"), place=f"f.jsonl:{n}")
         for n, part in enumerate((good, gone, good, thin, gone))
     ]
-    found = render_each(rows, using)
+    found = render_each(rows, using, (PictureError,))
     assert [isinstance(one, PictureError) for one in found] == [False, True, False, True, True]
     assert [str(found[n]).partition(" ")[0] for n in (1, 3, 4)] == [
         f"f.jsonl:{n}:" for n in (1, 3, 4)

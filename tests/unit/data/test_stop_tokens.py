@@ -13,7 +13,7 @@ from taut.data.messages import Completion, read_conversation
 from taut.data.render import Renderer
 from taut.data.stop_tokens import PLAIN_END, TEXT_END, TOOL_END, derive_stop_set, described
 from taut.errors import ModelError, RenderError
-from taut.models.load import inherited_ends, load_config
+from taut.models.load import load_config, stop_ids_in_files
 
 HARMONY = (
     "{% if tools %}{{ '<|im_start|>tools ' + tools[0].function.name + '<end_of_turn>' }}{% endif %}"
@@ -95,13 +95,13 @@ def test_what_the_files_name_is_read_without_weights(tmp_path: Path) -> None:
     GenerationConfig(eos_token_id=[7, 8]).save_pretrained(directory)
     for weights in directory.glob("*.safetensors"):
         weights.write_bytes(b"")
-    named = inherited_ends(str(directory), load_config(str(directory)))
+    named = stop_ids_in_files(str(directory), load_config(str(directory)))
     assert named == {7: "generation_config.json", 8: "generation_config.json", 2: "config.json"}
     (directory / "generation_config.json").unlink()
-    assert inherited_ends(str(directory), tiny_config("qwen2")) == {2: "config.json"}
+    assert stop_ids_in_files(str(directory), tiny_config("qwen2")) == {2: "config.json"}
     (directory / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"cannot be loaded as a generation_config"):
-        inherited_ends(str(directory), tiny_config("qwen2"))
+        stop_ids_in_files(str(directory), tiny_config("qwen2"))
 
 
 def render(renderer: Renderer, answer: str) -> None:

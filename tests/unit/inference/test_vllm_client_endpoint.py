@@ -34,7 +34,7 @@ from taut.config import replace
 from taut.errors import ConfigError, EngineError
 from taut.inference import vllm_client
 from taut.inference.vllm import ServerEngine
-from taut.inference.vllm_client import _retry_after
+from taut.io.http import Answer, Unanswered
 
 # Trouble
 
@@ -122,6 +122,10 @@ def test_retry_after_is_waited_out() -> None:
 
 
 def test_retry_after_may_be_a_date() -> None:
+    def _retry_after(value: str | None) -> float:
+        headers = {} if value is None else {"retry-after": value}
+        return Unanswered("busy", Answer(503, headers, b"")).retry_after
+
     assert _retry_after("17") == 17
     assert _retry_after(None) == _retry_after("soon") == 0
     assert _retry_after("Wed, 21 Oct 2015 07:28:00 +99999999999999") == 0

@@ -20,7 +20,7 @@ import pytest
 from tests.wire import OK, Server, Talk, answers, redirects, repeats, sends, serving
 
 from taut.io import http
-from taut.io.http import Answer, Limits, Refused, TooLarge, ask, open_client
+from taut.io.http import Answer, Limits, Refused, TooLarge, open_client, request
 
 T = TypeVar("T")
 
@@ -35,11 +35,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def got(url: str, limits: Limits = LIMITS, **options: Any) -> Answer:
-    async def request() -> Answer:
+    async def attempt() -> Answer:
         async with open_client() as client:
-            return await ask(client, "GET", url, limits, **options)
+            return await request(client, "GET", url, limits, **options)
 
-    return anyio.run(request)
+    return anyio.run(attempt)
 
 
 def peak(run: Callable[[], T]) -> tuple[T | Exception, int]:
@@ -120,13 +120,13 @@ def test_a_look_up_that_takes_for_ever_is_not_waited_for(
     never = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: never.wait(10) and [])
 
-    async def request() -> Answer:
+    async def attempt() -> Answer:
         async with open_client() as client:
-            return await ask(client, "GET", "http://some.invalid/", LIMITS)
+            return await request(client, "GET", "http://some.invalid/", LIMITS)
 
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        http.wait_for(0.3, request)
+        http.wait_for(0.3, attempt)
     assert time.monotonic() - began < 1
     never.set()
 
@@ -295,12 +295,12 @@ def test_a_record_that_was_changed_on_the_way() -> None:
     def fails(_: httpx2.Request) -> httpx2.Response:
         raise ssl.SSLError(1, "bad record mac")
 
-    async def request() -> None:
+    async def attempt() -> None:
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(fails)) as client:
             with pytest.raises(httpx2.ReadError, match="bad record mac"):
-                await ask(client, "GET", "https://here.org/", LIMITS)
+                await request(client, "GET", "https://here.org/", LIMITS)
 
-    anyio.run(request)
+    anyio.run(attempt)
 
 
 def test_answers_that_are_fine(server: Server) -> None:
@@ -325,7 +325,8 @@ def test_answers_that_are_fine(server: Server) -> None:
     async def requests() -> dict[str, Answer]:
         async with open_client() as client:
             return {
-                path: await ask(client, "GET", server.url + path, LIMITS) for path in server.paths
+                path: await request(client, "GET", server.url + path, LIMITS)
+                for path in server.paths
             }
 
     found = anyio.run(requests)
@@ -345,7 +346,7 @@ def test_cookies_are_not_kept(server: Server) -> None:
     async def requests() -> None:
         async with open_client() as client:
             for _ in range(2):
-                await ask(client, "GET", f"{server.url}/", LIMITS)
+                await request(client, "GET", f"{server.url}/", LIMITS)
             assert not client.cookies
 
     anyio.run(requests)
@@ -367,8 +368,8 @@ def test_a_request_that_is_cancelled_leaves_the_client_usable(server: Server) ->
         async with open_client() as client:
             for _ in range(3):
                 with pytest.raises(TimeoutError):
-                    await ask(client, "GET", f"{server.url}/slow", Limits(0.1, 10**6))
-                found.append((await ask(client, "GET", f"{server.url}/fine", LIMITS)).content)
+                    await request(client, "GET", f"{server.url}/slow", Limits(0.1, 10**6))
+                found.append((await request(client, "GET", f"{server.url}/fine", LIMITS)).content)
         return found
 
     assert anyio.run(requests) == [b"x"] * 3

@@ -20,7 +20,7 @@ def test_parts_are_found_and_the_head_is_the_models_own(name: str) -> None:
     assert architecture.layers(model) is model.model.layers
     assert architecture.embedding(model) is model.model.embed_tokens
     assert architecture.is_tied(model) == model.config.tie_word_embeddings
-    assert heads.prove_head(model) < 1e-12
+    assert heads.check_head(model) < 1e-12
     num_stateful = len(architecture.stateful_layers(model))
     assert (num_stateful > 0) == (name in STATEFUL)
     assert architecture.attention_layer_count(model) == len(model.model.layers) - num_stateful
@@ -38,7 +38,7 @@ def test_a_head_that_does_something_else_is_refused() -> None:
     model = tiny_model("llama")
     model.lm_head.register_forward_hook(lambda module, args, logits: logits + 1.0)
     with pytest.raises(ModelError, match="taut cannot score with this head"):
-        heads.prove_head(model)
+        heads.check_head(model)
 
 
 def test_a_head_with_a_bias() -> None:
@@ -46,7 +46,7 @@ def test_a_head_with_a_bias() -> None:
     bias = torch.linspace(-1, 1, 97, dtype=torch.float64)
     model.lm_head.bias = torch.nn.Parameter(bias)
     assert architecture.head(model).bias is model.lm_head.bias
-    assert heads.prove_head(model) < 1e-12
+    assert heads.check_head(model) < 1e-12
 
 
 def test_what_a_layout_does_not_describe() -> None:
@@ -69,7 +69,7 @@ def test_a_peft_model_has_the_same_parts() -> None:
     model = tiny_model("llama")
     wrapped = apply_lora(model, LoraConfig(rank=2))
     assert architecture.decoder(wrapped) is model.model
-    assert heads.prove_head(wrapped) < 1e-12
+    assert heads.check_head(wrapped) < 1e-12
     assert architecture.attention_layer_count(wrapped) == 2
 
 

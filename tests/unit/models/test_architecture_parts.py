@@ -37,7 +37,7 @@ def test_every_parameter_of_a_family_is_of_the_part_it_is_said_to_be(kind: str) 
     model = skeleton(kind)
     decoder, head = model.model.get_decoder(), model.get_output_embeddings()
     language = {id(p) for module in (decoder, head) for p in module.parameters()}
-    found: dict[str, set[str]] = {word: set() for word in architecture.WORDS}
+    found: dict[str, set[str]] = {word: set() for word in architecture.PARTS}
     for name, parameter in model.named_parameters():
         part = architecture.part_of(name)
         assert part is not None
@@ -77,10 +77,10 @@ def test_a_model_without_pictures_has_no_such_parts() -> None:
 def test_parameters_are_named_once_and_train() -> None:
     model = skeleton("qwen2_vl")
     freeze(model, ["vision_tower"])
-    named = architecture.named_once(model, ["projector", "lm_head.weight"], "optim.rates")
+    named = architecture.assign_patterns(model, ["projector", "lm_head.weight"], "optim.rates")
     assert set(named.values()) == {"projector", "lm_head.weight"}
     assert all(name.startswith("model.visual.merger") for name in named if "lm_head" not in name)
     with pytest.raises(ModelError, match=r"optim.rates: 'vision_tower' matches no parameter that"):
-        architecture.named_once(model, ["vision_tower"], "optim.rates")
+        architecture.assign_patterns(model, ["vision_tower"], "optim.rates")
     with pytest.raises(ModelError, match=r"is matched by 'projector' and by '\*merger\*'"):
-        architecture.named_once(model, ["projector", "*merger*"], "optim.rates")
+        architecture.assign_patterns(model, ["projector", "*merger*"], "optim.rates")

@@ -184,7 +184,7 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 
 
 def load_all(directory: Path) -> None:
-    load.inherited_ends(str(directory), load.load_config(str(directory)))
+    load.stop_ids_in_files(str(directory), load.load_config(str(directory)))
     load.load_tokenizer(str(directory))
     load.load_model(
         str(directory), dtype=torch.float32, device=torch.device("cpu"), attention="eager"

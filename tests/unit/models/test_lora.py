@@ -151,7 +151,7 @@ def test_the_head_is_honoured_when_it_is_trained_whole() -> None:
     model = apply_lora(tiny_model("llama"), LoraConfig(rank=2, modules_to_save=["lm_head"]))
     shake(model)
     assert architecture.head(model).weight.requires_grad
-    assert heads.prove_head(model) < 1e-12
+    assert heads.check_head(model) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_rows_are_part_of_the_head_and_can_be_switched_off(name: str) -> None:
     model: Any = shake(apply_lora(base, LoraConfig(rank=2), rows=ROWS[name]))
     assert architecture.is_tied(model) == (name != "llama")
     assert architecture.head(model).rows is not None
-    assert heads.prove_head(model) < 1e-12
+    assert heads.check_head(model) < 1e-12
     with model.disable_adapter():
         assert architecture.head(model).rows is None
         assert torch.equal(logits_of(model), before)

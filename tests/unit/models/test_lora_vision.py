@@ -24,7 +24,9 @@ from taut.models.noise import NoiseConfig, install_noise
 
 
 def adapted_parts(model: nn.Module) -> str:
-    return architecture.counted(name for name, m in model.named_modules() if hasattr(m, "lora_A"))
+    return architecture.count_by_part(
+        name for name, m in model.named_modules() if hasattr(m, "lora_A")
+    )
 
 
 def test_all_linear_is_the_language_model() -> None:
@@ -68,7 +70,7 @@ def test_an_adapter_is_saved_loaded_and_merged(kind: str, tmp_path: Path) -> Non
                 parameter.add_(0.1)
     merged = plain_model(model)
     changed = {name for name, value in merged.state_dict().items() if not value.equal(before[name])}
-    assert {architecture.part_of(name) for name in changed} == set(architecture.WORDS)
+    assert {architecture.part_of(name) for name in changed} == set(architecture.PARTS)
     save_adapter(model, tmp_path / "adapter")
     again = apply_lora(vision_model(kind), LoraConfig(adapter=str(tmp_path / "adapter")))
     for name, value in plain_model(again).state_dict().items():

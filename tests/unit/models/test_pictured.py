@@ -29,7 +29,7 @@ from taut.models.precision import compute_context
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
 from taut.models.scorer import Scorer
-from taut.models.self_test import library_scalars, prove
+from taut.models.self_test import library_scalars, run_self_test
 from taut.types import Wants
 from taut.vision import tower
 
@@ -70,7 +70,9 @@ def test_its_parts_are_found(qwen: Path) -> None:
 
 
 def test_the_proofs_hold(qwen: Path) -> None:
-    found = prove(Scorer(open_model(qwen)), compute_context(torch.float64, CPU), torch.float64, 64)
+    found = run_self_test(
+        Scorer(open_model(qwen)), compute_context(torch.float64, CPU), torch.float64, 64
+    )
     assert max(found.neighbour, found.future, found.head) < 1e-12
     assert (found.num_attention_layers, found.one_sample) == (2, None)
 

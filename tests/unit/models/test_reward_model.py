@@ -18,14 +18,14 @@ from taut.attention.select import PREFIX, select
 from taut.data.packing import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import architecture
-from taut.models.heads import prove_scalar_head, scalar_head
+from taut.models.heads import check_scalar_head, scalar_head
 from taut.models.load import freeze, load_config, load_model, load_skeleton, quiet_library
 from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model, save_adapter
 from taut.models.precision import compute_context
 from taut.models.reward_model import NewHead, load_reward_model, reward_skeleton
 from taut.models.save import saving
 from taut.models.scorer import Scorer
-from taut.models.self_test import library_scalars, prove
+from taut.models.self_test import library_scalars, run_self_test
 from taut.models.tokens import add_tokens, require_trained, untrained_rows
 from taut.types import Sample, Wants
 
@@ -351,7 +351,7 @@ def test_what_is_asked_of_a_language_model_has_an_answer_without_a_head(tmp_path
 @pytest.mark.parametrize("kind", ["sequence", "process"])
 def test_the_proofs_are_made_on_the_scalar_head(tmp_path: Path, kind: str) -> None:
     model = open_reward(save_tiny("gemma2", tmp_path, tiny_tokenizer()), NewHead(kind))
-    found = prove(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)
+    found = run_self_test(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)
     assert max(found.neighbour, found.future, found.head) < 1e-9
     assert found.num_attention_layers == 2
     rows = samples([0, 3]) if kind == "process" else samples()
@@ -363,7 +363,7 @@ def test_the_proofs_are_made_on_the_scalar_head(tmp_path: Path, kind: str) -> No
 def test_autocast_does_not_reach_the_scalar_head(tmp_path: Path) -> None:
     model = open_reward(save_tiny("llama", tmp_path, tiny_tokenizer()), dtype=torch.float32)
     with compute_context(torch.bfloat16, CPU):
-        assert prove_scalar_head(model) < 1e-5
+        assert check_scalar_head(model) < 1e-5
 
 
 def test_a_later_token_that_changes_an_earlier_number_is_found(tmp_path: Path) -> None:
@@ -371,4 +371,4 @@ def test_a_later_token_that_changes_an_earlier_number_is_found(tmp_path: Path) -
     model = open_reward(save_tiny("llama", tmp_path, tiny_tokenizer()))
     model.model.norm.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
     with pytest.raises(AttentionError, match="a later token changes"):
-        prove(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)
+        run_self_test(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)

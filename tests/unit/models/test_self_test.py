@@ -16,7 +16,7 @@ from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError, ModelError
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
-from taut.models.self_test import Proof, library_logps, prove
+from taut.models.self_test import SelfTestResult, library_logps, run_self_test
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,10 @@ def load(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return model
 
 
-def run(model: PreTrainedModel, dtype: torch.dtype = torch.float64, max_length: int = 64) -> Proof:
-    return prove(Scorer(model), compute_context(dtype, CPU), dtype, max_length)
+def run(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float64, max_length: int = 64
+) -> SelfTestResult:
+    return run_self_test(Scorer(model), compute_context(dtype, CPU), dtype, max_length)
 
 
 @pytest.mark.parametrize("name", CARRIED)

@@ -37,7 +37,7 @@ def test_rows_are_added_as_the_mean_and_ties_stay(name: str) -> None:
         assert torch.allclose(table[row], old.mean(0), atol=1e-15)
     if name == "llama":
         assert torch.allclose(head[97], before["lm_head.weight"].mean(0), atol=1e-15)
-    assert heads.prove_head(model) < 1e-12
+    assert heads.check_head(model) < 1e-12
 
 
 def test_spare_rows_are_used_before_any_is_added() -> None:

@@ -393,8 +393,8 @@ def test_the_file_is_read_once(tmp_path: Path) -> None:
     [
         ("exactmatch", "expected one of exact_match, contains, numeric.*did you mean exact_match"),
         ("missing.py:f", "there is no file missing.py"),
-        ("{own}:absent", "found no function 'absent' in .*brevity"),
-        ("{own}:", "found no function ''"),
+        ("{own}:absent", "has no function 'absent'; expected one of .*brevity"),
+        ("{own}:", "has no function ''"),
         (
             "{own}:stranger",
             "takes 'tokenizer'; expected parameters by the names text, references, row",

@@ -17,6 +17,7 @@ import pytest
 from tests.wire import OK, answers, repeats, serving
 
 from taut.errors import ConfigError, UserCodeError
+from taut.io.http import Retries
 from taut.rewards import Answered, PanelConfig, RewardSpec, Score, open_panel
 from taut.rewards.judge import Judge
 
@@ -159,7 +160,7 @@ def test_a_score_that_is_no_number_stops_the_run(server: Server) -> None:
 def test_a_server_that_is_busy_or_hangs_up_is_asked_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taut.rewards.http.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("taut.rewards.http.RETRIES", Retries(first_pause=0.01))
     replies: list[Reply] = [(503, "wait"), None, (429, ""), (200, {"scores": [2]})]
     server.reply = lambda body: replies[min(len(server.asked), 4) - 1]
     assert said("reward_server", ASKED, url=server.url) == [Score(2.0)]
@@ -195,7 +196,7 @@ def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) 
 
 def test_a_server_that_is_not_there_is_an_error_in_time() -> None:
     (score,) = said("reward_server", ASKED, url="http://127.0.0.1:9", timeout=3)
-    late = "reward_server had no answer within 3 s; the last: ConnectError: "
+    late = "reward_server had no answer within 3 s; the last: no answer (ConnectError: "
     assert str(score.error).startswith(late)
 
 
@@ -264,8 +265,12 @@ def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("reward_server", {"url": "127.0.0.1:9"}, "expected one as in http://"),
-        ("reward_server", {"url": "http://me:key@host"}, "without a key in it"),
+        ("reward_server", {"url": "127.0.0.1:9"}, "expected a URL .* as in http://"),
+        (
+            "reward_server",
+            {"url": "http://me:key@host"},
+            "a key or password goes into the environment variable",
+        ),
         ("reward_server", {"url": "http://host", "key": "NOT_SET"}, "no environment variable"),
         ("judge", {"url": "http://host"}, "model"),
         ("judge", {"url": "http://host", "model": "m", "low": 10}, "expected a lower low"),

@@ -457,6 +457,7 @@ time.sleep(100)
     with host.stdout:
         assert host.stdout.readline() == "ready\n"
     before = _descendants(host.pid, at_least=3)
+    assert len(before) >= 3
     (fork,) = (pid for pid in before if "time.sleep(20)" in _command(pid))
     host.kill()
     host.wait()
@@ -486,7 +487,8 @@ def _descendants(pid: int, at_least: int) -> list[int]:
         while queue:
             first, children = queue.pop(0), []
             with contextlib.suppress(OSError):  # it has just ended
-                children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+                for thread in Path(f"/proc/{first}/task").iterdir():
+                    children += (thread / "children").read_text().split()
             queue += map(int, children)
             found += map(int, children)
         if len(found) >= at_least:

@@ -18,10 +18,10 @@ from tests.services import KEY, NAMES, Fake, serving
 
 from taut.config import to_dict
 from taut.errors import ConfigError, SandboxError
+from taut.io.http import Retries
 from taut.sandbox import Limits, Ran, Remote, RemoteSandbox, Trial, open_remote
 from taut.sandbox.remote import executor
-from taut.sandbox.remote.client import Client, Passing
-from taut.sandbox.remote.e2b import E2B
+from taut.sandbox.remote.services import E2B, Client, Passing
 
 LIMITS = Limits(wall_seconds=2.0, cpu_seconds=1, memory_mb=256, output_kb=64)
 
@@ -29,8 +29,7 @@ LIMITS = Limits(wall_seconds=2.0, cpu_seconds=1, memory_mb=256, output_kb=64)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses and waits of tests, not of networks; keys where the services' own packages look for them."""
-    monkeypatch.setattr(executor, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(executor, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(executor, "_RETRIES", Retries(first_pause=0.01, longest_pause=0.02))
     for name in (
         "PISTON_ENDPOINTS",
         "E2B_API_URL",
@@ -71,9 +70,8 @@ def box(name: str, fake: Fake) -> Iterator[RemoteSandbox]:
 
 def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let requests be late after so many seconds beside the trial's own."""
-    for module in ("piston", "e2b", "morph"):
-        monkeypatch.setattr(f"taut.sandbox.remote.{module}.START", 0.0)
-        monkeypatch.setattr(f"taut.sandbox.remote.{module}.WAIT", seconds)
+    monkeypatch.setattr("taut.sandbox.remote.services.START", 0.0)
+    monkeypatch.setattr("taut.sandbox.remote.services.WAIT", seconds)
 
 
 PROGRAM = """
@@ -350,9 +348,9 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="PISTON_ENDPOINTS"):
         open_remote(Remote(service="piston"), LIMITS)
     monkeypatch.delenv("E2B_API_KEY")
-    with pytest.raises(ConfigError, match="the environment variable E2B_API_KEY is not set"):
+    with pytest.raises(ConfigError, match=r"remote\.key=E2B_API_KEY: no environment variable"):
         open_remote(Remote(service="e2b"), LIMITS)
-    with pytest.raises(ConfigError, match="the environment variable OTHER is not set"):
+    with pytest.raises(ConfigError, match=r"remote\.key=OTHER: no environment variable"):
         open_remote(Remote(service="e2b", key="OTHER"), LIMITS)
     with pytest.raises(ValueError, match=r"remote.image .* snapshot"):
         Remote(service="morph")
@@ -410,7 +408,7 @@ def test_where_e2b_s_machines_are(made: dict[str, Any], url: str | None) -> None
     asked: list[tuple[str, str, dict[str, str]]] = []
 
     class Recording:
-        async def ask(self, method: str, at: str, *, headers: dict[str, str], **_: Any) -> bytes:
+        async def send(self, method: str, at: str, *, headers: dict[str, str], **_: Any) -> bytes:
             asked.append((method, at, headers))
             return json.dumps(made).encode()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from taut.errors import DataError, OutputError, PictureError
 from taut.vision import image_store as album_file
 from taut.vision.content import ImageRef, ImagesConfig
-from taut.vision.image_store import Ahead, Album, Handle, Kept
+from taut.vision.image_store import Album, Handle, LruCache, Workers
 from taut.vision.placeholders import Shape
 
 
@@ -70,9 +70,9 @@ def handle(album: Album, ref: ImageRef, place: str = "a.jsonl:3") -> Handle:
 
 def done_within(album: Album, times: int) -> None:
     """Wait until nothing is left to be made ahead, and so many pictures were made."""
-    assert album._ahead is not None
+    assert album._workers is not None
     end = time.monotonic() + 5
-    while (len(made(album)) < times or not album._ahead._jobs.empty()) and time.monotonic() < end:
+    while (len(made(album)) < times or not album._workers._jobs.empty()) and time.monotonic() < end:
         time.sleep(0.001)
 
 
@@ -266,7 +266,7 @@ class TestKeeping:
         album.close()
 
     def test_two_that_ask_at_once_do_it_once(self) -> None:
-        kept: Kept[str] = Kept(9, len)
+        kept: LruCache[str] = LruCache(9, len)
         entered, go, times, got = threading.Event(), threading.Event(), [], []
 
         def make() -> str:
@@ -288,7 +288,7 @@ class TestKeeping:
         assert (got, times) == (["x"] * 4, [1])
 
     def test_who_waits_is_told_what_went_wrong(self) -> None:
-        kept: Kept[str] = Kept(9, len)
+        kept: LruCache[str] = LruCache(9, len)
         entered, go, told = threading.Event(), threading.Event(), []
 
         def fail() -> str:
@@ -314,7 +314,7 @@ class TestKeeping:
         assert kept.get("k", lambda: "well") == "well"
 
     def test_what_is_made_ahead_does_not_drive_out_itself(self) -> None:
-        kept: Kept[str] = Kept(4, len)
+        kept: LruCache[str] = LruCache(4, len)
         for key in "abcd":
             kept.make_ahead(key, lambda: "x")
         again: list[str] = []
@@ -325,7 +325,7 @@ class TestKeeping:
         assert kept.get("e", lambda: "y") == "x"
 
     def test_what_was_not_begun_is_left_at_the_end(self) -> None:
-        ahead, begun, go, done = Ahead(1), threading.Event(), threading.Event(), []
+        ahead, begun, go, done = Workers(1), threading.Event(), threading.Event(), []
 
         def job() -> None:
             begun.set()
@@ -345,7 +345,7 @@ class TestKeeping:
 
     def test_a_process_that_ends_waits_for_no_queue(self) -> None:
         program = (
-            "import time; from taut.vision.image_store import Ahead; ahead = Ahead(1)\n"
+            "import time; from taut.vision.image_store import Workers; ahead = Workers(1)\n"
             "for _ in range(1000): ahead.add(lambda: time.sleep(0.05))\n"
             "time.sleep(0.02)"
         )

@@ -13,33 +13,35 @@ from __future__ import annotations
 
 import base64
 import json
-import random
 import secrets
-import threading
-import weakref
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+import httpx2
+from tenacity import RetryCallState
 
 from taut.errors import SandboxError
-from taut.io import http as web
+from taut.io import http
 from taut.sandbox.limits import Limits, Outcome, Ran, Trial
 from taut.sandbox.remote import script
-from taut.sandbox.remote.client import BROKEN, BUDGET, Client, Passing
-from taut.sandbox.remote.e2b import E2B
-from taut.sandbox.remote.morph import Morph
-from taut.sandbox.remote.piston import Piston
-from taut.sandbox.remote.service import Machine, Printed, Service
-from taut.sandbox.remote.settings import Remote, ServiceName, e2b_domain
+from taut.sandbox.remote.services import (
+    BROKEN,
+    BUDGET,
+    Client,
+    Machine,
+    Passing,
+    Printed,
+    Service,
+    open_service,
+)
+from taut.sandbox.remote.settings import Remote, ServiceName
 
 _OUTPUTS = 16
 """All trials of a program together may print so many times what one may, as in ``guest.py``."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0
-"""Seconds between attempts."""
+_RETRIES = http.Retries(first_pause=0.25, longest_pause=8.0)
 _SOURCE = Path(script.__file__).read_text(encoding="utf-8")
 _KNOWN = "import sys\nsys.stdout.write(sys.stdin.read()[::-1])"
 """A program whose output is known: it prints its input backwards."""
@@ -64,19 +66,13 @@ class RemoteSandbox:
         assert remote.service is not None, "without one, programs run here"
         self._remote = remote
         self._key_name, self._secret = remote.secret()
-        self._service = _service(remote, self._secret)
+        self._service = open_service(remote, self._secret)
         self.mechanism = Where(
             remote.service,
             f"remote.service asks for it; programs and tests are sent to {self._service.address}",
         )
         self._limit = anyio.Semaphore(remote.concurrency)
-        self._lock = threading.Lock()
-        self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
-        self._client: Client | None = None
-        self._under_way: set[anyio.CancelScope] = set()
-        self._close = weakref.finalize(self, self._stack.close)
-        """Also at the end of the process, which would wait for the thread."""
+        self._thread = http.ClientThread()
 
     def run(
         self,
@@ -90,9 +86,20 @@ class RemoteSandbox:
         ``stop_early``: the trials after the first that is not ok are not run. Raises SandboxError where the service
         failed; whatever the program does is in the results.
         """
-        portal, client = self._opened()
-        limits = limits or Limits()
-        return portal.call(self._limited, client, program, list(trials), limits, stop_early)
+        try:
+            future = self._thread.start(
+                self._limited, program, list(trials), limits or Limits(), stop_early
+            )
+        except http.Closed:
+            raise SandboxError(
+                "the remote sandbox is closed; expected it open; open another"
+            ) from None
+        try:
+            return future.result()
+        except http.Closed:
+            raise self._error("was closed while a program was under way") from None
+        finally:
+            future.cancel()
 
     def prove(self, limits: Limits) -> None:
         """Raise SandboxError where the service does not run a known program within these limits."""
@@ -111,63 +118,39 @@ class RemoteSandbox:
 
     def close(self) -> None:
         """End programs that are under way, with their machines, and the connections."""
-        self._close()
+        self._thread.close()
 
     @property
     def _name(self) -> str:
         return f"{self._remote.service} at {self._service.address}"
 
-    def _opened(self) -> tuple[BlockingPortal, Client]:
-        with self._lock:
-            if not self._close.alive:
-                raise SandboxError("the remote sandbox is closed; expected it open; open another")
-            if self._portal is None:
-                self._portal = self._stack.enter_context(start_blocking_portal())
-                http = web.open_client()
-                entered = self._portal.wrap_async_context_manager(http)
-                self._client = Client(
-                    self._stack.enter_context(entered), self._key_name, self._secret
-                )
-                self._stack.callback(self._portal.call, _end, self._under_way)
-            assert self._client is not None, "it is made with the portal"
-            return self._portal, self._client
+    def _error(self, found: str) -> SandboxError:
+        return SandboxError(
+            f"{self._name} {found}; expected an answer; look at the service, or raise remote.wait_seconds"
+        )
 
     async def _limited(
         self,
-        client: Client,
+        client: httpx2.AsyncClient,
         program: str,
         trials: Sequence[Trial],
         limits: Limits,
         stop_early: bool,
     ) -> list[Ran]:
-        """Within the time that a program may take with all attempts, from when it has its place."""
+        """Run the trials within the time that a program may take with all attempts, counted from when it has its
+        place.
+        """
         seconds = limits.total_seconds + self._remote.wait_seconds
-        attempts = _Attempts(self._service, client, limits)
-        found = "was closed while a program was under way"
-        with anyio.CancelScope() as scope:
-            self._under_way.add(scope)
-            try:
-                async with self._limit, attempts:
-                    with anyio.fail_after(seconds):
-                        return await _trials(attempts, program, trials, limits, stop_early)
-            except TimeoutError:
-                last = f"; the last failure: {attempts.last}" if attempts.last else ""
-                found = f"was not done with a program within {seconds:g} s{last}"
-            except _Failed as error:
-                found = f"failed: {error}"
-            finally:
-                self._under_way.discard(scope)
-        raise SandboxError(
-            f"{self._name} {found}; expected an answer; look at the service, or raise remote.wait_seconds"
-        )
-
-
-async def _end(under_way: set[anyio.CancelScope]) -> None:
-    """Cancel what is under way, and wait until its machines are ended."""
-    for scope in under_way:
-        scope.cancel()
-    while under_way:
-        await anyio.sleep(0.01)
+        attempts = _Attempts(self._service, Client(client, self._key_name, self._secret), limits)
+        try:
+            async with self._limit, attempts:
+                with anyio.fail_after(seconds):
+                    return await _trials(attempts, program, trials, limits, stop_early)
+        except TimeoutError:
+            last = f"; the last failure: {attempts.last}" if attempts.last else ""
+            raise self._error(f"was not done with a program within {seconds:g} s{last}") from None
+        except _Failed as error:
+            raise self._error(f"failed: {error}") from None
 
 
 async def _trials(
@@ -216,21 +199,27 @@ class _Attempts:
 
         Raises _Failed where the service failed before it had the program.
         """
-        budget, pause = BUDGET, _FIRST_PAUSE
-        while True:
+        failures: list[Passing] = []
+
+        async def attempt() -> Ran:
             try:
                 return await self._once(program, trial, seconds)
             except Passing as failure:
                 self.last = failure
-            await self._stack.aclose()
-            self._machine = None
-            budget -= self.last.cost
-            if budget <= 0 and not self.last.was_sent:
-                raise _Failed(str(self.last))
-            if budget <= 0:
-                return None
-            await anyio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                failures.append(failure)
+                await self._stack.aclose()
+                self._machine = None
+                raise
+
+        def is_over(_: RetryCallState) -> bool:
+            return sum(failure.cost for failure in failures) >= BUDGET
+
+        try:
+            return await http.retry_loop(Passing, _RETRIES, is_over)(attempt)
+        except Passing as failure:
+            if not failure.was_sent:
+                raise _Failed(str(failure)) from None
+            return None
 
     async def programs_own(self) -> Outcome:
         """How the program ended that made the attempts fail. Raises _Failed where a known program fails as well."""
@@ -293,16 +282,3 @@ def _decoded(text: Any) -> str:
 def _sound(text: str) -> str:
     """Without lone surrogates, which cannot be written to a file."""
     return text.encode(errors="replace").decode()
-
-
-def _service(remote: Remote, secret: str | None) -> Service:
-    urls = remote.urls()
-    if remote.service == "piston":
-        return Piston(urls, remote.image or "*", secret)
-    assert secret is not None, "the others have a default variable for it"
-    if remote.service == "e2b":
-        template = remote.image or "code-interpreter-v1"
-        machines = remote.machines_url()
-        return E2B(urls[0], machines, e2b_domain(), template, secret, remote.wait_seconds)
-    assert remote.image is not None, "the settings ask for it"
-    return Morph(urls[0], remote.image, secret, remote.wait_seconds)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from taut.config import configclass, fields_of
+from taut.config import configclass, fields_of, read_secret, read_url
 from taut.errors import ConfigError
 
 ServiceName = Literal["piston", "e2b", "morph"]
@@ -76,37 +75,33 @@ class Remote:
     def urls(self) -> tuple[str, ...]:
         """Where the API is. ConfigError where neither the settings nor the environment say it."""
         if self.addresses:
-            return tuple(_url(it, "remote.addresses") for it in self.addresses)
+            return tuple(read_url(it, "remote.addresses", "remote.key") for it in self.addresses)
         if self.service == "e2b":
             named = os.environ.get("E2B_API_URL")
-            return (_url(named or f"https://api.{e2b_domain()}", "E2B_API_URL"),)
+            return (read_url(named or f"https://api.{e2b_domain()}", "E2B_API_URL", "remote.key"),)
         if self.service == "morph":
             named = os.environ.get("MORPH_BASE_URL")
-            return (_url(named or "https://cloud.morph.so/api", "MORPH_BASE_URL"),)
+            return (
+                read_url(named or "https://cloud.morph.so/api", "MORPH_BASE_URL", "remote.key"),
+            )
         found = [it.strip() for it in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
         if not any(found):
             raise ConfigError(
                 "remote.service is piston, and neither remote.addresses nor the environment variable PISTON_ENDPOINTS "
                 "is set; expected URLs as in http://127.0.0.1:2000/api/v2; set one of them"
             )
-        return tuple(_url(it, "PISTON_ENDPOINTS") for it in found if it)
+        return tuple(read_url(it, "PISTON_ENDPOINTS", "remote.key") for it in found if it)
 
     def machines_url(self) -> str | None:
         """E2B's machines behind one address; None: E2B says for each where it is."""
         named = self.machines or os.environ.get("E2B_SANDBOX_URL")
-        return _url(named, "remote.machines") if named else None
+        return read_url(named, "remote.machines", "remote.key") if named else None
 
     def secret(self) -> tuple[str | None, str | None]:
         """The environment variable that holds the key, and the key. ConfigError where it is not set."""
         assert self.service is not None, "asked where there is a service"
         name = self.key or KEYS[self.service]
-        value = os.environ.get(name) if name else None
-        if name and not value:
-            raise ConfigError(
-                f"remote.service is {self.service}, and the environment variable {name} is not set; expected it to "
-                f"hold the key for {self.service}; export it, or name another variable in remote.key"
-            )
-        return name, value
+        return name, read_secret(name, "remote.key")
 
 
 HERE = Remote()
@@ -116,19 +111,3 @@ HERE = Remote()
 def e2b_domain() -> str:
     """Where E2B is, and its machines where it does not say otherwise."""
     return os.environ.get("E2B_DOMAIN") or "e2b.app"
-
-
-def _url(url: str, label: str) -> str:
-    """A URL of host and path, without a slash at its end."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        parts, host, port = urlsplit(""), None, None
-    is_plain = parts.username is None and not parts.query and not parts.fragment
-    if parts.scheme not in ("http", "https") or not host or port == 0 or not is_plain:
-        raise ConfigError(
-            f"{label}: found a URL{f' for {host}' if host else ''} that cannot be used; expected one as in "
-            "http://127.0.0.1:2000/api/v2, without a password in it; correct it"
-        )
-    return url.rstrip("/")

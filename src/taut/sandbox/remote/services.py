@@ -1,0 +1,460 @@
+"""The services that run programs on their machines: Piston, E2B and Morph.
+
+A service gives a machine; the machine runs ``script.py`` on a job and returns what it printed. A failure that another
+attempt may change is a ``Passing``; any other is a SandboxError. No message contains the key.
+
+Piston (https://github.com/engineer-man/piston), a server of your own; each trial has a box of its own.
+    ``POST ADDRESS/execute`` with the script as the only file and the job as standard input. Several servers take turns.
+    Piston can run programs without a network (PISTON_DISABLE_NETWORKING, its default). Its own limits must not be below
+    ours: PISTON_RUN_TIMEOUT, PISTON_RUN_CPU_TIME, PISTON_OUTPUT_MAX_SIZE.
+E2B (https://e2b.dev), a virtual machine for each program, from a template with E2B's code interpreter.
+    ``POST API/v2/sandboxes`` starts a machine without access to the internet; ``POST https://49999-ID.DOMAIN/execute``
+    runs a cell of Python there, whose messages come back as lines of JSON; ``DELETE API/sandboxes/ID`` ends it. These
+    are the requests of E2B's own package (e2b-code-interpreter 2.11, e2b 2.63), which has other retries and deadlines.
+Morph Cloud (https://cloud.morph.so), a virtual machine for each program, from a snapshot of yours with python3.
+    ``POST API/instance?snapshot_id=`` starts a machine, polled until it is ready; ``POST API/instance/ID/exec`` runs
+    a shell command there and returns what it printed; ``DELETE API/instance/ID`` ends it. These are the requests
+    of Morph's own package (morphcloud 0.1.116). The job is written to a file in parts, as the length of a command is
+    limited. The machine is on the internet, and so is the program.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+import shlex
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
+
+import anyio
+import httpx2
+
+from taut.errors import SandboxError
+from taut.io import http
+from taut.sandbox.limits import Limits, Outcome
+from taut.sandbox.remote.script import BOOTSTRAP
+from taut.sandbox.remote.settings import Remote, e2b_domain
+
+BUDGET = 6
+"""What the failures of one job may cost together before it is given up."""
+BUSY, UNREACHED, BROKEN, LATE = 0, 1, 2, 3
+"""The cost of a failure: a busy service (429) is tried until the deadline, an unreachable one six times, a broken one
+three times, a silent one twice."""
+_SHOWN = 200
+"""Characters of a server's own message that are repeated."""
+
+
+class Passing(Exception):
+    """A failed attempt. ``was_sent``: the service had the request, so the program in it may be the cause."""
+
+    def __init__(self, found: str, cost: int, was_sent: bool = True) -> None:
+        super().__init__(found)
+        self.cost, self.was_sent = cost, was_sent
+
+    @property
+    def is_late(self) -> bool:
+        return self.cost == LATE
+
+    def unsent(self) -> Passing:
+        """The same of a request that ran no program."""
+        return Passing(str(self), self.cost, was_sent=False)
+
+
+class Client:
+    """Requests with a key."""
+
+    def __init__(
+        self, client: httpx2.AsyncClient, key_name: str | None, secret: str | None
+    ) -> None:
+        self._client, self._key_name, self._secret = client, key_name, secret
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        *,
+        seconds: float,
+        most: int,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        may_be_gone: Collection[int] = (),
+    ) -> bytes:
+        """The body of the answer, of at most ``most`` bytes.
+
+        ``may_be_gone``: statuses that mean that the machine has ended, which its program may have brought about.
+        """
+        limits = http.Limits(seconds=seconds, max_bytes=most)
+        try:
+            answer = await http.request(
+                self._client, method, url, limits, headers=headers, json=body
+            )
+        except TimeoutError:
+            raise Passing(f"{url} gave no answer within {seconds:.1f} s", LATE) from None
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            found = _brief(str(error)) or type(error).__name__
+            raise Passing(f"{url} cannot be reached ({found})", UNREACHED, was_sent=False) from None
+        except httpx2.RequestError as error:
+            raise Passing(f"{url} broke off ({type(error).__name__})", BROKEN) from None
+        except http.Refused as error:
+            raise Passing(f"{url} answered with {_brief(str(error))}", BROKEN) from None
+        if answer.is_success:
+            return answer.content
+        text = answer.text.replace(self._secret, "***") if self._secret else answer.text
+        message = f"{url} answered HTTP {answer.status}: {_brief(text)}"
+        if answer.status == 429:
+            raise Passing(message, BUSY, was_sent=False)
+        if answer.status >= 500 or answer.status == 408 or answer.status in may_be_gone:
+            raise Passing(message, BROKEN)
+        if answer.status in (401, 403):
+            remedy = (
+                f"expected the key in {self._key_name} to be accepted; correct it"
+                if self._key_name
+                else "expected a service that needs no key; set remote.key"
+            )
+            raise SandboxError(f"{message}; {remedy}")
+        if answer.status == 413:
+            raise SandboxError(
+                f"{message}; expected a program with its test to be accepted; raise the service's limit for requests"
+            )
+        raise SandboxError(f"{message}; expected the request to be accepted; see docs/sandbox.md")
+
+
+def parsed(body: bytes, url: str) -> Any:
+    """JSON from a service."""
+    try:
+        return http.parse_json(body.decode("utf-8", "replace"))
+    except ValueError:
+        raise Passing(
+            f"{url} answered {_brief(body[:_SHOWN].decode(errors='replace'))!r}, which is no JSON",
+            BROKEN,
+        ) from None
+
+
+def field(value: Any, name: str, kind: type[Any], url: str) -> Any:
+    """A field of an answer, of the type it must have."""
+    found = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(found, kind):
+        raise Passing(f"{url} answered without {name!r}", BROKEN)
+    return found
+
+
+def _brief(text: str) -> str:
+    """One line without control characters."""
+    line = " ".join(text.split())[:_SHOWN]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
+# -- what a service is
+
+START = 2.0
+"""Seconds that starting Python on the machine may take beside a trial's own."""
+WAIT = 15.0
+"""Seconds that a service may take to answer beside a trial's own: its queue and its network."""
+SMALL = 2**20
+"""Bytes of an answer that holds no output."""
+
+RUN = f"""
+import base64, subprocess, sys
+ran = subprocess.run(
+    [sys.executable, "-s", "-c", {BOOTSTRAP!r}],
+    input=base64.b64decode(%r), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+)
+print(ran.stdout.decode(errors="replace"))
+"""
+"""Python that runs a job, for services that take no standard input; ``%`` fills in the job in base64."""
+
+
+class Printed(NamedTuple):
+    """What a machine printed for a job."""
+
+    text: str
+    ending: Outcome | None = None
+    """How the service ended it, where it did and says so."""
+
+
+class Machine(Protocol):
+    """A machine on which nothing has run."""
+
+    async def run(self, job: bytes, seconds: float) -> Printed:
+        """Run the job within ``seconds`` of its own. Raises Passing or SandboxError."""
+        ...
+
+
+class Service(Protocol):
+    """Somebody's machines."""
+
+    @property
+    def address(self) -> str:
+        """Where they are, for people."""
+        ...
+
+    def machine(self, client: Client, limits: Limits) -> AbstractAsyncContextManager[Machine]:
+        """A machine for one program, ended afterwards."""
+        ...
+
+
+def most_printed(limits: Limits) -> int:
+    """Bytes of an answer with output: base64 of it, twice (Piston repeats it), and what is around it."""
+    return 4 * limits.output_kb * 1024 + SMALL
+
+
+def open_service(remote: Remote, secret: str | None) -> Service:
+    """The service that the settings name."""
+    urls = remote.urls()
+    if remote.service == "piston":
+        return Piston(urls, remote.image or "*", secret)
+    assert secret is not None, "the others have a default variable for it"
+    if remote.service == "e2b":
+        template = remote.image or "code-interpreter-v1"
+        machines = remote.machines_url()
+        return E2B(urls[0], machines, e2b_domain(), template, secret, remote.wait_seconds)
+    assert remote.image is not None, "the settings require it"
+    return Morph(urls[0], remote.image, secret, remote.wait_seconds)
+
+
+# -- Piston
+
+_PISTON_ENDINGS: dict[str, Outcome] = {"TO": "time", "OL": "output", "EL": "output"}
+"""Statuses of a run that Piston ended."""
+
+
+class Piston:
+    """Piston servers."""
+
+    def __init__(self, urls: Sequence[str], version: str, secret: str | None) -> None:
+        self.address = ", ".join(urls)
+        self._urls, self._version = itertools.cycle(urls), version
+        self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+
+    @asynccontextmanager
+    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_PistonBox]:
+        """The next server: it makes a box for each request."""
+        yield _PistonBox(
+            client, limits, f"{next(self._urls)}/execute", self._version, self._headers
+        )
+
+
+class _PistonBox:
+    def __init__(
+        self, client: Client, limits: Limits, url: str, version: str, headers: dict[str, str]
+    ) -> None:
+        self._client, self._limits, self._url = client, limits, url
+        self._version, self._headers = version, headers
+
+    async def run(self, job: bytes, seconds: float) -> Printed:
+        milliseconds = int((seconds + START) * 1000)
+        body = await self._client.send(
+            "POST",
+            self._url,
+            seconds=seconds + START + WAIT,
+            most=most_printed(self._limits),
+            body={
+                "language": "python",
+                "version": self._version,
+                "files": [{"name": "main.py", "content": BOOTSTRAP}],
+                "stdin": job.decode(),
+                "run_timeout": milliseconds,
+                "run_cpu_time": milliseconds,
+            },
+            headers=self._headers,
+        )
+        run = field(parsed(body, self._url), "run", dict, self._url)
+        text = field(run, "stdout", str, self._url)
+        if run.get("status") == "XX":
+            raise Passing(f"{self._url}: its sandbox failed ({run.get('message')!r:.100})", BROKEN)
+        return Printed(text, _PISTON_ENDINGS.get(str(run.get("status"))))
+
+
+# -- E2B
+
+_E2B_PORT = 49999
+"""Of the code interpreter on its machine."""
+_E2B_START_SECONDS = 30.0
+_E2B_HOST = re.compile(r"[A-Za-z0-9.-]{1,200}")
+
+
+class E2B:
+    """E2B's machines. ``machines``: one address for all of them. ``spare``: seconds a machine may be there beside its
+    program's."""
+
+    def __init__(
+        self,
+        url: str,
+        machines: str | None,
+        domain: str,
+        template: str,
+        secret: str,
+        spare: float,
+    ) -> None:
+        self.address = url
+        self._machines, self._domain, self._template = machines, domain, template
+        self._secret, self._spare = secret, spare
+
+    @asynccontextmanager
+    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_E2BMachine]:
+        """A new one; E2B ends it by itself where we cannot."""
+        keys = {"X-API-KEY": self._secret}
+        body = await client.send(
+            "POST",
+            f"{self.address}/v2/sandboxes",
+            seconds=_E2B_START_SECONDS,
+            most=SMALL,
+            body={
+                "templateID": self._template,
+                "timeout": math.ceil(limits.total_seconds + self._spare),
+                "allow_internet_access": False,
+            },
+            headers=keys,
+        )
+        made = parsed(body, self.address)
+        number = field(made, "sandboxID", str, self.address)
+        domain = made.get("domain") or self._domain
+        if not (
+            _E2B_HOST.fullmatch(number) and isinstance(domain, str) and _E2B_HOST.fullmatch(domain)
+        ):
+            raise Passing(f"{self.address} named a machine that cannot be addressed", BROKEN)
+        headers = {"E2b-Sandbox-Id": number, "E2b-Sandbox-Port": str(_E2B_PORT)}
+        for name, header in (
+            ("envdAccessToken", "X-Access-Token"),
+            ("trafficAccessToken", "E2B-Traffic-Access-Token"),
+        ):
+            if isinstance(made.get(name), str):
+                headers[header] = made[name]
+        url = self._machines or f"https://{_E2B_PORT}-{number}.{domain}"
+        try:
+            yield _E2BMachine(client, limits, f"{url}/execute", headers)
+        finally:
+            with anyio.CancelScope(shield=True), suppress(Passing, SandboxError):
+                # Else E2B ends the machine at its timeout.
+                await client.send(
+                    "DELETE",
+                    f"{self.address}/sandboxes/{number}",
+                    seconds=5,
+                    most=SMALL,
+                    headers=keys,
+                )
+
+
+class _E2BMachine:
+    def __init__(self, client: Client, limits: Limits, url: str, headers: dict[str, str]) -> None:
+        self._client, self._limits, self._url, self._headers = client, limits, url, headers
+
+    async def run(self, job: bytes, seconds: float) -> Printed:
+        body = await self._client.send(
+            "POST",
+            self._url,
+            seconds=seconds + START + WAIT,
+            most=most_printed(self._limits),
+            body={
+                "code": RUN % base64.b64encode(job).decode(),
+                "context_id": None,
+                "language": "python",
+                "env_vars": None,
+            },
+            headers=self._headers,
+            may_be_gone=(404, 409, 410),
+        )
+        messages = [parsed(line, self._url) for line in body.splitlines() if line.strip()]
+        texts = [
+            field(it, "text", str, self._url)
+            for it in messages
+            if isinstance(it, dict) and it.get("type") == "stdout"
+        ]
+        return Printed("".join(texts))
+
+
+# -- Morph
+
+_MORPH_PART = 60_000
+"""Characters of the job in a command; the kernel allows an argument 128 KiB."""
+_MORPH_JOB = '"${TMPDIR:-/tmp}/taut-job"'
+_MORPH_READY_EVERY = 0.5
+_MORPH_SECONDS = 30.0
+"""For a request that runs no program."""
+_MORPH_NUMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+class Morph:
+    """Morph's machines."""
+
+    def __init__(self, url: str, snapshot: str, secret: str, spare: float) -> None:
+        self.address = url
+        self._snapshot, self._spare = snapshot, spare
+        self._headers = {"Authorization": f"Bearer {secret}"}
+
+    @asynccontextmanager
+    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_MorphMachine]:
+        """A new one, when it is ready; Morph ends it by itself where we cannot."""
+        url = f"{self.address}/instance"
+        body = await client.send(
+            "POST",
+            f"{url}?snapshot_id={quote(self._snapshot, safe='')}",
+            seconds=_MORPH_SECONDS,
+            most=SMALL,
+            body={
+                "metadata": None,
+                "ttl_seconds": math.ceil(limits.total_seconds + self._spare),
+                "ttl_action": "stop",
+            },
+            headers=self._headers,
+        )
+        made = parsed(body, url)
+        number = field(made, "id", str, url)
+        if not _MORPH_NUMBER.fullmatch(number):
+            raise Passing(f"{url} named a machine that cannot be addressed", BROKEN)
+        url = f"{url}/{number}"
+        try:
+            while field(made, "status", str, url) != "ready":
+                if made["status"] == "error":
+                    raise Passing(f"{url} did not start", BROKEN)
+                await anyio.sleep(_MORPH_READY_EVERY)
+                body = await client.send(
+                    "GET", url, seconds=_MORPH_SECONDS, most=SMALL, headers=self._headers
+                )
+                made = parsed(body, url)
+            yield _MorphMachine(client, limits, f"{url}/exec", self._headers)
+        finally:
+            with anyio.CancelScope(shield=True), suppress(Passing, SandboxError):
+                # Else Morph ends the machine at its ttl.
+                await client.send("DELETE", url, seconds=5, most=SMALL, headers=self._headers)
+
+
+class _MorphMachine:
+    def __init__(self, client: Client, limits: Limits, url: str, headers: dict[str, str]) -> None:
+        self._client, self._limits, self._url, self._headers = client, limits, url, headers
+
+    async def run(self, job: bytes, seconds: float) -> Printed:
+        text = base64.b64encode(job).decode()
+        for start in range(0, len(text), _MORPH_PART):
+            into = ">" if start == 0 else ">>"
+            part = f"printf %s {text[start : start + _MORPH_PART]} {into} {_MORPH_JOB}"
+            try:
+                await self._command(part, _MORPH_SECONDS, SMALL)
+            except Passing as failure:
+                raise failure.unsent() from None
+        # Python has all of the job only when the file is gone, and nobody has it open: the program cannot read it.
+        python = f"python3 -s -c {shlex.quote(BOOTSTRAP)}"
+        return Printed(
+            await self._command(
+                f"{{ base64 -d {_MORPH_JOB}; rm -f {_MORPH_JOB}; }} | {python}",
+                seconds + START + WAIT,
+                most_printed(self._limits),
+            )
+        )
+
+    async def _command(self, command: str, seconds: float, most: int) -> str:
+        body = await self._client.send(
+            "POST",
+            self._url,
+            seconds=seconds,
+            most=most,
+            body={"command": [command]},
+            headers=self._headers,
+            may_be_gone=(404, 409, 410),
+        )
+        found: str = field(parsed(body, self._url), "stdout", str, self._url)
+        return found
