@@ -35,7 +35,7 @@ TEMPLATES = {
 class Tiles:
     """A processor: a token for each 2x2 pixels, in rows; in company, one for the whole."""
 
-    is_two_way, minds_company, template = False, True, None
+    is_two_way, depends_on_count, template = False, True, None
 
     def __init__(self, placeholder: str, image_id: int) -> None:
         self.placeholder, self.image_id = placeholder, image_id

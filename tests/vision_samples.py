@@ -59,7 +59,7 @@ class Handle:
 
     @property
     def digest(self) -> str:
-        company = self.num_pictures if self.processor.minds_company else 0
+        company = self.num_pictures if self.processor.depends_on_count else 0
         return hashlib.sha256(f"{self.content} {company}".encode()).hexdigest()
 
     def expect(self) -> None: ...

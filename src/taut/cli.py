@@ -1,14 +1,14 @@
-"""The command line: words -> a configuration -> a call of the library. No behaviour of its own.
+"""The command line: words -> a configuration -> a call of the library. No further behaviour.
 
-Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a key that is true or false. A word
-that stands alone is the TOML file they are set on top of or, for the commands that use a model or a run, that one
-(then only a word that ends in .toml is a file). All are the same thing to ``taut.config``.
+Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a boolean key. A single word is the
+TOML file that they override or, for commands that take a model or a run, that model or run (then only a word that ends
+in .toml is a file). All forms are equal to ``taut.config``.
 
-A TautError is one line on stderr and its exit code (2: the user can put it right; 1: a check failed); under torchrun
-the rank that fails first prints it for all. An interrupt is one line too, with what is left of the work. Any
-other exception is a mistake of ours and keeps its traceback.
+A TautError is one line on stderr and its exit code (2: the user can correct it; 1: a check failed); under torchrun the
+first failing rank prints it for all. An interrupt is one line too, with what remains to be done. Any other exception is
+a bug and keeps its traceback.
 
-Imports nothing heavy until a command runs. May be imported by ``__main__`` only.
+Imports nothing heavy until a command runs.
 """
 
 from __future__ import annotations
@@ -37,32 +37,30 @@ CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
 """Signals that end any command in one line; Ctrl-C is Python's own KeyboardInterrupt."""
 SPIN = "10000"
-"""How long threads spin before they sleep: on a quiet machine as quick as their default, on a busy one much quicker."""
+"""How long threads spin before they sleep: as fast as the default on an idle machine, much faster on a busy one."""
 
 
 class Command(NamedTuple):
-    """What a word on the command line does. Code is named as ``module:name`` and imported when the command runs."""
+    """A command. Code is named as ``module:name`` and imported when the command runs."""
 
     words: str
-    """What may follow it, for people."""
+    """The usage: its arguments as text."""
     about: str
     call: str
-    """Takes the configuration; what it returns, if an integer, is the exit code."""
+    """Function of the configuration; an integer result is the exit code."""
     config: str | None = None
-    """The configclass; without one, the words are handed on as ``key=value``."""
+    """The configclass; without one, the function takes the ``key=value`` words."""
     alone: tuple[str, ...] = ()
-    """The keys that words standing alone set, in order."""
+    """The keys that single words set, in order."""
     many: str | None = None
-    """The key of the list that words standing alone are put in."""
+    """The key of the list that collects single words."""
     is_raw: bool = False
-    """It takes the TOML file and the settings as they are, and makes its configuration itself."""
+    """The function takes the TOML file and the settings, and makes its configuration itself."""
     has_method: bool = False
-    """It takes a run of any method, by the key ``method``."""
+    """It takes a run of any method, chosen by the key ``method``."""
 
 
 TRAIN = "taut.commands.train:train"
-
-
 OTHERS = {
     "teach": Command(
         "MODEL data.train=FILE out=FILE",
@@ -175,9 +173,7 @@ OTHERS = {
         "taut.demo:main",
     ),
 }
-
 """The commands that do not train."""
-
 EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -191,26 +187,27 @@ def commands() -> dict[str, Command]:
 
 
 class Words(NamedTuple):
-    """A command's arguments, sorted."""
+    """A command's arguments: the TOML file, and settings as ``key=value``."""
 
     path: Path | None
     overrides: list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
+    """Run a command; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
     with guarded(), Interrupts.watching(ENDING) as interrupts:
-        code = _end_of(words, interrupts)
+        code = _run_guarded(words, interrupts)
     if code == Interrupted.exit_code and arguments is None:
-        for number in SIGNALS:  # a notice that comes once more must not change the exit code
+        for number in SIGNALS:  # a repeated signal must not change the exit code
             signal.signal(number, signal.SIG_IGN)
     return code
 
 
-def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
+def _run_guarded(words: Sequence[str], interrupts: Interrupts) -> int:
+    """Run a command; errors and interrupts become a message and an exit code."""
     try:
         with interrupts.at_once():
             return _dispatch(words)
@@ -230,34 +227,33 @@ def _end_of(words: Sequence[str], interrupts: Interrupts) -> int:
 
             code_of_first = distributed.exit_code_of_first_to_fail()
             if code_of_first is not None and isinstance(error, RuntimeError):
-                return code_of_first  # a collective that a failed rank left; that rank says why
+                return (
+                    code_of_first  # a collective broken by a failed rank, which prints the reason
+                )
             distributed.is_first_to_fail(1)
-        sys.stderr.write("".join(traceback.format_exception(error)))  # here, where it is escaped
+        sys.stderr.write(
+            "".join(traceback.format_exception(error))
+        )  # inside guarded(), which escapes it
         return 1
 
 
 def _report(line: str, exit_code: int) -> None:
-    """Print how the command ends; of several ranks, the first to fail does, and tells torchrun."""
+    """Print the final line; of several ranks, the first to fail does, and passes it to torchrun."""
     if "RANK" in os.environ:
         if "torch" in sys.modules:
             from taut.train import distributed
 
-            is_told_here = distributed.is_first_to_fail(exit_code)
+            is_first = distributed.is_first_to_fail(exit_code)
         else:
-            is_told_here = is_first_on_host()
-        if not is_told_here:
+            is_first = is_first_on_host()
+        if not is_first:
             return
-        _tell_torchrun(line)
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun quotes it in its table
+            message = one_line(redacted(line))
+            fields = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
+            with suppress(OSError):  # the table then lacks the line
+                Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
     sys.stderr.write(f"{line}\n")
-
-
-def _tell_torchrun(line: str) -> None:
-    """Leave the line where torchrun's table of failures quotes it from."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    fields = {"message": one_line(redacted(line)), "extraInfo": {"timestamp": int(time.time())}}
-    with suppress(OSError):  # the table does without
-        if path:
-            Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -281,10 +277,13 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """Every command, with what it does."""
+    """Every command with its description."""
     known = commands()
     width = max(len(f"{name} {command.words}") for name, command in known.items()) + 4
-    lines = [f"{f'{name} {it.words}'.ljust(width)}{it.about}" for name, it in known.items()]
+    lines = [
+        f"{f'{name} {command.words}'.ljust(width)}{command.about}"
+        for name, command in known.items()
+    ]
     lines += [f"{'COMMAND --help'.ljust(width)}every key of a command", "--version"]
     body = "\n       ".join(f"taut {line}" for line in lines)
     return f"usage: {body}\n\n{EXAMPLE}"
@@ -293,8 +292,8 @@ def usage() -> str:
 def config_class(command: Command) -> type[Any]:
     """The configclass of a command that has one."""
     assert command.config is not None
-    found: type[Any] = _named(command.config)
-    return found
+    cls: type[Any] = _import_name(command.config)
+    return cls
 
 
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
@@ -304,7 +303,7 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     from taut.io import temporary
 
     temporary.clear()
-    call = _named(command.call)
+    call = _import_name(command.call)
     if command.config is None:
         path, overrides = sort_words(words, set(), command.alone)
         if path is not None:
@@ -320,17 +319,22 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         foreign = {*ELSEWHERE, *INSTEAD} - keys
         sorted_words = sort_words(words, known, command.alone, command.many, foreign)
         if "data.train" in keys:
-            sorted_words = sorted_words._replace(overrides=list(map(_data, sorted_words.overrides)))
+            sorted_words = sorted_words._replace(
+                overrides=list(map(_expand_data, sorted_words.overrides))
+            )
         if command.has_method and not command.is_raw:
-            cls = _named("taut.methods.method:class_of")(*sorted_words)
+            cls = _import_name("taut.methods.method:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
     if os.environ.get("RANK", "0") == "0":
-        _tell(getattr(result, "notice", None), getattr(result, "warning", None))
+        if notice := getattr(result, "notice", None):
+            _print(notice)
+        if warning := getattr(result, "warning", None):
+            sys.stderr.write(f"taut: warning: {one_line(warning)}\n")
     return result if isinstance(result, int) else 0
 
 
 def _require_free_out(words: Sequence[str]) -> None:
-    """Refuse an ``out`` that is taken before torch is imported: seconds sooner than ``train``, which asks again."""
+    """Refuse an ``out`` that is in use before torch is imported: seconds sooner than ``train``, which checks again."""
     from taut.config import read_toml, user_path
     from taut.train.run_dir import require_usable
 
@@ -346,18 +350,10 @@ def _require_free_out(words: Sequence[str]) -> None:
         require_usable(user_path(settings["out"], "out"), resume=False, overwrite=False)
 
 
-def _data(override: str) -> str:
+def _expand_data(override: str) -> str:
     """``data=FILE`` is short for ``data.train=FILE``."""
     key, equals, value = override.partition("=")
     return f"data.train={value}" if equals and key.strip() == "data" else override
-
-
-def _tell(notice: str | None, warning: str | None) -> None:
-    """What a result has to say when all is done."""
-    if notice:
-        _print(notice)
-    if warning:
-        sys.stderr.write(f"taut: warning: {one_line(warning)}\n")
 
 
 def _help(name: str, command: Command) -> str:
@@ -377,14 +373,14 @@ def _help(name: str, command: Command) -> str:
     return "\n".join(lines)
 
 
-def _named(name: str) -> Any:
+def _import_name(name: str) -> Any:
     """The object that ``module:name`` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def switches(cls: type[Any]) -> set[str]:
-    """The keys that are true or false."""
+    """The boolean keys."""
     from taut.config import describe
 
     return {row.key for row in describe(cls) if row.type == "true | false"}
@@ -406,8 +402,8 @@ def sort_words(
 ) -> Words:
     """The TOML file, and every setting as ``key=value``.
 
-    ``alone``: the keys that words standing alone set, one each; ``many``: the key they are all put in, as a list;
-    ``foreign``: names of other frameworks, which may be switches there.
+    ``alone``: the keys that single words set, in order; ``many``: the key that collects them in a list; ``foreign``:
+    keys of other frameworks, which may be switches there.
     """
     path: Path | None = None
     overrides, together = [], []
@@ -425,14 +421,14 @@ def sort_words(
             if key is None:
                 wanted = " and ".join(name.upper() for name in alone)
                 raise ConfigError(
-                    f"found {word!r} beside {wanted}; expected settings as key=value after it"
+                    f"found {word!r} next to {wanted}; expected settings as key=value after it"
                 )
             overrides.append(f"{key}={word}")
         elif path is None:
             path = Path(word)
         else:
             raise ConfigError(
-                f"found {word!r} beside {str(path)!r}; expected one TOML file, and settings as key=value"
+                f"found {word!r} next to {str(path)!r}; expected one TOML file, and settings as key=value"
             )
     if together:
         overrides.append(f"{many}={json.dumps(together, ensure_ascii=False)}")
@@ -447,7 +443,7 @@ def _from_flag(flag: str, rest: deque[str], switches: set[str], foreign: Collect
     if key in switches:
         return f"{key}=true"
     if key in foreign and (not rest or rest[0].startswith("--") or "=" in rest[0]):
-        return f"{key}=true"  # the configuration says what there is instead
+        return f"{key}=true"  # taut.config names the replacement
     if not rest:
         raise ConfigError(f"found --{flag} without a value; expected --{flag} VALUE")
     return f"{key}={rest.popleft()}"

@@ -115,7 +115,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(whole: Path, di
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "found 0 directories; expected the one run to go on with, as in taut resume runs/a"),
+        ([], "found 0 directories; expected one run to continue, as in taut resume runs/a"),
         (["DIED", "out=other"], "found 2 directories"),
         (["DIED", "other"], "found 'other' beside OUT; expected settings as key=value"),
         (["nowhere"], "nowhere is not a taut run (no resolved.json)"),
@@ -125,7 +125,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(whole: Path, di
         (["DIED", "seed=5"], "belongs to another run: seed: 0 then, 5 now"),
         (
             ["DIED", "data.eval=none.jsonl"],
-            "relative paths are meant from STARTED, where the run was started",
+            "relative paths refer to STARTED, where the run was started",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_what_cannot_be_gone_on_with_is_one_line(
         ),
         (lambda it: it["config"].update(seed="x"), r"found seed=\"x\" at .*resolved\.json"),
         (lambda it: it["config"].pop("model"), r"key 'model' is missing"),
-        (lambda it: it.update(directory="/nowhere"), r"started in /nowhere, which is not to be had"),
+        (lambda it: it.update(directory="/nowhere"), r"started in /nowhere, which is not available"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_no_longer_loads_is_named_by_key(

@@ -64,7 +64,7 @@ def test_a_switch_takes_no_following_word() -> None:
     [
         (["sft", "sed=1", *MINIMAL], "unknown key 'sed' on the command line; did you mean 'seed'?"),
         (["sft", "--seed"], "found --seed without a value"),
-        (["sft", "a.toml", "b.toml"], "found 'b.toml' beside 'a.toml'; expected one TOML file"),
+        (["sft", "a.toml", "b.toml"], "found 'b.toml' next to 'a.toml'; expected one TOML file"),
         (["sft", "missing.toml"], "cannot read missing.toml"),
         (
             ["stf"],
@@ -180,7 +180,7 @@ def test_every_command_has_its_configuration_and_its_help(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = cli.commands()[name]
-    assert callable(cli._named(command.call))
+    assert callable(cli._import_name(command.call))
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: taut {name} {command.words}")
@@ -247,7 +247,7 @@ def test_words_alone_are_put_in_a_list() -> None:
 
 def test_a_word_too_many_and_a_model_twice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "a", "b"]) == 2
-    assert "found 'b' beside MODEL; expected settings as key=value" in capsys.readouterr().err
+    assert "found 'b' next to MODEL; expected settings as key=value" in capsys.readouterr().err
     assert main(["chat", "a", "model=b"]) == 2
     assert "key 'model' is set twice on the command line" in capsys.readouterr().err
     assert main(["chat", "a", "engine=server"]) == 2

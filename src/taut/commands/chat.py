@@ -1,12 +1,10 @@
 """``taut chat MODEL``: a conversation in the terminal.
 
-The answer appears as it is sampled by the local engine, and at once when a server has finished it. Lines that are piped
-in are taken as messages, one each. Ctrl-C stops the answer, not the program; what was said so far stays in the
-conversation. An answer that was cut is said to be.
+The local engine's answer appears as it is sampled, a server's when it is finished. Each piped line is a message. Ctrl-C
+stops the answer, not the program; the text so far stays in the conversation. Truncated answers are marked.
 
-For the next turn the whole conversation is rendered anew through the chat template, from text, as servers do: so
-reasoning that a template strips from history is stripped, and pictures stay where they were shown. Nothing is saved.
-The command line imports it.
+For each turn the whole conversation is rendered from text with the chat template, as servers do: reasoning that a
+template strips from history is stripped, and pictures stay in their messages. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO
+from typing import Annotated, NamedTuple, TextIO
 
 from pydantic import Field
 
@@ -32,25 +30,25 @@ from taut.vision.content import ImageRef, read_file
 from taut.vision.image_store import OF_ROWS, require_unset
 
 HELP = (
-    "/reset begins anew; /system TEXT sets the system message (without TEXT: none); /image PATH shows a picture with "
-    "the next message (without PATH: none); /help says this; /exit leaves"
+    "/reset starts a new conversation; /system TEXT sets the system message (without TEXT: none); /image PATH shows a "
+    "picture with the next message (without PATH: none); /help says this; /exit leaves"
 )
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a character decodes to while some of its tokens are missing."""
+"""The decoded form of a character with missing tokens."""
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], HALF)
-"""Control characters but newline and tab: a model must not drive the terminal."""
+"""Control characters except newline and tab: a model must not control the terminal."""
 
 Write = Callable[[str], object]
 
 
 @configclass
 class ChatSampling(Sampling):
-    """How answers are drawn."""
+    """Sampling of answers."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 1024
-    """Tokens an answer may have; then it is cut."""
+    """Maximum tokens of an answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.7
-    """Divides the logits; 0: always the most likely token."""
+    """Sampling temperature. 0: greedy."""
 
     def __post_init__(self) -> None:
         if self.n != 1:
@@ -72,12 +70,12 @@ class Chat(ModelUse):
 
 
 class Answer(NamedTuple):
-    """What was said."""
+    """An answer."""
 
     text: str | None
-    """None where there is no answer."""
+    """None: there is no answer."""
     note: str
-    """For people: why it ended, if not by itself."""
+    """Why it ended, if not with a stop token."""
 
 
 def run(config: Chat) -> int:
@@ -110,12 +108,12 @@ class Session:
     """One conversation."""
 
     def __init__(self, config: Chat, opened: Opened, write: Write, folder: Path) -> None:
-        """``folder``: for the pictures as they are when they are shown, whatever becomes of their files."""
+        """``folder``: for copies of the pictures, whose files may change later."""
         self.folder, self.opened, self.sampling, self.write = folder, opened, config.sampling, write
         self.system = config.system
         self.messages: list[Message] = []
         self.pictures: list[ImageRef] = []
-        """Those of the next message."""
+        """Pictures of the next message."""
         self.num_turns = 0
         self.texts = Texts(opened.tokenizer, opened.stops.ids)
 
@@ -136,7 +134,7 @@ class Session:
             self.write(f"[{word} is no command; {HELP}]\n")
 
     def attach(self, path: str) -> None:
-        """Show the picture in this file with the next message; with no path, show none."""
+        """Attach the picture in this file to the next message; without a path, remove all."""
         if not path:
             self.pictures = []
             self.write("[no picture]\n")
@@ -157,8 +155,10 @@ class Session:
         self.write(f"[{seen.width}x{seen.height} pixels, {count} the next message]\n")
 
     def say(self, text: str) -> None:
-        """Answer a message; it and the answer join the conversation, unless there is no answer."""
-        messages = [*self.messages, {"role": "user", "content": self._content(text)}]
+        """Answer a message; both join the conversation, unless there is no answer."""
+        pictures = [{"type": "image", "image": picture} for picture in self.pictures]
+        content = [*pictures, {"type": "text", "text": text}] if pictures else text
+        messages = [*self.messages, {"role": "user", "content": content}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         ids_T, media = self.opened.renderer.prompt_media([*system, *messages])
         self.num_turns += 1
@@ -168,12 +168,6 @@ class Session:
         if answer.text is not None:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
             self.pictures = []
-
-    def _content(self, text: str) -> str | list[dict[str, Any]]:
-        if not self.pictures:
-            return text
-        shown = [{"type": "image", "image": picture} for picture in self.pictures]
-        return [*shown, {"type": "text", "text": text}]
 
     def _answer(self, prompt: Prompt) -> Answer:
         engine = self.opened.engine
@@ -212,12 +206,13 @@ class Session:
 
     def _cut(self, prompt: Prompt) -> str:
         if room(prompt, self.sampling, self.opened.context) < self.sampling.max_new_tokens:
-            return f"cut: the model's context of {self.opened.context:,} tokens is full; /reset begins anew"
+            context = f"the model's context of {self.opened.context:,} tokens"
+            return f"cut: {context} is full; /reset starts a new conversation"
         return f"cut after {self.sampling.max_new_tokens:,} tokens (sampling.max_new_tokens)"
 
 
 class Stream:
-    """Writes an answer as its tokens come: whole characters, and nothing that a stop string may yet cut."""
+    """Writes an answer as its tokens arrive: whole characters, and no text that a stop string may still remove."""
 
     def __init__(self, texts: Texts, stops: list[str], write: Write) -> None:
         self.texts, self.stops, self.write = texts, stops, write
@@ -225,7 +220,7 @@ class Stream:
         self._written = ""
 
     def add(self, index: int) -> None:
-        """One more token."""
+        """Add a token."""
         self.ids.append(index)
         text = self.texts.text(self.ids, self.stops).rstrip(HALF)
         held = max(
@@ -240,7 +235,7 @@ class Stream:
         self._show(text[: len(text) - held])
 
     def finish(self) -> str:
-        """Write what is left; the whole text."""
+        """Write the rest; returns the whole text."""
         text = self.texts.text(self.ids, self.stops)
         self._show(text)
         return text
@@ -257,7 +252,7 @@ def _write(text: str) -> None:
 
 
 def _lines(stdin: TextIO) -> Iterator[str]:
-    """Messages: typed after a prompt on a terminal, with line editing where there is any, or piped in."""
+    """Messages: typed at a prompt on a terminal, with line editing where available, or piped."""
     if not stdin.isatty():
         for line in stdin:
             yield line.removesuffix("\n")

@@ -1,12 +1,11 @@
 """``taut check``: is this run honest, before it costs anything?
 
-    taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, as ``taut sft`` would take it
+    taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, with the keys of ``taut sft``
     taut check --model DIR --data FILE                         a model and data, with the defaults
     taut check --recipe trl:FILE [--processes N] [--json]      another framework's recipe (open-r1, swift, openrlhf)
 
-What failed and what is warned of, then how many checks passed; with --all one row a question. Exit code 1 where one
-failed; warnings do not change it. Nothing is trained and nothing is written. The command line imports
-it.
+Prints failures and warnings, then the number of passed checks; with --all one row per check. Exit code 1 where a check
+failed; warnings do not change it. Nothing is trained and nothing is written.
 """
 
 from __future__ import annotations
@@ -31,63 +30,63 @@ WIDTH = 100
 
 
 @configclass
-class Looking:
-    """How a run is looked at."""
+class CheckOptions:
+    """Options of the check."""
 
     full: bool = False
-    """Ask what takes minutes too."""
+    """Also run the checks that take minutes."""
     all: bool = False
-    """Show every check, those that passed or were skipped included, with their numbers and notes."""
+    """Show every check, including passed and skipped ones, with numbers and notes."""
     json: bool = False
-    """Print one JSON object (docs/check.md says what is in it) in place of the table."""
+    """Print one JSON object (see docs/check.md) instead of the table."""
 
 
 @configclass
-class CheckRun(Looking, RunConfig):
-    """A run, and how it is looked at: the keys of the command."""
+class CheckRun(CheckOptions, RunConfig):
+    """A run, and the options of the check: the keys of the command."""
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code."""
     recipe = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
     if recipe:
-        return _recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
+        return _check_recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
     ours = [word for word in overrides if word.partition("=")[0].strip() in ("full", "all", "json")]
     rest = [word for word in overrides if word not in ours]
-    return run(load(class_of(path, rest), path, rest), load(Looking, None, ours))
+    return run(load(class_of(path, rest), path, rest), load(CheckOptions, None, ours))
 
 
-def run(config: RunConfig, how: Looking) -> int:
-    """Print what was found; 1 if a check failed."""
+def run(config: RunConfig, options: CheckOptions) -> int:
+    """Print the findings; 1 if a check failed."""
     console = Terminal(width=None if sys.stdout.isatty() else WIDTH)
     session = session_of(config)
-    part: Part = "full" if how.full else "quick"
-    if how.json:
-        found = _examined(session, part)
+    part: Part = "full" if options.full else "quick"
+    if options.json:
+        examination = _examine(session, part)
         sys.stdout.write(
-            json.dumps(as_json(found, {"model": config.model}), allow_nan=False) + "\n"
+            json.dumps(as_json(examination, {"model": config.model}), allow_nan=False) + "\n"
         )
-        return 1 if found.failures else 0
+        return 1 if examination.failures else 0
     console.print(f"{config.model}, {part} part\n", markup=False)
 
-    def show(one: Answered) -> None:
-        if how.all or one.finding.outcome in FINDINGS:
-            show_row(console, one)
+    def show(answered: Answered) -> None:
+        if options.all or answered.finding.outcome in FINDINGS:
+            show_row(console, answered)
 
-    found = _examined(session, part, show)
-    show_end(console, found, lists_all=how.all)
-    return 1 if found.failures else 0
+    examination = _examine(session, part, show)
+    show_end(console, examination, lists_all=options.all)
+    return 1 if examination.failures else 0
 
 
 def check(config: RunConfig, *, full: bool) -> Examination:
     """The library's ``taut.check``."""
-    return _examined(session_of(config), "full" if full else "quick")
+    return _examine(session_of(config), "full" if full else "quick")
 
 
-def _examined(
+def _examine(
     session: Session, part: Part, follow: Callable[[Answered], None] = lambda _: None
 ) -> Examination:
-    """What was asked; nothing that was opened for it is left."""
+    """Run the checks, and close what they opened."""
     try:
         return examine(session, part, follow=follow)
     finally:
@@ -95,7 +94,7 @@ def _examined(
 
 
 def session_of(config: RunConfig) -> Session:
-    """A session on the run that the configuration describes."""
+    """A session on the configured run."""
     if distributed.world_size() > 1:
         raise ConfigError(
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
@@ -104,8 +103,8 @@ def session_of(config: RunConfig) -> Session:
     return Session(config, distributed.start(config.device))
 
 
-def _recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:
-    """Another framework's recipe."""
+def _check_recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:
+    """Examine another framework's recipe."""
     from taut.migrate.examine import main as examine_recipe
 
     others = [str(path)] if path is not None else []
@@ -113,7 +112,7 @@ def _recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> in
     others += [word for word in rest if word != "json=true" and not word.startswith("processes=")]
     if len(recipe) > 1 or others:
         raise ConfigError(
-            f"found {' '.join((*recipe[1:], *others))!r} beside recipe={recipe[0]}; expected --recipe alone, or with "
+            f"found {' '.join((*recipe[1:], *others))!r} next to recipe={recipe[0]}; expected --recipe alone, or with "
             "--json and --processes"
         )
     for count in counts:

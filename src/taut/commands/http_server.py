@@ -1,17 +1,23 @@
-"""The limits of our HTTP servers, and the ASGI middleware that enforces them before any work is done.
+"""An HTTP/1.1 server with limits: on requests, before any work is done, and on connections, in time and number.
 
-    guard = Guard(app, limits, host, key)          app: any ASGI application
+    serve(Guard(app, limits, host, key), limits, listener)          app: any ASGI application
 
-For each request, in this order: the request target, the headers' size, room for it (where ``max_connections`` are in
-work: ``GET /health`` only), Host, Origin, the key, the announced size of the body. Only then is the body read, within
-``body_seconds`` and ``max_bytes_in_flight``. A request whose client has gone is cancelled.
+``Guard`` checks for each request, in this order: the request target, the headers' size, room for it (at
+``max_connections`` requests only ``GET /health``), Host, Origin, the key, the announced size of the body. Only then is
+the body read, within ``body_seconds`` and ``max_bytes_in_flight``. A request whose client disconnects is cancelled.
 
 Host and Origin keep web pages out: a page may send requests to a loopback server, but the browser names the page's
 origin in them; and a page whose host name was made to point at this machine (DNS rebinding) sends that name as Host.
 
-A refusal is ``{"error": {"message", "field"}}`` with the status that says what kind it is. Time limits of headers and
-the number of connections are kept in ``http_protocol.py``: an application does not see connections. Imports no web
-server. Commands that serve import it.
+A refusal is ``{"error": {"message", "field"}}`` with the status of its kind.
+
+Connections use uvicorn's h11 protocol. Uvicorn limits neither the time in which a client sends its headers, nor that in
+which it reads an answer, and refuses every connection above its limit. Here a connection has one deadline while it has
+no request (from its start or its last answer to the end of the next request's headers), and another while an answer
+cannot be sent. A request beyond ``max_connections`` is marked ``BUSY`` and served only if it is ``GET /health``;
+``NUM_SPARE`` further connections may be open for it, and a new connection closes the one that has waited longest
+without a request. So one can always be closed, and ``/health`` is always reachable. Chunked bodies are refused before
+they are parsed: chunks of one byte cost the event loop more than their senders.
 """
 
 from __future__ import annotations
@@ -50,12 +56,12 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=86400)]
 
 HEALTH = "/health"
-"""Answered also where ``max_connections`` are in work."""
+"""Answered even at ``max_connections`` requests."""
 BUSY = "taut.busy"
-"""Key of the ASGI scope's ``state``: ``max_connections`` are in work."""
+"""Key of the ASGI scope's ``state``: the server is at ``max_connections`` requests."""
 LINGER = 1.0
 """Seconds for which the rest of a refused request is read and dropped. Closing a connection with unread data resets it,
-and the client might never see the answer."""
+and the client might not see the answer."""
 RETRY = {503: "1"}
 """Seconds after which a client may try again, by status."""
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{1,5})?")
@@ -63,30 +69,30 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{1,5})?")
 
 @configclass
 class HttpLimits:
-    """What one client may take from a server."""
+    """Limits on what one client may use."""
 
     hosts: tuple[str, ...] = ()
-    """Further names by which clients reach the server (the Host header). Always accepted: the loopback's names, host,
-    and the address at which the connection arrives. Other names are refused, since a web page can choose them."""
+    """Additional names of the server in the Host header. The loopback's names, host, and the address of the connection
+    are always accepted. Other names are refused, since a web page can choose them."""
     max_connections: Annotated[int, Field(ge=1, le=10_000)] = 256
-    """Requests that are received or served at a time; at this number only GET /health is answered (others: 503). 32
-    connections more may be open; a further one replaces the one that has waited longest without sending a request."""
+    """Maximum concurrent requests; at this number only GET /health is answered (others: 503). 32 more connections may
+    be open; a further one replaces the one that has waited longest without a request."""
     max_url_bytes: Annotated[int, Field(ge=16)] = 2048
-    """A longer request target is refused (414)."""
+    """Maximum length of the request target (414)."""
     max_header_bytes: Annotated[int, Field(ge=256)] = 2**14
-    """Request line and headers together; more are refused (431)."""
+    """Maximum size of request line and headers (431)."""
     max_request_bytes: Annotated[int, Field(ge=1)] = 2**24
-    """A larger request body is refused (413). It needs a Content-Length: chunked bodies are refused (411)."""
+    """Maximum size of a request body (413). It needs a Content-Length: chunked bodies are refused (411)."""
     max_bytes_in_flight: Annotated[int, Field(ge=1)] = 2**26
-    """Request bodies held at a time, those that are read, wait or are scored; more are refused (503)."""
+    """Maximum size of all request bodies in memory; more are refused (503)."""
     header_seconds: Seconds = 10.0
-    """Time to send a request's headers; the connection is then closed (408)."""
+    """Seconds to send a request's headers; then the connection is closed (408)."""
     body_seconds: Seconds = 30.0
-    """Time to send a request's body (408)."""
+    """Seconds to send a request's body (408)."""
     send_seconds: Seconds = 30.0
-    """Time to read an answer; the connection is then closed."""
+    """Seconds to read an answer; then the connection is closed."""
     idle_seconds: Seconds = 5.0
-    """Time for which a connection is kept open after an answer."""
+    """Seconds for which a connection stays open after an answer."""
 
     def __post_init__(self) -> None:
         if self.max_bytes_in_flight < self.max_request_bytes:
@@ -124,10 +130,10 @@ class Refused(Exception):
 
 
 class Guard:
-    """An ASGI application that hands on what keeps to the limits, with its body read."""
+    """An ASGI application that passes on requests within the limits, with their bodies read."""
 
     def __init__(self, app: App, limits: HttpLimits, host: str, key: bytes | None = None) -> None:
-        """``host``: the name that the server listens on. ``key``: the token that every request but GET has to bring."""
+        """``host``: the name that the server listens on. ``key``: the token that every request but GET must have."""
         self._app, self._limits, self._key = app, limits, key
         self._names = {_host_name(name) for name in (host, *limits.hosts)}
         self._num_bytes_held = 0
@@ -148,7 +154,7 @@ class Guard:
             self._num_bytes_held -= len(body)
 
     def _require_allowed(self, scope: Scope) -> None:
-        """All that can be told from the request line and the headers."""
+        """The checks of request line and headers."""
         limits = self._limits
         target = scope["raw_path"]
         num_bytes = len(target) + len(scope["query_string"])
@@ -178,15 +184,15 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD") and self._key is not None:
             _require_key(headers, self._key)
         size = int(headers.get(b"content-length", "0"))
-        most = limits.max_request_bytes if scope["method"] == "POST" else 0
-        if size > most:
+        max_bytes = limits.max_request_bytes if scope["method"] == "POST" else 0
+        if size > max_bytes:
             raise Refused(
                 413,
-                f"the request's body has {size:,} bytes; expected at most {most:,}; send less at a time",
+                f"the request's body has {size:,} bytes; expected at most {max_bytes:,}; send less at a time",
             )
 
     def _require_host(self, headers: dict[bytes, str], scope: Scope) -> str:
-        """The Host header, which names this server."""
+        """The Host header, which must name this server."""
         host = headers.get(b"host", "")
         arrived_at = (scope.get("server") or ("",))[0]
         name = _host_name(host) if _HOST.fullmatch(host) else ""
@@ -202,7 +208,7 @@ class Guard:
         return host
 
     async def _read(self, body: bytearray, receive: Receive) -> bool:
-        """Read the whole request into ``body``; False: the client has gone."""
+        """Read the whole request into ``body``; False: the client disconnected."""
         limits = self._limits
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -235,14 +241,14 @@ class Guard:
             ) from None
 
     async def _serve(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Let the application answer, unless the client goes before it has."""
-        is_handed_over = False
+        """Let the application answer, unless the client disconnects first."""
+        is_passed_on = False
 
         async def whole() -> Message:
-            nonlocal is_handed_over
-            if is_handed_over:
+            nonlocal is_passed_on
+            if is_passed_on:
                 return await receive()
-            is_handed_over = True
+            is_passed_on = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def until_gone() -> None:
@@ -262,7 +268,7 @@ class Guard:
 
 
 async def _refuse(refused: Refused, receive: Receive, send: Send) -> None:
-    """Answer, read what the client still sends for a moment, and close the connection."""
+    """Answer, read the rest of the request for a moment, and close the connection."""
     body = refused.body
     headers = {**refused.headers, "content-length": str(len(body)), "connection": "close"}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -276,7 +282,7 @@ async def _refuse(refused: Refused, receive: Receive, send: Send) -> None:
 
 
 def _require_own_origin(headers: dict[bytes, str], host: str) -> None:
-    """Refuse what a browser sends for a page that is not this server's own."""
+    """Refuse requests that a browser sends for another site's page."""
     origin = headers.get(b"origin")
     site = headers.get(b"sec-fetch-site", "none")
     is_own = origin is None or _netloc(origin) == host.lower()
@@ -312,11 +318,11 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Without port, brackets and the root's dot, in lower case."""
+    """The host without port, brackets and trailing dot, in lower case."""
     if host.count(":") > 1 and not host.startswith("["):
         return host.lower()  # an IPv6 address alone
-    found = _HOST.match(host)
-    return found[1].strip("[]").lower().rstrip(".") if found else ""
+    match = _HOST.match(host)
+    return match[1].strip("[]").lower().rstrip(".") if match else ""
 
 
 def _netloc(origin: str) -> str:
@@ -326,30 +332,19 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# HTTP/1.1 connections of our servers: uvicorn's h11 protocol with limits on time and number.
-#
-# uvicorn limits neither the time in which a client sends its headers, nor that in which it reads an answer, and
-# refuses every connection above its limit alike. Here a connection has one deadline while no request is being served,
-# from its start or its last answer to the end of the next request's headers; and another while an answer cannot be
-# sent. Beyond ``max_connections`` requests in work, a further one is marked (``http_guard.BUSY``) and served only if
-# it is ``GET /health``; ``NUM_SPARE`` connections more may be open for it, and a new connection closes the one that
-# has waited longest without a request. So there is always one that can be closed, and ``/health`` is always reached.
-#
-# Chunked bodies are refused before they are parsed: chunks of one byte each cost the event loop more than their
-# senders. Imports uvicorn and h11. Commands that serve import it, when they run.
+# -- connections
 
 NUM_SPARE = 32
 """Open connections beyond ``max_connections``."""
 SHUTDOWN_SECONDS = 30
-"""How long requests may take that are being served when the server is told to end."""
+"""Seconds in which current requests may finish when the server ends."""
 
 
 def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
-    """Serve until a signal asks for the end; what is being served then is answered. A second signal ends it at once.
+    """Serve until a signal; current requests are answered. A second signal ends it immediately.
 
-    Uvicorn takes SIGTERM and SIGINT. Another signal must not raise an exception here: where it came inside a request,
-    the request would end and the server would go on.
+    Uvicorn handles SIGTERM and SIGINT. Other signals must not raise an exception here: inside a request it would end
+    the request only, and the server would continue.
     """
     config = Config(
         app,
@@ -377,13 +372,12 @@ def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit  # told twice
+        self.force_exit = self.should_exit  # the second signal
         self.should_exit = True
 
 
 def protocol_of(limits: HttpLimits) -> type[H11Protocol]:
-    """The protocol class that keeps to these limits."""
-
+    """The protocol class with these limits."""
     return type("Protocol", (_LimitedProtocol,), {"limits": limits})
 
 
@@ -423,7 +417,7 @@ class _LimitedProtocol(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """The headers of its next request are still to come."""
+        """The headers of its next request have not arrived."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -437,8 +431,8 @@ class _LimitedProtocol(H11Protocol):
         others = self._others()
         if len(others) < self.limits.max_connections + NUM_SPARE:
             return
-        idle = [it for it in others if not it._is_in_work]
-        oldest = min(idle or [self], key=lambda it: it._waits_since)
+        idle = [other for other in others if not other._is_in_work]
+        oldest = min(idle or [self], key=lambda connection: connection._waits_since)
         if oldest._is_waiting and not oldest._is_refused:
             oldest._give_up("other clients need the connection")
         oldest.transport.abort()
@@ -448,7 +442,7 @@ class _LimitedProtocol(H11Protocol):
             return
         self._has_received = True
         if self._is_waiting:
-            num_in_work = sum(it._is_in_work for it in self._others())
+            num_in_work = sum(other._is_in_work for other in self._others())
             self.app_state = {**self.app_state, BUSY: num_in_work >= self.limits.max_connections}
         super().data_received(data)
         if not self._is_waiting and self._request_deadline is not None:
@@ -460,7 +454,9 @@ class _LimitedProtocol(H11Protocol):
 
     def _others(self) -> list[_LimitedProtocol]:
         return [
-            it for it in self.connections if isinstance(it, _LimitedProtocol) and it is not self
+            connection
+            for connection in self.connections
+            if isinstance(connection, _LimitedProtocol) and connection is not self
         ]
 
     def on_response_complete(self) -> None:
@@ -485,12 +481,12 @@ class _LimitedProtocol(H11Protocol):
             self._send_deadline.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request, from the handler of h11's error."""
+        """Answer an invalid request, inside the handler of h11's error."""
         error = sys.exception()
         assert isinstance(error, h11.RemoteProtocolError)
         status = error.error_status_hint
-        found = "the headers are too large" if status == 431 else str(error)
-        self._refuse(Refused(status, f"{found}; expected a request of HTTP/1.1"))
+        fault = "the headers are too large" if status == 431 else str(error)
+        self._refuse(Refused(status, f"{fault}; expected a request of HTTP/1.1"))
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -506,7 +502,7 @@ class _LimitedProtocol(H11Protocol):
         )
 
     def _give_up(self, reason: str) -> None:
-        """Close a connection that has sent no whole request."""
+        """Close a connection without a complete request."""
         if self._has_received:
             self._refuse(
                 Refused(
@@ -518,7 +514,7 @@ class _LimitedProtocol(H11Protocol):
             self._abort_soon()
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer, drop what the client still sends for a moment, and close."""
+        """Answer, drop further data for a moment, and close."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -541,5 +537,5 @@ class _LimitedProtocol(H11Protocol):
         self._abort_soon()
 
     def _abort_soon(self) -> None:
-        """Also where the client reads nothing."""
+        """Abort even if the client reads nothing."""
         self.loop.call_later(LINGER, self.transport.abort)

@@ -1,6 +1,12 @@
-"""What ``taut plan`` answers, and how it is printed: 100 columns are enough.
+"""``taut plan [RUN.toml] --gpus N --gpu-memory 80GiB``: whether a run fits, in which configuration, and how fast it is.
 
-Imports estimate. commands/plan.py imports it.
+From the model's configuration alone; no weights are loaded and nothing is written (tokenised data goes to the cache).
+With data the micro-batches are those of the first steps; without data they are filled to
+``batch.tokens_per_microbatch``. The plan covers the run as configured first, then full fine-tuning and LoRA, with and
+without activation checkpointing, each with the keys to set and the largest token budget that fits. Exit code 0: the
+configured run fits; 1: it does not.
+
+Without a GPU, named or present, it plans for this machine's processor and memory, and measures a few layers.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ from taut.plan import (
     from_data_sheet,
     predict,
     predict_steps,
-    require_foretold,
+    require_predictable,
     skeleton,
     stages,
     without_data,
@@ -70,178 +76,6 @@ ABOUT = {
     "staging": "checkpoints written in the background are staged there",
     "loading": "each rank has the whole float32 model before it is sharded",
 }
-
-
-class Machine(NamedTuple):
-    """What is planned for."""
-
-    name: str
-    device: torch.device | None
-    """Where it can be measured; None: it is not here."""
-    memory: int
-    """Bytes of each."""
-    kernels: Kernels
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run, and what comes of it."""
-
-    name: str
-    keys: tuple[str, ...]
-    """What to set for it."""
-    footprint: Footprint
-    """With micro-batches as large as the token budget lets them be."""
-    now: Footprint
-    """With the largest micro-batch of the first steps."""
-    most_tokens: int
-    """The largest micro-batch that fits; 0: not even the longest sample does."""
-    least_ranks: int | None
-    """Micro-batches as asked fit on so many GPUs; None: not on those there are."""
-    seconds: Seconds | None
-
-
-@dataclass(frozen=True)
-class Planned:
-    """All of the answer."""
-
-    machine: Machine
-    num_ranks: int
-    limit: int
-    work: Workload
-    num_parameters: int
-    ways: tuple[Way, ...]
-    """As asked first."""
-    decisions: tuple[Decision, ...] = ()
-    """What the configuration leaves to the method."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether what is asked fits."""
-        return self.ways[0].footprint.peak <= self.limit
-
-
-def show(planned: Planned, console: Console) -> None:
-    """The plan, for people."""
-    machine, asked, work = planned.machine, planned.ways[0], planned.work
-    dtype = str(machine.kernels.dtype).removeprefix("torch.")
-    console.print(
-        f"{planned.num_parameters:,} parameters, {dtype}, on {planned.num_ranks} x {machine.name} of "
-        f"{_gib(machine.memory)} GiB, of which {_gib(planned.limit)} may be used"
-    )
-    console.print(f"micro-batches: {work.source}")
-    for decision in planned.decisions:
-        console.print(f"{decision.name}: {decision.value}, {decision.reason}")
-    console.print()
-    console.print(_parts(planned))
-    console.print(_verdict(planned) + "\n", style="bold green" if planned.fits else "bold red")
-    console.print(_table(planned))
-    settings = _settings(planned)
-    if settings.row_count:
-        console.print("\nto do it that way, set")
-        console.print(settings)
-    if asked.seconds is not None:
-        console.print(f"\nseconds: {asked.seconds.source}; a mean of {len(work.steps)} steps")
-    else:
-        console.print(f"\nseconds: not known; {_why_no_seconds(planned)}")
-
-
-def _parts(planned: Planned) -> Table:
-    """What is asked, part by part: in the first steps, and at the token budget."""
-    asked, work = planned.ways[0], planned.work
-    columns = {f"{work.fullest.num_tokens:,} tokens": asked.footprint}
-    if work.largest is not work.fullest:
-        columns = {f"{work.largest.num_tokens:,} tokens": asked.now, **columns}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(f"GiB on each, {asked.name}", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", style="dim", overflow="fold")
-
-    def add(name: str, about: str, sizes: list[int], style: str = "") -> None:
-        table.add_row(f"  {name}", *map(_gib, sizes), about, style=style)
-
-    found = list(columns.values())
-    for name in (*PARTS, "staging"):
-        if asked.footprint.parts.get(name):
-            add(name, ABOUT[name], [some.parts[name] for some in found])
-    about = "with the largest micro-batch of the first steps; with a full one" * (len(found) > 1)
-    add("a step", about, [sum(some.parts.values()) for some in found], "bold")
-    if planned.num_ranks > 1:
-        add("loading", ABOUT["loading"], [some.loading for some in found])
-    if asked.footprint.staging and "staging" not in asked.footprint.parts:
-        add("on the host", ABOUT["staging"], [some.staging for some in found])
-    return table
-
-
-def _verdict(planned: Planned) -> str:
-    """Whether what is asked fits, and what to do where not."""
-    asked = planned.ways[0]
-    need = f"{_gib(asked.footprint.peak)} of {_gib(planned.limit)} GiB"
-    if planned.fits:
-        return f"fits: {need}, with up to {asked.most_tokens:,} tokens a micro-batch"
-    other = next((way for way in planned.ways if way.most_tokens), None)
-    if other is None:
-        why = f"; {ABOUT['loading']}" * (asked.footprint.loading > planned.limit)
-        return f"does not fit: {need}, nor does any way below{why}; take larger GPUs, or a smaller model"
-    found = f"does not fit: {need}; set {' '.join(other.keys)}"
-    if asked.now.peak <= planned.limit:
-        found += f" (the first steps would fit: {_gib(asked.now.peak)} GiB)"
-    return found
-
-
-def _table(planned: Planned) -> Table:
-    """All ways, side by side."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", "GiB", "fits", "tokens that fit", "fits from", "s/step"):
-        table.add_column(name, justify="left" if name in ("", "fits") else "right", no_wrap=True)
-    for way in planned.ways:
-        fits, least = way.footprint.peak <= planned.limit, way.least_ranks
-        table.add_row(
-            way.name,
-            _gib(way.footprint.peak),
-            "yes" if fits else "no",
-            f"{way.most_tokens:,}" if way.most_tokens else "-",
-            "-" if least is None else f"{least} GPU{'s' * (least > 1)}",
-            "-" if way.seconds is None else f"{way.seconds.total:.3g}",
-            style="" if fits else "dim",
-        )
-    return table
-
-
-def _settings(planned: Planned) -> Table:
-    """What to set for each way."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for way in planned.ways:
-        if way.keys and way.most_tokens:
-            table.add_row(way.name, Text(" ".join(way.keys), "cyan", overflow="fold"))
-    return table
-
-
-def _why_no_seconds(planned: Planned) -> str:
-    if planned.machine.name in GPUS:
-        return "the table of GPUs has rates for bfloat16 only"
-    if planned.machine.device is None:
-        return "name a GPU of the table (--gpu H100)"
-    return "measured on one rank only, and with measure=true"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}" if size < 100 * GIB else f"{size / GIB:,.0f}"
-
-
-# --------------------------------------------------------------------------------------------------
-# ``taut plan [RUN.toml] --gpus N --gpu-memory 80GiB``: whether a run fits, how it would, and how long a step takes.
-#
-# From the model's configuration alone; no weight is loaded and nothing is written (tokenised data goes to the cache).
-# With data the micro-batches are those of the first steps, without it they are filled to
-# ``batch.tokens_per_microbatch``. It answers for what the run asks first, then for full training and LoRA, with and
-# without activation checkpointing, with the keys to set and the largest token budget that fits. Exit code 0: what is
-# asked fits; 1: it does not.
-#
-# Where no GPU is named and none is here, it plans for this machine's processor and memory, and measures a few layers.
-# The command line imports it.
-
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "KIB": 2**10,
     "MIB": 2**20,
@@ -250,36 +84,84 @@ UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
 }
 LORA_RANK = 16
 MEASURED_FLOPS = 5e12
-"""A micro-batch is cut to so many operations a layer before it is timed."""
+"""Largest number of operations per layer of a timed micro-batch."""
 ROUND = 64
-"""A token budget is told in multiples of so many."""
-MOST = 64
-"""No further than so many times the budget asked for is told: bytes are known in proportion."""
+"""Token budgets are multiples of this."""
+MAX_RATIO = 64
+"""Largest predicted token budget, as a multiple of the configured one: the prediction is an extrapolation."""
 
 
 @configclass
 class Planning:
-    """What is planned for."""
+    """The machine of a plan."""
 
     gpus: Annotated[int, Field(ge=1)] = 1
-    """How many GPUs (ranks)."""
+    """Number of GPUs (ranks)."""
     gpu_memory: str | None = None
-    """Memory of each: 80GiB, 141GB. By default that of the GPU named or found, or of this machine."""
+    """Memory of each GPU: 80GiB, 141GB. By default that of the named or detected GPU, or of this machine."""
     gpu: str | None = None
     """A GPU of the table in docs/plan.md, for the seconds of a step: A100-40GB, A100-80GB, B200, H100, H200, L4, L40S,
     RTX4090."""
     headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Part of the memory that is left free: for the driver, collectives and the allocator's fragments."""
+    """Fraction of the memory to leave free for the driver, collectives and the allocator's fragments."""
     measure: bool = True
-    """Where the plan is for this machine: time a few layers on it."""
+    """Time a few layers if the plan is for this machine."""
 
 
 @configclass
 class Plan(Planning, RunConfig):
-    """A run that is planned and not begun: all keys of ``taut sft`` (of another command where ``method`` names it),
-    and"""
+    """A run to plan: all keys of ``taut sft`` (or of the command that ``method`` names), and"""
 
     data: DataConfig = DataConfig()
+
+
+class Machine(NamedTuple):
+    """The machine of the plan."""
+
+    name: str
+    device: torch.device | None
+    """The device for measurements; None: not this machine."""
+    memory: int
+    """Bytes per device."""
+    kernels: Kernels
+
+
+@dataclass(frozen=True)
+class Way:
+    """One configuration of the run, and its prediction."""
+
+    name: str
+    keys: tuple[str, ...]
+    """The keys to set for it."""
+    footprint: Footprint
+    """With the largest micro-batch of the token budget."""
+    now: Footprint
+    """With the largest micro-batch of the first steps."""
+    most_tokens: int
+    """Tokens of the largest micro-batch that fits; 0: not even the longest sample does."""
+    least_ranks: int | None
+    """Smallest number of GPUs on which the configured micro-batches fit; None: more than there are."""
+    seconds: Seconds | None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The whole plan."""
+
+    machine: Machine
+    num_ranks: int
+    limit: int
+    work: Workload
+    num_parameters: int
+    ways: tuple[Way, ...]
+    """The configured one first."""
+    decisions: tuple[Decision, ...] = ()
+    """Settings that the method chooses."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the configured run fits."""
+        return self.ways[0].footprint.peak <= self.limit
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
@@ -308,9 +190,9 @@ def run(config: Any) -> int:
 
 
 def plan(config: Plan) -> Planned:
-    """The plan. Raises TautError for what cannot be planned."""
+    """The plan. Raises TautError for a run that cannot be planned."""
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
-    require_foretold(config, model)
+    require_predictable(config, model)
     machine = _machine(config, model)
     if config.data.train is not None:
         with told_when_slow("reading the data and laying out the first steps"):
@@ -333,17 +215,17 @@ def plan(config: Plan) -> Planned:
 
 
 def memory(text: str, key: str) -> int:
-    """Bytes of "80GiB" and its like. Raises ConfigError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) == 0:
+    """The bytes of an amount such as 80GiB. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
         raise ConfigError(
             f"{key}={text} is no amount of memory; expected a number and a unit, as in 80GiB or 141GB; correct it"
         )
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
-    """What is planned for: a GPU by name, one of a given memory, or what is here."""
+    """The machine of the plan: a named GPU, one of the given memory, or this machine."""
     if config.gpu is not None and config.gpu not in GPUS:
         raise ConfigError(
             f"gpu={config.gpu} is not in the table; expected one of {', '.join(GPUS)}; "
@@ -365,11 +247,11 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
 
 
 def _ways(config: Plan) -> Iterator[tuple[str, Plan]]:
-    """What is asked, then what might be done instead."""
-    is_lora, is_again = config.lora.is_on, config.activation_checkpointing
+    """The configured run, then the alternatives."""
+    is_lora, recomputes = config.lora.is_on, config.activation_checkpointing
     lora = config.lora if is_lora else LoraConfig(rank=LORA_RANK)
     choices = list(product((False, True), (False, True)))
-    choices.sort(key=lambda choice: choice != (is_lora, is_again))
+    choices.sort(key=lambda choice: choice != (is_lora, recomputes))
     for has_lora, again in choices:
         name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
         other = replace(
@@ -379,7 +261,7 @@ def _ways(config: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Workload) -> Rates | None:
-    """What this machine does, measured, if it is what is planned for."""
+    """This machine's measured rates, if the plan is for it."""
     if machine.device is None or config.gpus > 1 or not config.measure:
         return None
     bare = skeleton(config, model)
@@ -390,19 +272,14 @@ def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Worklo
     packed = work.largest
     if tokens < packed.num_tokens:
         packed = work.supply.filled(tokens)
-    kernels = machine.kernels._replace(attention=_attention(config, machine, model))
+    attention = select(config.attention, machine.device, machine.kernels.dtype, model)
+    kernels = machine.kernels._replace(attention=attention.implementation)
     return calibrate(config, model, kernels, packed, machine.device)
-
-
-def _attention(config: Plan, machine: Machine, model: PreTrainedConfig) -> str:
-    """The attention that runs here."""
-    assert machine.device is not None
-    return select(config.attention, machine.device, machine.kernels.dtype, model).implementation
 
 
 @dataclass
 class _Planner:
-    """One way to run: its traces, and what follows from them."""
+    """The traces of one configuration, and the predictions from them."""
 
     run: Plan
     model: PreTrainedConfig
@@ -418,9 +295,9 @@ class _Planner:
         self.half = self._trace(self.work.supply.filled(max(1, self.full.num_tokens // 2)))
 
     def way(self, name: str, asked: Plan, rates: Rates | None) -> Way:
-        """What comes of it, on the GPUs there are."""
-        found = self.footprint(self.full, asked.gpus)
-        most = self._most_tokens(asked.gpus)
+        """The prediction on the given number of GPUs."""
+        full = self.footprint(self.full, asked.gpus)
+        max_tokens = self._max_tokens(asked.gpus)
         counts = [n for n in _counts(asked.gpus) if self.footprint(self.full, n).peak <= self.limit]
         keys = []
         if self.run.lora != asked.lora:
@@ -429,19 +306,19 @@ class _Planner:
             keys.append(
                 f"activation_checkpointing={str(self.run.activation_checkpointing).lower()}"
             )
-        if found.peak > self.limit and most:
-            keys.append(f"batch.tokens_per_microbatch={most}")
+        if full.peak > self.limit and max_tokens:
+            keys.append(f"batch.tokens_per_microbatch={max_tokens}")
         now = self.footprint(self.now, asked.gpus)
         least = min(counts, default=None)
-        return Way(name, tuple(keys), found, now, most, least, self._seconds(asked.gpus, rates))
+        seconds = self._seconds(asked.gpus, rates)
+        return Way(name, tuple(keys), full, now, max_tokens, least, seconds)
 
     def footprint(self, prediction: Prediction, num_ranks: int) -> Footprint:
-        """Bytes of a rank."""
-        is_staging = stages(self.run.checkpoint, self.run.steps)
+        """The bytes of a rank."""
         return footprint(
             prediction.traced,
             num_ranks,
-            stages=is_staging,
+            stages=stages(self.run.checkpoint, self.run.steps),
             is_host=self.machine.device is not None and self.machine.device.type == "cpu",
         )
 
@@ -449,36 +326,151 @@ class _Planner:
         kernels, is_first = self.machine.kernels, self.work.later is None
         return predict(self.run, self.model, kernels, packed, is_first=is_first)
 
-    def _most_tokens(self, num_ranks: int) -> int:
-        """Bytes grow in proportion to tokens: from two sizes to the one that fills the memory."""
+    def _max_tokens(self, num_ranks: int) -> int:
+        """The tokens that fill the memory, extrapolated linearly from two sizes."""
         high, low = (self.footprint(at, num_ranks).peak for at in (self.full, self.half))
         step = self.full.num_tokens - self.half.num_tokens
         slope = (high - low) / max(1, step)
         if self.footprint(self.full, num_ranks).loading > self.limit:
             return 0
-        found = self.full.num_tokens + (self.limit - high) / slope if slope > 0 else 0
-        most = int(min(found, MOST * self.full.num_tokens))
-        most -= most % ROUND if most > ROUND else 0
-        longest = self.work.supply.longest
-        return most if most >= longest else 0
+        fitting = self.full.num_tokens + (self.limit - high) / slope if slope > 0 else 0
+        max_tokens = int(min(fitting, MAX_RATIO * self.full.num_tokens))
+        max_tokens -= max_tokens % ROUND if max_tokens > ROUND else 0
+        return max_tokens if max_tokens >= self.work.supply.longest else 0
 
     def _seconds(self, num_ranks: int, rates: Rates | None) -> Seconds | None:
-        """Mean over the first steps."""
-        again, steps = self.run.activation_checkpointing, self.work.steps
+        """The mean over the first steps."""
+        recomputes, steps = self.run.activation_checkpointing, self.work.steps
         works = [work for step in steps for work in step]
         traced = self.full.traced
         if rates is not None:
-            every = rates.seconds(traced, works, recomputes=again)
+            total = rates.seconds(traced, works, recomputes=recomputes)
         elif self.machine.name in GPUS and self.machine.kernels.dtype == torch.bfloat16:
-            every = from_data_sheet(self.machine.name, traced, works, num_ranks, recomputes=again)
+            total = from_data_sheet(
+                self.machine.name, traced, works, num_ranks, recomputes=recomputes
+            )
         else:
             return None
         count = len(steps)
         return replace(
-            every, compute=every.compute / count, communication=every.communication / count
+            total, compute=total.compute / count, communication=total.communication / count
         )
 
 
 def _counts(num_ranks: int) -> list[int]:
     """Numbers of GPUs that are tried."""
     return sorted({1 << power for power in range(num_ranks.bit_length())} | {num_ranks})
+
+
+# -- output: 100 columns are enough
+
+
+def show(planned: Planned, console: Console) -> None:
+    """Print the plan."""
+    machine, asked, work = planned.machine, planned.ways[0], planned.work
+    dtype = str(machine.kernels.dtype).removeprefix("torch.")
+    console.print(
+        f"{planned.num_parameters:,} parameters, {dtype}, on {planned.num_ranks} x {machine.name} of "
+        f"{_gib(machine.memory)} GiB, of which {_gib(planned.limit)} may be used"
+    )
+    console.print(f"micro-batches: {work.source}")
+    for decision in planned.decisions:
+        console.print(f"{decision.name}: {decision.value}, {decision.reason}")
+    console.print()
+    console.print(_parts(planned))
+    console.print(_verdict(planned) + "\n", style="bold green" if planned.fits else "bold red")
+    console.print(_table(planned))
+    settings = _settings(planned)
+    if settings.row_count:
+        console.print("\nto do it that way, set")
+        console.print(settings)
+    if asked.seconds is not None:
+        console.print(f"\nseconds: {asked.seconds.source}; a mean of {len(work.steps)} steps")
+    else:
+        console.print(f"\nseconds: not known; {_why_no_seconds(planned)}")
+
+
+def _parts(planned: Planned) -> Table:
+    """The configured run by part: in the first steps, and at the token budget."""
+    asked, work = planned.ways[0], planned.work
+    columns = {f"{work.fullest.num_tokens:,} tokens": asked.footprint}
+    if work.largest is not work.fullest:
+        columns = {f"{work.largest.num_tokens:,} tokens": asked.now, **columns}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(f"GiB on each, {asked.name}", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", style="dim", overflow="fold")
+
+    def add(name: str, about: str, sizes: list[int], style: str = "") -> None:
+        table.add_row(f"  {name}", *map(_gib, sizes), about, style=style)
+
+    footprints = list(columns.values())
+    for name in (*PARTS, "staging"):
+        if asked.footprint.parts.get(name):
+            add(name, ABOUT[name], [size.parts[name] for size in footprints])
+    about = "with the largest micro-batch of the first steps; with a full one" * (
+        len(footprints) > 1
+    )
+    add("a step", about, [sum(size.parts.values()) for size in footprints], "bold")
+    if planned.num_ranks > 1:
+        add("loading", ABOUT["loading"], [size.loading for size in footprints])
+    if asked.footprint.staging and "staging" not in asked.footprint.parts:
+        add("on the host", ABOUT["staging"], [size.staging for size in footprints])
+    return table
+
+
+def _verdict(planned: Planned) -> str:
+    """Whether the configured run fits, and otherwise the remedy."""
+    asked = planned.ways[0]
+    need = f"{_gib(asked.footprint.peak)} of {_gib(planned.limit)} GiB"
+    if planned.fits:
+        return f"fits: {need}, with up to {asked.most_tokens:,} tokens a micro-batch"
+    other = next((way for way in planned.ways if way.most_tokens), None)
+    if other is None:
+        why = f"; {ABOUT['loading']}" * (asked.footprint.loading > planned.limit)
+        return f"does not fit: {need}, nor does any way below{why}; take larger GPUs, or a smaller model"
+    verdict = f"does not fit: {need}; set {' '.join(other.keys)}"
+    if asked.now.peak <= planned.limit:
+        verdict += f" (the first steps would fit: {_gib(asked.now.peak)} GiB)"
+    return verdict
+
+
+def _table(planned: Planned) -> Table:
+    """All configurations in one table."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "GiB", "fits", "tokens that fit", "fits from", "s/step"):
+        table.add_column(name, justify="left" if name in ("", "fits") else "right", no_wrap=True)
+    for way in planned.ways:
+        fits, least = way.footprint.peak <= planned.limit, way.least_ranks
+        table.add_row(
+            way.name,
+            _gib(way.footprint.peak),
+            "yes" if fits else "no",
+            f"{way.most_tokens:,}" if way.most_tokens else "-",
+            "-" if least is None else f"{least} GPU{'s' * (least > 1)}",
+            "-" if way.seconds is None else f"{way.seconds.total:.3g}",
+            style="" if fits else "dim",
+        )
+    return table
+
+
+def _settings(planned: Planned) -> Table:
+    """The keys to set for each configuration."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for way in planned.ways:
+        if way.keys and way.most_tokens:
+            table.add_row(way.name, Text(" ".join(way.keys), "cyan", overflow="fold"))
+    return table
+
+
+def _why_no_seconds(planned: Planned) -> str:
+    if planned.machine.name in GPUS:
+        return "the table of GPUs has rates for bfloat16 only"
+    if planned.machine.device is None:
+        return "name a GPU of the table (--gpu H100)"
+    return "measured on one rank only, and with measure=true"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}" if size < 100 * GIB else f"{size / GIB:,.0f}"

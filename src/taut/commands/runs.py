@@ -1,17 +1,16 @@
-"""``taut runs [DIR ...]``: the runs in some directories, the one that wrote last first, and what became of each.
+"""``taut runs [DIR ...]``: the runs in some directories with their states, the most recently written first.
 
-    running       a live process holds the run's lock; which one is told
-    finished      nothing is left to do
-    interrupted   a signal ended it, its state saved
-    stopped       an error ended it; the reason is told
-    died          neither an end nor a process: it was killed
-    damaged       its resolved.json or events.jsonl cannot be read; what is wrong is told
+    running       a live process holds the run's lock; the reason names it
+    finished      the run is complete
+    interrupted   a signal ended it, its state is saved
+    stopped       an error ended it; the reason is shown
+    died          it has neither an end nor a process: it was killed
+    damaged       its resolved.json or events.jsonl cannot be read; the reason is shown
 
-An interrupted, stopped or died run goes on with ``taut resume``: after its newest complete checkpoint, from step 1
-where it has none. Checkpoints are listed by their names; what is in them is verified by whoever resumes. Of the events
-no more is read than the last ones. Nothing is written.
+``taut resume`` continues an interrupted, stopped or died run: after its newest complete checkpoint, or from step 1.
+Checkpoints are listed by name; a resume verifies their content. Only the last events are read. Nothing is written.
 
-Imports no torch. The command line imports it.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,73 +40,73 @@ from taut.train.run_dir import (
 )
 
 DEPTH = 3
-"""How many levels below a directory runs are looked for."""
+"""Levels below a directory that are searched for runs."""
 DEFAULT = Path("runs")
 AFTER_END = ("checkpoint", "warning")
-"""What a run may still say after its end: of a checkpoint that was being written."""
+"""Events that may follow the end: of a checkpoint that was being written."""
 
 State = Literal["running", "finished", "interrupted", "stopped", "died", "damaged"]
 ENDED: tuple[State, ...] = ("interrupted", "stopped", "died")
-"""What can be gone on with."""
+"""States from which a run can resume."""
 
 
 @configclass
 class Runs:
-    """The runs in some directories."""
+    """List the runs in directories."""
 
     directories: list[str] = field(default_factory=list)
-    """Where to look, three levels deep; by default in runs, or where that is not, in the current directory."""
+    """Directories to search, three levels deep; default: runs, or else the current directory."""
     json: bool = False
     """Print a JSON array instead of a table."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What became of a run."""
+    """The state of a run."""
 
     out: Path
     state: State
     method: str | None
-    """sft and its like; None where it cannot be read."""
+    """The name of the method; None where it cannot be read."""
     step: int
-    """The last step in force."""
+    """The last valid step."""
     num_steps: int | None
     loss: float | None
-    """Of that step."""
+    """Loss of that step."""
     checkpoint: Path | None
-    """The newest complete one."""
+    """The newest complete checkpoint."""
     written: float
-    """When the run last wrote, in seconds since 1970."""
+    """Time of the last event, in seconds since 1970."""
     reason: str | None
-    """Why it ended, who runs it, or what is wrong with it."""
+    """Why it ended, which process runs it, or the damage."""
 
     @property
     def resumes_after(self) -> int | None:
-        """The step after which ``taut resume`` goes on; None where there is nothing to go on with."""
+        """The step after which ``taut resume`` continues; None where it cannot."""
         if self.state not in ENDED:
             return None
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
 
-class Seen(NamedTuple):
-    """What the last events say."""
+class LastEvents(NamedTuple):
+    """Facts from the last events of a run."""
 
     step: int = 0
     loss: float | None = None
     written: float | None = None
     end: Event | None = None
-    """The event that ended the run, if nothing has happened since."""
+    """The event that ended the run, if no other followed."""
 
 
 def run(config: Runs) -> int:
     """Print the runs."""
     places = _places(config.directories)
-    found = runs(places)
+    states = runs(places)
     if config.json:
-        listed = [{**asdict(one), "resumes_after": one.resumes_after} for one in found]
+        listed = [{**asdict(state), "resumes_after": state.resumes_after} for state in states]
         sys.stdout.write(json.dumps(to_json(listed), indent=1, ensure_ascii=False) + "\n")
-    elif found:
-        sys.stdout.write(table(found, time.time()))
+    elif states:
+        sys.stdout.write(table(states, time.time()))
     else:
         looked = ", ".join(map(str, places))
         sys.stdout.write(f"no runs in {looked}: no directory with a {MARK}\n")
@@ -115,50 +114,53 @@ def run(config: Runs) -> int:
 
 
 def runs(directories: Sequence[str | os.PathLike[str]]) -> list[RunState]:
-    """Every run in the directories, newest first; of none, where ``taut runs`` looks. Raises OutputError where one of
-    them cannot be looked into."""
+    """Every run in the directories (none: those that ``taut runs`` searches), newest first. Raises OutputError where a
+    directory cannot be read.
+    """
     outs = [out for place in _places(directories) for out in _find(place)]
     distinct = {out.resolve(): out for out in reversed(outs)}
-    return sorted(map(state_of, distinct.values()), key=lambda one: (-one.written, str(one.out)))
+    return sorted(
+        map(state_of, distinct.values()), key=lambda state: (-state.written, str(state.out))
+    )
 
 
 def state_of(out: Path) -> RunState:
-    """What became of the run in ``out``."""
+    """The state of the run in ``out``."""
     holder = owner(out)
-    resolved, wrong = {}, []
-    seen = Seen()
+    resolved, damage = {}, []
+    last = LastEvents()
     try:
         resolved = read_resolved(out)
     except TautError as error:
-        wrong.append(str(error))
+        damage.append(str(error))
     try:
-        seen = _last_seen(out / EVENTS)
+        last = _last_events(out / EVENTS)
     except TautError as error:
-        wrong.append(str(error))
-    state, reason = _became(seen.end, out)
-    if wrong:
-        state, reason = "damaged", "; ".join(wrong)
+        damage.append(str(error))
+    state, reason = _state_at_end(last.end, out)
+    if damage:
+        state, reason = "damaged", "; ".join(damage)
     if holder is not None:
-        state, reason = "running", "; ".join([holder, *wrong])
+        state, reason = "running", "; ".join([holder, *damage])
     num_steps, method = resolved.get("num_steps"), resolved.get("method")
     checkpoints = complete(out / CHECKPOINTS)
     return RunState(
         out=out,
         state=state,
         method=method if isinstance(method, str) else None,
-        step=seen.step,
+        step=last.step,
         num_steps=num_steps if isinstance(num_steps, int) else None,
-        loss=seen.loss,
+        loss=last.loss,
         checkpoint=checkpoints[-1] if checkpoints else None,
-        written=seen.written or _modified(out / MARK),
+        written=last.written or _modified(out / MARK),
         reason=reason,
     )
 
 
-def table(found: Iterable[RunState], now: float) -> str:
-    """The runs, one a line; the last column may be of any length."""
+def table(states: Iterable[RunState], now: float) -> str:
+    """The runs, one per line."""
     head = ("run", "method", "state", "step", "loss", "checkpoint", "wrote", "")
-    rows = [head, *(_row(one, now) for one in found)]
+    rows = [head, *(_row(state, now) for state in states)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -167,29 +169,29 @@ def table(found: Iterable[RunState], now: float) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _row(one: RunState, now: float) -> tuple[str, ...]:
-    after = one.resumes_after
+def _row(state: RunState, now: float) -> tuple[str, ...]:
+    after = state.resumes_after
     resumes = (
         "" if after is None else f"resumes {f'after step {after}' if after else 'from step 1'}"
     )
-    why = " ".join("; ".join(filter(None, [resumes, one.reason])).split())
+    why = " ".join("; ".join(filter(None, [resumes, state.reason])).split())
     return (
-        one_line(str(one.out)),
-        one_line(one.method or ""),
-        one.state,
-        f"{one.step}/{'?' if one.num_steps is None else one.num_steps}",
-        "" if one.loss is None else f"{one.loss:.4f}",
-        "" if one.checkpoint is None else one_line(one.checkpoint.name),
-        _age(one.written, now),
+        one_line(str(state.out)),
+        one_line(state.method or ""),
+        state.state,
+        f"{state.step}/{'?' if state.num_steps is None else state.num_steps}",
+        "" if state.loss is None else f"{state.loss:.4f}",
+        "" if state.checkpoint is None else one_line(state.checkpoint.name),
+        _age(state.written, now),
         why,
     )
 
 
 def _age(then: float, now: float) -> str:
-    """How long ago: ``12 s ago``; a date where it is days."""
+    """The age as text, ``12 s ago``; a date after two days."""
     seconds = max(0.0, now - then)
-    for name, length, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
-        if seconds < most * length:
+    for name, length, count in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < count * length:
             return f"{seconds // length:.0f} {name} ago"
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
 
@@ -208,40 +210,40 @@ def _places(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The runs in a directory, which may be one itself; nothing in a run is looked at."""
+    """The runs in a directory, which may be a run itself. Runs are not searched."""
     try:
         if (place / MARK).is_file():
             yield place
             return
-        below = sorted(Path(entry) for entry in os.scandir(place) if _may_hold_runs(entry))
-    except OSError:  # somebody else's, or gone by now
+        below = sorted(
+            Path(entry)
+            for entry in os.scandir(place)
+            if not entry.name.startswith(".") and entry.is_dir()
+        )
+    except OSError:  # no permission, or removed meanwhile
         return
     for path in below if depth else ():
         yield from _find(path, depth - 1)
 
 
-def _may_hold_runs(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".") and entry.is_dir()
-
-
-def _last_seen(path: Path) -> Seen:
-    """The last step in force, and how the run ended if it did."""
+def _last_events(path: Path) -> LastEvents:
+    """The last valid step, and the end of the run, if any."""
     if not path.is_file():
-        return Seen()
-    seen, is_after_end = Seen(), True
+        return LastEvents()
+    last, is_after_end = LastEvents(), True
     for event in newest_first(path):
-        if seen.written is None:
-            seen = seen._replace(written=_number(event.get("time")))
+        if last.written is None:
+            last = last._replace(written=_number(event.get("time")))
         if is_after_end and event["kind"] not in AFTER_END:
             is_after_end = False
-            seen = seen._replace(end=event if event["kind"] == "end" else None)
+            last = last._replace(end=event if event["kind"] == "end" else None)
         if event["kind"] == "step":
-            return seen._replace(step=event.get("step", 0), loss=_number(event.get("loss")))
-    return seen
+            return last._replace(step=event.get("step", 0), loss=_number(event.get("loss")))
+    return last
 
 
-def _became(end: Event | None, out: Path) -> tuple[State, str | None]:
-    """The state of a run that no process has, and why it ended."""
+def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:
+    """The state of a run without a process, and why it ended."""
     if end is None:
         return "died", None
     outcome, reason = end.get("outcome"), end.get("reason")
@@ -258,7 +260,7 @@ def _became(end: Event | None, out: Path) -> tuple[State, str | None]:
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # gone by now: it is damaged
+    except OSError:  # removed meanwhile: the run is damaged
         return 0.0
 
 

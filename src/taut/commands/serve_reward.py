@@ -1,21 +1,20 @@
-"""``taut serve-reward MODEL [port=5000]``: a reward model over HTTP, for whoever trains or chooses with it.
+"""``taut serve-reward MODEL [port=5000]``: a reward model over HTTP.
 
     POST /score        {"prompts": [...], "completions": [...]}                  -> {"scores": [...]}
                        a prompt is a text or messages, a completion the text or messages that answer it; a picture
                        is in a message, as a data URL or in base64
     POST /get_reward   {"query": [...], "prompts": [...], "labels": [...]}       -> {"rewards", "scores", "extra_logs"}
                        OpenRLHF's remote reward: a query is prompt and answer with all special tokens, as generated
-    GET  /schema       the JSON schema of what each of the two takes
+    GET  /schema       the JSON schemas of both requests
     GET  /health       {"status": "ok", "model", "waiting"}, or 503 with the reason
 
-A number is the scalar head's at the last token. Requests that wait are scored together (rollout/batcher.py). One that
-cannot be served is answered with {"error": {"message", "field"}}: 400 what is wrong with it, 413 its size, 503 that
-nothing can be scored now and why; what is refused before its body is read: http_guard.py. What a client names is never
-opened: neither files nor addresses. JSON is parsed and rows are read in a thread, so GET /health is answered meanwhile.
+A score is the scalar head's output at the last token. Waiting requests are scored together (inference/reward_model.py).
+A refused request is answered with {"error": {"message", "field"}}: 400 for its content, 413 for its size, 503 where
+nothing can be scored now; http_server.py refuses others before their body is read. Files and addresses that a client
+names are never opened. JSON is parsed and rows are read in a thread, so that GET /health is answered meanwhile.
 
-It listens on the loopback. With ``key`` or ``key_file`` every POST has to bring that token (Authorization: Bearer);
-a host that others can reach needs one, unless ``without_key`` says otherwise. SIGTERM and SIGINT end it after the
-requests that are being served. Imports no web server until it runs. The command line imports it.
+It listens on the loopback. With ``key`` or ``key_file`` every POST must have that token (Authorization: Bearer); a host
+that others can reach requires one, unless ``without_key`` is set. SIGTERM and SIGINT end it after the current requests.
 """
 
 from __future__ import annotations
@@ -55,36 +54,36 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
-"""A string of JSON, also one that has no end: looked for from each quote, it would take quadratic time."""
+"""A JSON string, also an unterminated one: searching from each quote would take quadratic time."""
 
 
 @configclass
 class ServeReward(JudgeUse, HttpLimits):
-    """A reward model over HTTP."""
+    """Serve a reward model over HTTP."""
 
     host: str = "127.0.0.1"
-    """Where it listens. Another address than the loopback lets others in, and needs a key."""
+    """Address to listen on. An address other than the loopback admits others, and requires a key."""
     port: Annotated[int, Field(ge=0, le=65535)] = 5000
-    """0: one that is free."""
+    """Port to listen on. 0: any free port."""
     key: str | None = None
-    """Name of the environment variable that holds the token requests must bring."""
+    """Name of the environment variable with the token that requests must have."""
     key_file: str | None = None
-    """The file that holds it."""
+    """File with that token."""
     without_key: bool = False
-    """Let others in without a token."""
+    """Admit others without a token."""
     max_answers: Annotated[int, Field(ge=1)] = 1024
-    """Answers in one request."""
+    """Maximum answers per request."""
     max_characters: Annotated[int, Field(ge=1)] = 1_000_000
-    """Characters of text in one request, prompts and completions together."""
+    """Maximum characters of prompts and completions per request."""
     max_json_values: Annotated[int, Field(ge=1)] = 50_000
-    """Values in the JSON of one request: texts, numbers, lists and objects."""
+    """Maximum JSON values per request: texts, numbers, lists and objects."""
     max_pictures: Annotated[int, Field(ge=0)] = 64
-    """Pictures in one request."""
+    """Maximum pictures per request."""
     max_request_pixels: Annotated[int, Field(ge=1)] = 2**26
-    """Pixels of all pictures in one request, as their headers claim them; checked before any is decoded. By default 64
+    """Maximum pixels of all pictures per request, by their headers; checked before any is decoded. By default 64
     pictures of 1024 x 1024. images.limit_pixels is the limit of one picture."""
     max_waiting: Annotated[int, Field(ge=1)] = 256
-    """Requests that may wait; another is told to come back."""
+    """Maximum waiting requests; further ones are refused (503)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +120,7 @@ class PlainRequest(BaseModel):
 
 
 class RemoteRequest(BaseModel):
-    """The form of OpenRLHF's remote reward; what else it sends is for rewards made of rules."""
+    """The form of OpenRLHF's remote reward; its other fields are for rule-based rewards."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     query: Annotated[list[str], Field(min_length=1), FailFast()]
@@ -131,7 +130,7 @@ class RemoteRequest(BaseModel):
 
 
 FORMS: dict[str, type[BaseModel]] = {"/score": PlainRequest, "/get_reward": RemoteRequest}
-Asked = TypeVar("Asked", PlainRequest, RemoteRequest)
+RequestT = TypeVar("RequestT", PlainRequest, RemoteRequest)
 
 
 def run(config: ServeReward) -> int:
@@ -161,7 +160,7 @@ def run(config: ServeReward) -> int:
 
 
 def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -> App:
-    """The application itself, behind its limits. ``key``: the token that requests have to bring."""
+    """The application behind its limits. ``key``: the token that requests must have."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse, Response
@@ -169,7 +168,7 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 
     reader = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
-    async def scores_of(request: Request, form: type[Asked]) -> list[float]:
+    async def scores_of(request: Request, form: type[RequestT]) -> list[float]:
         loop = asyncio.get_running_loop()
         rows = await loop.run_in_executor(reader, _read, form, await request.body(), config)
         return await asyncio.wrap_future(batcher.submit(rows))
@@ -196,8 +195,8 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        asked = f"{request.method} {request.url.path}"
-        message = f"{asked}: expected POST /score, POST /get_reward, GET /schema or GET /health"
+        target = f"{request.method} {request.url.path}"
+        message = f"{target}: expected POST /score, POST /get_reward, GET /schema or GET /health"
         return await refused(request, Refused(error.status_code, message))
 
     app = Starlette(
@@ -215,7 +214,7 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 def _answering(
     handle: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose TautErrors are answers: the request's fault, or ours."""
+    """A handler whose TautErrors become answers: 400 for the request's faults, 5xx for ours."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -231,19 +230,19 @@ def _answering(
     return answer
 
 
-def _read(form: type[Asked], body: bytes, config: ServeReward) -> Sequence[AnyRow | Rendered]:
-    """The rows of a request that keeps to the limits. What costs more is done after what costs less is checked."""
+def _read(form: type[RequestT], body: bytes, config: ServeReward) -> Sequence[AnyRow | Rendered]:
+    """The rows of a request within the limits. Cheap checks come before expensive steps."""
     skeleton = _STRING.sub(b"", body)
     num_values = 1 + sum(skeleton.count(mark) for mark in (b",", b"[", b"{"))
     _require_at_most(num_values, config.max_json_values, "JSON values", "max_json_values")
-    asked = _parsed(form, body)
-    answers = asked.query if isinstance(asked, RemoteRequest) else asked.completions
-    name = "query" if isinstance(asked, RemoteRequest) else "completions"
+    parsed = _parse(form, body)
+    answers = parsed.query if isinstance(parsed, RemoteRequest) else parsed.completions
+    name = "query" if isinstance(parsed, RemoteRequest) else "completions"
     _require_at_most(len(answers), config.max_answers, "answers", "max_answers", name)
-    texts = answers if isinstance(asked, RemoteRequest) else [asked.prompts, answers]
+    texts = answers if isinstance(parsed, RemoteRequest) else [parsed.prompts, answers]
     num_characters = _num_characters(texts)
     _require_at_most(num_characters, config.max_characters, "characters", "max_characters", name)
-    rows = asked.rows()
+    rows = parsed.rows()
     pictures = [
         picture
         for row in rows
@@ -252,36 +251,38 @@ def _read(form: type[Asked], body: bytes, config: ServeReward) -> Sequence[AnyRo
     ]
     _require_at_most(len(pictures), config.max_pictures, "pictures", "max_pictures")
     num_pixels = sum(
-        claimed_pixels(it.value, config.images) for it in pictures if isinstance(it.value, bytes)
+        claimed_pixels(picture.value, config.images)
+        for picture in pictures
+        if isinstance(picture.value, bytes)
     )
     _require_at_most(num_pixels, config.max_request_pixels, "pixels", "max_request_pixels")
     return rows
 
 
 def _require_at_most(
-    found: int, most: int, what: str, limit: str, field: str | None = None
+    count: int, maximum: int, what: str, limit: str, field: str | None = None
 ) -> None:
-    if found > most:
+    if count > maximum:
         raise Refused(
             413,
-            f"{field or 'the request'}: found {found:,} {what}; expected at most {most:,}; send fewer at a time, or "
+            f"{field or 'the request'}: found {count:,} {what}; expected at most {maximum:,}; send fewer at a time, or "
             f"start the server with a larger {limit}",
             field,
         )
 
 
 def _num_characters(value: Any) -> int:
-    """Of all texts in a JSON value but pictures."""
+    """The characters of all texts in a JSON value, without pictures."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list):
         return sum(map(_num_characters, value))
     if isinstance(value, dict) and value.get("type") not in PICTURES:
-        return sum(len(name) + _num_characters(it) for name, it in value.items())
+        return sum(len(name) + _num_characters(item) for name, item in value.items())
     return 0
 
 
-def _parsed(form: type[Asked], body: bytes) -> Asked:
+def _parse(form: type[RequestT], body: bytes) -> RequestT:
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
@@ -293,7 +294,7 @@ def _parsed(form: type[Asked], body: bytes) -> Asked:
 
 
 def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
-    """One prompt and what answers it."""
+    """A prompt and its completion as a row."""
     where = f"completions[{number}]"
     if isinstance(prompt, str):
         text = read_text(prompt, f"prompts[{number}]")
@@ -316,7 +317,7 @@ def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
 
 
 def _require_inline(message: Any, where: str) -> None:
-    """Refuse what reading would open a file for: a video's."""
+    """Refuse parts for which reading would open a file: videos."""
     content = message.get("content") if isinstance(message, dict) else None
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else "text"
@@ -325,7 +326,7 @@ def _require_inline(message: Any, where: str) -> None:
 
 
 def _read_key(config: ServeReward) -> bytes | None:
-    """The token that requests must bring; None where none is asked for."""
+    """The token that requests must have; None: none is required."""
     token = read_secret(config.key, "key")
     if config.key_file is not None and token is None:
         place = f"key_file={config.key_file}: the file"
@@ -340,7 +341,7 @@ def _read_key(config: ServeReward) -> bytes | None:
 
 
 def _listen(config: ServeReward) -> socket.socket:
-    """The place is taken before the model is loaded."""
+    """Bind the address, before the model is loaded."""
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,12 +1,12 @@
-"""``taut show``: what a run would do, before it does it.
+"""``taut show``: a preview of a run.
 
-In this order: the configuration in force (what was set first, the defaults after), what was decided for the user and
-why, the data report with everything dropped or cut, what packing and sharing prefixes save in the first steps, and the
-first samples with their targets marked. Targets stand in brackets as well as in green, so that pipes and every eye can
-tell them; special tokens are written out, and a target that ends a turn has a mark of its own.
+Prints the resolved configuration (set keys first, then defaults), the automatic decisions with reasons, the data report
+with all dropped and cut rows, the savings of packing and shared prefixes in the first steps, and the first samples with
+marked targets. Targets are in brackets and in green, so that pipes and colour-blind readers see them; special tokens
+are written out, and a target that ends a turn has its own mark.
 
-The plan is the run's own: the same order, budget and policy, on a skeleton of the model. No weight is loaded, nothing
-is computed and nothing is written (tokenised data goes to the cache). May be imported by ``taut.commands.train`` only.
+The steps are those of the run: same order, budget and policy, on a skeleton of the model. No weights are loaded,
+nothing is computed and nothing is written (tokenised data goes to the cache).
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from taut.types import Media, Sample
 
 NUM_SAMPLES = 3
 NUM_STEPS = 5
-"""How many steps are planned."""
+"""Steps to preview."""
 NUM_INCIDENTS = 10
-"""How many dropped or cut rows are listed."""
+"""Dropped or cut rows to list."""
 NUM_BEFORE = 8
-"""Tokens decoded before a stretch, for its own text to come out as in its place."""
+"""Tokens decoded before a segment, so that its text is the same as in context."""
 LONGEST_CONTEXT = 600
 LONGEST_TARGET = 2_000
-"""Characters of a stretch of text that are shown before its middle is left out."""
+"""Characters of a segment above which its middle is omitted."""
 
 
 def show(run: RunConfig, console: Console | None = None) -> None:
-    """Print what ``run`` would do."""
+    """Print the preview of ``run``."""
     ranks = distributed.start(run.device)
     inputs = load_inputs(run, ranks)
     if ranks.is_writer:
@@ -100,13 +100,13 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
 
 
 def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """The first prompts, with their answers."""
+    """The first prompts with their reference answers."""
     marks = Marks("", "", "", "\n")
     for sample, row in zip(data[:NUM_SAMPLES], data.asked, strict=False):
-        said = ", ".join(shown(text) for text in row.references) or "no right answer"
-        yield Text(f"\n{row.id}: {counted(sample.num_tokens, 'tokens')}; {said}", "bold")
-        nothing = replace(sample, target_at_N=np.empty(0, dtype=np.int64), weight_N=np.empty(0))
-        yield view_of(nothing, tokenizer, frozenset(), marks)
+        answers = ", ".join(shown(text) for text in row.references) or "no right answer"
+        yield Text(f"\n{row.id}: {counted(sample.num_tokens, 'tokens')}; {answers}", "bold")
+        prompt_only = replace(sample, target_at_N=np.empty(0, dtype=np.int64), weight_N=np.empty(0))
+        yield view_of(prompt_only, tokenizer, frozenset(), marks)
 
 
 def _section(console: Console, title: str, *parts: Any) -> None:
@@ -120,7 +120,7 @@ def _indented(part: Any) -> Padding:
 
 
 def _configuration(run: RunConfig) -> Iterator[Table]:
-    """What was set, one key a line with its default beside it; then the defaults, a table of keys a line."""
+    """The set keys, one per line with the default; then the default keys, one table per line."""
     values = dict(_flat(to_dict(run), {row.key for row in describe(type(run))}))
     given, rest = _grid(3), _grid(2)
     defaults: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ def _configuration(run: RunConfig) -> Iterator[Table]:
 
 
 def _decisions(decisions: Sequence[Decision]) -> Table:
-    """What was settled for the user, and why."""
+    """The automatic decisions with their reasons."""
     table = _grid(3)
     for decision in decisions:
         table.add_row(
@@ -204,7 +204,7 @@ def _listed(incidents: Sequence[Incident]) -> Iterator[Text]:
 def _plan(
     plans: Sequence[StepPlan], num_steps: int, num_ranks: int, policy: PackPolicy
 ) -> Iterator[Table | Text]:
-    """The first steps, and what they save."""
+    """The first steps, and the savings of packing and shared prefixes."""
     ranks = f" on {num_ranks} ranks" if num_ranks > 1 else ""
     which = f"; the first {len(plans)}" if len(plans) < num_steps else ""
     yield Text(f"{num_steps:,} step{'s' if num_steps > 1 else ''}{ranks}{which}, in tokens:")
@@ -227,7 +227,7 @@ def _plan(
 
 
 class Marks(NamedTuple):
-    """What is written around targets, after a target that ends a turn, and at a line's end."""
+    """Marks around targets, after a target that ends a turn, and at line ends."""
 
     left: str
     right: str
@@ -236,7 +236,7 @@ class Marks(NamedTuple):
 
 
 def marks_for(console: Console) -> Marks:
-    """Marks that the console's encoding has."""
+    """Marks in the console's encoding."""
     if console.encoding.lower().startswith("utf"):
         return Marks("⟦", "⟧", "■", "↵\n")
     return Marks("[[", "]]", "(END)", "\n")
@@ -259,7 +259,7 @@ def _title(sample: Sample, ends: frozenset[int]) -> str:
     taught = f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
     return (
         f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, {counted(sample.num_targets, 'targets')}, {taught}"
-        f"{_said(sample)}"
+        f"{_values_text(sample)}"
     )
 
 
@@ -268,30 +268,30 @@ def _title_of_read(sample: Sample) -> str:
     where = "the last" if sample.read_at_R is None else f"{reads} of them"
     return (
         f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, no targets; the head is read at {where}, in brackets"
-        f"{_said(sample)}"
+        f"{_values_text(sample)}"
     )
 
 
-def _said(sample: Sample) -> str:
-    """What the data say of it."""
+def _values_text(sample: Sample) -> str:
+    """The sample's values from the data."""
     return "".join(f", {name} {value:g}" for name, value in sample.values.items())
 
 
 def _read(sample: Sample) -> Sample:
-    """The sample with the tokens at which a scalar head is read in the place of its targets."""
+    """The sample with the tokens at which a scalar head is read as its targets."""
     last = np.array([sample.num_tokens - 1])
     at = last if sample.read_at_R is None else sample.read_at_R
     return replace(sample, target_at_N=at, weight_N=np.ones(at.size), streams={})
 
 
 class _Kind(NamedTuple):
-    """What a token is shown as."""
+    """How a token is displayed."""
 
     is_target: bool
     is_special: bool
     is_end: bool
     picture: int
-    """Which of the sample's it is part of; -1: of none."""
+    """Index of the sample's picture that the token is part of; -1: none."""
 
     @property
     def style(self) -> str:
@@ -305,12 +305,14 @@ class _Kind(NamedTuple):
 def view_of(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], marks: Marks
 ) -> Text:
-    """A sample's text with targets in brackets and in green, and its pictures by name."""
+    """A sample's text with targets in brackets and green, and pictures by name."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     targets = frozenset(sample.target_at_N.tolist())
     ids = sample.ids_T.tolist()
     pictures = {
-        at: number for number, one in enumerate(sample.media) for at in range(one.start, one.stop)
+        at: number
+        for number, medium in enumerate(sample.media)
+        for at in range(medium.start, medium.stop)
     }
 
     def kind(at: int) -> _Kind:
@@ -321,17 +323,17 @@ def view_of(
         return _Kind(is_target, ids[at] in special, is_end, -1)
 
     view, was_target = Text(), False
-    for found, run in groupby(range(len(ids)), kind):
+    for segment, run in groupby(range(len(ids)), kind):
         places = list(run)
-        if found.is_target != was_target:
-            view.append(marks.left if found.is_target else marks.right, "green")
-            was_target = found.is_target
-        if found.picture >= 0:
-            view.append(_named(sample.media[found.picture], len(places)), found.style)
+        if segment.is_target != was_target:
+            view.append(marks.left if segment.is_target else marks.right, "green")
+            was_target = segment.is_target
+        if segment.picture >= 0:
+            view.append(_picture_name(sample.media[segment.picture], len(places)), segment.style)
             continue
-        text = _shortened(_decoded(ids, places[0], places[-1] + 1, tokenizer), found.is_target)
-        view.append(text.replace("\n", marks.newline), found.style)
-        if found.is_end:
+        text = _shortened(_decoded(ids, places[0], places[-1] + 1, tokenizer), segment.is_target)
+        view.append(text.replace("\n", marks.newline), segment.style)
+        if segment.is_end:
             view.append(marks.end, "bold green")
     if was_target:
         view.append(marks.right, "green")
@@ -339,15 +341,15 @@ def view_of(
     return view
 
 
-def _named(one: Media, num_tokens: int) -> str:
-    """By its file; one that had none is kept in a file named by its SHA-256."""
-    name = Path(one.picture.source).name
+def _picture_name(medium: Media, num_tokens: int) -> str:
+    """The picture's file name; a picture without a file is stored under its SHA-256."""
+    name = Path(medium.picture.source).name
     name = name[:12] if len(name) == 64 else name
     return f"[{name}: {counted(num_tokens, 'tokens')}]"
 
 
 def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the tokens [start, stop) add to the text before them: some decoders drop a text's first space."""
+    """The text that the tokens [start, stop) add in context: some decoders drop a leading space."""
     first = max(0, start - NUM_BEFORE)
     before, through = (str(tokenizer.decode(ids[first:at])) for at in (start, stop))
     is_prefix = through.startswith(before)
@@ -356,15 +358,15 @@ def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokeniz
 
 def _shortened(text: str, is_target: bool) -> str:
     """Long text without its middle."""
-    most = LONGEST_TARGET if is_target else LONGEST_CONTEXT
-    if len(text) <= most:
+    max_length = LONGEST_TARGET if is_target else LONGEST_CONTEXT
+    if len(text) <= max_length:
         return text
-    head, tail = most * 2 // 3, most // 4
+    head, tail = max_length * 2 // 3, max_length // 4
     return f"{text[:head]} [... {len(text) - head - tail:,} characters ...] {text[-tail:]}"
 
 
 def _grid(num_columns: int) -> Table:
-    """Columns without lines; long words (paths) are folded, never cut."""
+    """A table without lines; long words (paths) are folded, never truncated."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     for _ in range(num_columns - 1):

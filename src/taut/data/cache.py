@@ -39,8 +39,7 @@ import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -353,24 +352,41 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
 
 
 def save(directory: Path, key: str, entry: Entry) -> None:
-    """Write an entry. It replaces a damaged one under the same key."""
-    with _new_entry(directory, key) as fresh:
-        digests = {}
-        for name, array in entry.arrays.items():
-            path = fresh / f"{name}.npy"
-            with path.open("wb") as file:
-                np.save(file, np.asarray(array, dtype=ARRAYS.get(name)))
-                file.flush()
-                os.fsync(file.fileno())
-            digests[name] = files.digest(path)
-        meta = {
-            "num_rows": entry.num_rows,
-            "incidents": [asdict(incident) for incident in entry.incidents],
-            "is_fleeting": entry.is_fleeting,
-            "forms": dict(entry.forms),
-            "sha256": digests,
-        }
-        (fresh / "meta.json").write_text(json.dumps(meta))
+    """Write an entry in a temporary folder and rename it to its key. It replaces a damaged one under the same key."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFolder("cache", directory) as folder:
+            fresh = folder / "new"
+            fresh.mkdir()
+            digests = {}
+            for name, array in entry.arrays.items():
+                path = fresh / f"{name}.npy"
+                with path.open("wb") as file:
+                    np.save(file, np.asarray(array, dtype=ARRAYS.get(name)))
+                    file.flush()
+                    os.fsync(file.fileno())
+                digests[name] = files.digest(path)
+            meta = {
+                "num_rows": entry.num_rows,
+                "incidents": [asdict(incident) for incident in entry.incidents],
+                "is_fleeting": entry.is_fleeting,
+                "forms": dict(entry.forms),
+                "sha256": digests,
+            }
+            (fresh / "meta.json").write_text(json.dumps(meta))
+            try:
+                fresh.rename(directory / key)
+            except OSError:
+                if load(directory, key)[0] is None:  # else another process wrote the same entry
+                    (directory / key).rename(folder / "old")
+                    fresh.rename(directory / key)
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(
+            f"the cache {directory} cannot be written: {reason}; expected a "
+            "directory with space; "
+            "set data.cache or TAUT_CACHE"
+        ) from None
 
 
 def forget(directory: Path, key: str) -> None:
@@ -380,32 +396,8 @@ def forget(directory: Path, key: str) -> None:
             (directory / key).rename(folder / "old")
     except OSError as error:
         raise OutputError(
-            f"the cache entry {directory / key} cannot be made anew: {error.strerror}; expected a directory that can "
+            f"the cache entry {directory / key} cannot be replaced: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
-        ) from None
-
-
-@contextmanager
-def _new_entry(directory: Path, key: str) -> Iterator[Path]:
-    """A directory to fill, renamed to its key at the end, and removed if anything fails."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryFolder("cache", directory) as folder:
-            fresh = folder / "new"
-            fresh.mkdir()
-            yield fresh
-            try:
-                fresh.rename(directory / key)
-            except OSError:
-                if load(directory, key)[0] is None:  # else another process wrote the same entry
-                    (directory / key).rename(folder / "old")
-                    fresh.rename(directory / key)
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(
-            f"the cache {directory} cannot be written: {reason}; expected a "
-            "directory with space; "
-            "set data.cache or TAUT_CACHE"
         ) from None
 
 

@@ -128,12 +128,19 @@ class _Lapse(NamedTuple):
 
 
 def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
-    """Judge each pair by a model of the others. The answers of a pair differ, and no pair is there twice."""
+    """Judge each pair by a model of the others. The answers of a pair differ, and no pair occurs twice.
+
+    Among the models about as likely as the likeliest, the one with the narrowest interval of the rate is used.
+    """
     num = len(pairs)
     if num < LEAST_PAIRS:
         return Flips(num, 0.5, None, reason=f"{num} pairs are fewer than {LEAST_PAIRS}")
     margins = _unseen_margins(pairs, seed)
-    margin, fit = _best_fit(margins)
+    fits = [_fit_lapse(margin) for margin in margins.T]
+    enough = max(fit.log_likelihood for fit in fits) - AS_LIKELY
+    likely = [index for index, fit in enumerate(fits) if fit.log_likelihood >= enough]
+    best = min(likely, key=lambda index: fits[index].high - fits[index].low)
+    margin, fit = margins[:, best], fits[best]
     accuracy = float(((margin > 0) + 0.5 * (margin == 0)).mean())
     if (accuracy - 0.5) * 2 * math.sqrt(num) < SURE:
         reason = f"no rule could be learned: labels agree with predictions in {accuracy:.0%}"
@@ -143,15 +150,6 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
         return Flips(num, accuracy, None, fit.low, fit.high, reason=reason)
     suspects = _suspects(pairs, margin, fit) if fit.low > 0 else ()
     return Flips(num, accuracy, fit.rate, fit.low, fit.high, suspects)
-
-
-def _best_fit(margins: FloatArray) -> tuple[FloatArray, _Lapse]:
-    """Among the models about as likely as the likeliest, the one with the narrowest interval of the rate."""
-    fits = [_fit_lapse(margin) for margin in margins.T]
-    enough = max(fit.log_likelihood for fit in fits) - AS_LIKELY
-    likely = [index for index, fit in enumerate(fits) if fit.log_likelihood >= enough]
-    best = min(likely, key=lambda index: fits[index].high - fits[index].low)
-    return margins[:, best], fits[best]
 
 
 def _suspects(pairs: Sequence[PairIds], margin: FloatArray, fit: _Lapse) -> tuple[Suspect, ...]:

@@ -250,7 +250,14 @@ def _broken_json(error: ValueError, place: str) -> DataError:
 def _read_json(path: Path, name: str) -> Records:
     raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if raw.lstrip()[:1] == b"[":
-        yield from _read_items(_decode(raw, name), name)
+        number = 0
+        try:
+            for number, row in enumerate(read_json_list(_decode(raw, name)), start=1):
+                yield number, row
+        except DataError:
+            raise
+        except ValueError as error:
+            raise _broken_json(error, f"{name}:{number + 1}") from None
         return
     try:
         rows = _parse_json(raw, name)
@@ -259,15 +266,6 @@ def _read_json(path: Path, name: str) -> Records:
             raise DataError(f"{error}; if it holds one object a line, name it .jsonl") from None
         raise
     raise DataError(f"{name}: the file holds {shown(rows)}; expected a list of objects")
-
-
-def _read_items(text: str, name: str) -> Records:
-    number = 0
-    try:
-        for number, row in enumerate(read_json_list(text), start=1):
-            yield number, row
-    except ValueError as error:
-        raise _broken_json(error, f"{name}:{number + 1}") from None
 
 
 def _read_csv(path: Path, name: str) -> Records:

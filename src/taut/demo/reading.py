@@ -5,9 +5,6 @@ reference answers. Kept are the questions with a reference of at most five words
 the document, so that the right answer is a short copy. A document keeps
 ``QUESTIONS_PER_DOCUMENT`` questions in training, so a step of that many samples is one whole
 document. Train and held-out documents are disjoint.
-
-Deliberately not here: downloading (``taut.demo.fetch``), a model (``taut.demo.ask``). May be
-imported by ``taut.demo`` only.
 """
 
 from __future__ import annotations
@@ -83,12 +80,12 @@ def split_documents(
 
 
 def prompt(document: Document, question: Question) -> str:
-    """What the user says: the document first, so that its questions share the longest prefix."""
+    """The user message: the document first, so that its questions share the longest prefix."""
     return f"{document.text}\n\n{INSTRUCTION}\nQuestion: {question.text}"
 
 
 def write_rows(path: Path, documents: Sequence[Document]) -> int:
-    """Write one row of messages for each question; how many there are."""
+    """Write one row of messages per question; returns their number."""
     rows = [
         {
             "messages": [

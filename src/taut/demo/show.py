@@ -1,7 +1,4 @@
-"""What the demo prints.
-
-Deliberately not here: any number's making. May be imported by ``taut.demo`` only.
-"""
+"""The output of the demo."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _console = Terminal()
 
 
 def opening(cache: Path) -> None:
-    """What is about to happen."""
+    """Print the introduction."""
     _console.rule("taut demo: reading comprehension")
     _console.print(
         f"model     SmolLM2-135M-Instruct (Apache-2.0), from {fetch.MODEL_WHEEL.requirement}\n"
@@ -39,7 +36,7 @@ def opening(cache: Path) -> None:
 
 
 def data(num_rows: int, num_train: int, held_out: Sequence[Document]) -> None:
-    """What is trained on and what is asked."""
+    """Print the sizes of the training and held-out data."""
     num_questions = sum(len(document.questions) for document in held_out)
     _console.print(
         f"training  {num_rows} questions on {num_train} documents, {QUESTIONS_PER_DOCUMENT} each\n"
@@ -51,7 +48,7 @@ def data(num_rows: int, num_train: int, held_out: Sequence[Document]) -> None:
 
 @contextmanager
 def asking(label: str, held_out: Sequence[Document]) -> Iterator[Callable[[], None]]:
-    """A progress bar over the held-out questions; yields what advances it."""
+    """A progress bar over the held-out questions; yields the function that advances it."""
     total = sum(len(document.questions) for document in held_out)
     with Progress(console=_console, transient=True) as progress:
         task = progress.add_task(f"asking {label}", total=total)
@@ -59,7 +56,7 @@ def asking(label: str, held_out: Sequence[Document]) -> Iterator[Callable[[], No
 
 
 def report(label: str, report: Report) -> None:
-    """One line on a model's answers."""
+    """Print one line on a model's answers."""
     right, ended = _shares(report)
     _console.print(f"{label:<9} exact match {right}; {ended} of the answers end by themselves")
 
@@ -67,7 +64,7 @@ def report(label: str, report: Report) -> None:
 def closing(
     before: Report, after: Report, steps: Sequence[dict[str, Any]], out: Path, seconds: float
 ) -> None:
-    """The results."""
+    """Print the results."""
     _console.rule("what was learned")
     _console.print(_results(before, after))
     _console.print(_samples(before, after))

@@ -1,8 +1,4 @@
-"""The demo from first to last: fetch, build the data, ask, train, ask again, show.
-
-Deliberately not here: how any of it is done (``fetch``, ``reading``, ``ask``, ``taut.sft``) or
-printed (``show``). May be imported by ``taut.demo`` only.
-"""
+"""The steps of the demo: fetch, build the data, ask, train, ask again, show."""
 
 from __future__ import annotations
 
@@ -39,18 +35,18 @@ RECIPE = {
     "optim.warmup_ratio": "0.1",
     "checkpoint.every": "0",
 }
-"""What is trained, as on a command line. ``examples/reading/run.toml`` says the same."""
+"""The training run's keys, as on a command line; equal to ``examples/reading/run.toml``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for on the command line."""
+    """The command line's settings."""
 
     out: Path
     questions: int | None
-    """How many held-out questions are asked; None: all."""
+    """Number of held-out questions to ask; None: all."""
     run: tuple[str, ...]
-    """The training run's ``key=value``: ``RECIPE`` and what overrides it."""
+    """The training run's ``key=value`` words: ``RECIPE`` with overrides."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Data:
 
 
 def parse(overrides: Sequence[str]) -> Plan:
-    """``key=value`` over ``RECIPE``, refused before anything is fetched where it cannot be in force."""
+    """``RECIPE`` with overrides. Invalid settings are refused before anything is fetched."""
     given: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -90,12 +86,12 @@ def parse(overrides: Sequence[str]) -> Plan:
 
 def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> RunConfig:
     """The training run of a plan."""
-    own = [f"model={model}", f"data.train={train}", f"data.eval={held_out}", f"out={plan.out}"]
-    return load(RunConfig, None, [*own, *plan.run])
+    fixed = [f"model={model}", f"data.train={train}", f"data.eval={held_out}", f"out={plan.out}"]
+    return load(RunConfig, None, [*fixed, *plan.run])
 
 
 def tell(plan: Plan) -> None:
-    """Run it all and print it."""
+    """Run the demo and print its results."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     started = time.monotonic()
     cache = default_directory()
@@ -131,7 +127,7 @@ def build_data(lines: Sequence[str], cache: Path, questions: int | None) -> Data
 
 
 def first_questions(documents: Sequence[Document], limit: int | None) -> list[Document]:
-    """The first ``limit`` questions of ``documents``, documents without any left out; None: all."""
+    """The documents with their first ``limit`` questions in total, without empty documents; None: all."""
     kept: list[Document] = []
     for document in documents:
         left = None if limit is None else limit - sum(len(d.questions) for d in kept)
@@ -141,7 +137,7 @@ def first_questions(documents: Sequence[Document], limit: int | None) -> list[Do
 
 
 def summary(before: Report, after: Report, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What ``demo.json`` keeps."""
+    """The content of ``demo.json``."""
     return {
         "before": before.as_dict(),
         "after": after.as_dict(),

@@ -8,8 +8,6 @@ that fails is written to no more. Text from data cannot control the terminal: co
     is_first_on_host()                  which of several ranks prints how they end
     escaped(text), one_line(text)       control characters as escapes; in one_line also the ends of lines
     counted(1, "rows")                  1 row
-
-Imports redaction. Anyone may import it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _CONTROL = re.compile(
 )
 """Control characters but tab and newline, what changes the direction of text or ends a line, half surrogate pairs."""
 SLOW = 2.0
-"""Seconds of silence after which a command says what it does."""
+"""Seconds of silence after which a command reports what it does."""
 PATIENCE = 10.0
 """Seconds to wait for the reader of a stream that is set not to block."""
 
@@ -47,7 +45,7 @@ class Printer:
         """
         self._stream = io.StringIO() if stream is None else stream
         self.failure = OSError(errno.EBADF, "it is closed") if stream is None else None
-        """Why nothing is written any more."""
+        """Why nothing is written any longer; None: all is written."""
         self._has_bars = has_bars
         self._may_return = True
         """Whether a carriage return could overwrite nothing but a progress bar."""
@@ -156,7 +154,7 @@ def guarded() -> Iterator[None]:
 
 @contextmanager
 def told_when_slow(what: str, after: float = SLOW) -> Iterator[None]:
-    """Say on stderr what the command is doing, if the block takes longer than ``after`` seconds."""
+    """Report on stderr what the command is doing, if the block takes longer than ``after`` seconds."""
     timer = Timer(after, lambda: sys.stderr.write(f"taut: {what}\n"))
     timer.daemon = True
     timer.start()
@@ -218,7 +216,7 @@ def is_first_on_host() -> bool:
 
 
 def escaped(text: str) -> str:
-    """``text`` with what a terminal would obey as ``\\x1b`` or ``\\u202e``, which inside JSON is the same text."""
+    """``text`` with control characters as ``\\x1b`` or ``\\u202e``, which inside JSON is the same text."""
     return _CONTROL.sub(_escape, text)
 
 

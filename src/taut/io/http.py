@@ -15,7 +15,7 @@
   each time, has jitter, and is never shorter than the server's Retry-After. It is given up when the attempts are used
   up, when the pause would end after the caller's deadline, or when the server asks for more than ``LONGEST_WAIT``.
 
-Does not know what an answer means: the callers do. Imports nothing of taut.
+It does not know what an answer means: the callers do.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The Hugging Face hub, as far as taut has a say: whether it can be reached, and what its errors mean.
+"""The Hugging Face hub: whether it can be reached, and what its errors mean.
 
-    hub.settle()                          before the libraries are given a name: their cache alone, where it cannot be
-    hub.explain("org/name", error)        what went wrong with that name, in one line; None: nothing of the hub
-    hub.is_pointer(path)                  whether a file is git-lfs's placeholder and not the file itself
+    hub.settle()                          before a library loads a name: if the hub cannot be reached, only the cache
+    hub.explain("org/name", error)        the hub's error for that name in one line; None: no error of the hub's
+    hub.is_pointer(path)                  whether a file is git-lfs's placeholder instead of the file itself
 
 Left to itself the library asks six times for each file, half a minute in all, before it looks into its cache.
-Imports the library when it is asked. May import web. data, models and run import it.
+The library is imported inside functions.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from urllib.request import getproxies
 PATIENCE = 5.0
 """Seconds that the hub may take to answer."""
 STANDS = 60.0
-"""Seconds that an answer, or none, is relied on."""
+"""Seconds for which the result of a request is reused."""
 POINTER = b"version https://git-lfs.github.com/spec/"
 
 _asked: tuple[float, str | None] | None = None
-"""When the hub was asked last, and why it could not be reached."""
+"""Time of the last request to the hub, and why it could not be reached."""
 
 
 def settle() -> str | None:
-    """Why the hub cannot be reached, the libraries told to use their cache alone; None where it can.
+    """Why the hub cannot be reached, with the libraries set to use only their cache; None if it can.
 
-    Where HF_HUB_OFFLINE is set, or a proxy stands between, nothing is asked and all is left to the libraries.
+    If HF_HUB_OFFLINE is set, or there is a proxy, no request is sent and all is left to the libraries.
     """
     global _asked
     from huggingface_hub import constants
@@ -47,7 +47,7 @@ def settle() -> str | None:
 
 
 def settled() -> str | None:
-    """Why the hub could not be reached when it was asked last; None: it could, or was not asked."""
+    """Why the hub could not be reached at the last request; None: it could, or there was none."""
     return None if _asked is None else _asked[1]
 
 
@@ -86,7 +86,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def _failure(endpoint: str) -> str | None:
-    """Why there is no answer. Any answer will do, a redirect or an error included."""
+    """Why the hub cannot be reached. Any answer means that it can, a redirect or an error included."""
     import httpx2
 
     from taut.io import http

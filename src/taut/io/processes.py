@@ -1,18 +1,16 @@
-"""Run functions on input of unknown origin (chat templates, regular expressions of adapters) in a process of their own,
-with a limit on processor time and on memory.
+"""Run functions on untrusted input (chat templates, regular expressions of adapters) in a helper process, with limits
+on processor time and memory.
 
-    answer = bounded.call("taut.data.chat_text:render", *arguments)      LimitExceeded, FunctionFailed
+    answer = processes.call("taut.data.chat_text:render", *arguments)      LimitExceeded, FunctionFailed
 
 A Jinja template or a regular expression of one line can run for years or ask for all memory, and a thread cannot be
 stopped in the middle of either. The kernel enforces both limits: a timer of processor time (ITIMER_PROF), whose signal
-ends the process, and RLIMIT_AS, where /proc says what the process holds already (Linux): elsewhere memory is not
-limited. Processor time depends neither on how busy the machine is nor on a suspended run.
+ends the process, and RLIMIT_AS, if /proc says how much the process has already (Linux); elsewhere memory is not
+limited. Processor time depends neither on the load of the machine nor on a suspended run.
 
 One process serves all calls of this process, one at a time. It starts at the first call, or at ``start``, and a new one
 takes its place after a limit was exceeded. It gets no environment variables but those Python and the clock need, is in
 a session of its own (Ctrl-C does not reach it), and the kernel ends it together with this process.
-
-Imports errors. Anyone above may import it.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ ENVIRONMENT = (
     "HOME",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "USE_TORCH": "0"}
-"""Of its environment: it computes nothing, and torch would take seconds and memory to load."""
+"""Added to its environment: it computes nothing, and torch would take seconds and memory to load."""
 _LENGTH = struct.Struct("=Q")
 
 
@@ -144,9 +142,9 @@ class _Server:
         self._close()
 
     def forget(self) -> None:
-        """In a fork of this process, whose process it is not."""
+        """In a forked process, which is not the helper's parent."""
         if self._process is not None:
-            self._process.returncode = 0  # else it is waited for
+            self._process.returncode = 0  # else Popen waits for it
         self._close()
         self._lock = threading.Lock()
 
@@ -174,7 +172,8 @@ def start() -> None:
 def call(
     function: str, *arguments: Any, seconds: float = SECONDS, memory_mb: int = MEMORY_MB
 ) -> Any:
-    """The answer of ``function`` ("module:name") in the process. ``arguments`` are pickled, the answer is JSON."""
+    """The result of ``function`` ("module:name") in the helper process. ``arguments`` are pickled, the result is
+    JSON."""
     return _server.call(function, arguments, seconds, memory_mb)
 
 

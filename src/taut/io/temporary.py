@@ -10,8 +10,6 @@ The places are often open to every user (/tmp, /dev/shm), so nothing found there
 it is a real directory of this user, has such a name and the mode that ``TemporaryFolder`` gives, and contains a regular
 file ``lock`` that no process holds. Each is opened relative to its directory's descriptor, without following a symbolic
 link or waiting for a FIFO; nothing is truncated or created. Where the file system has no locks, nothing is removed.
-
-Imports durable and errors. Anyone may import it.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from taut.errors import OutputError
 from taut.io import files
 
 MEMORY = Path("/dev/shm")
-"""Where files are in memory, on Linux."""
+"""A file system in memory, on Linux."""
 ROOM = 16 * 2**20
-"""Bytes that have to be free where temporary files go by default."""
+"""Bytes that must be free in the default place."""
 LOCK = "lock"
 PRIVATE = 0o700
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
-"""What the system says of a lock that another process holds."""
+"""Error numbers for a lock that another process holds."""
 _NAME = re.compile(r"taut-[a-z]+-[a-z0-9_]{8}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _cleared: set[tuple[Path, int]] = set()
@@ -49,9 +47,9 @@ class TemporaryFolder:
     """A folder for this process alone; ``close`` or the end of the block removes it."""
 
     def __init__(self, purpose: str, place: Path | None = None, mode: int = PRIVATE) -> None:
-        """``place``: where it is made; by default TMPDIR. ``mode``: wider only in a place that the user prepared.
+        """``place``: the parent directory, by default TMPDIR. ``mode``: wider only in a place that the user prepared.
 
-        Raises OSError where it cannot be made in ``place``; OutputError where TMPDIR has no room.
+        Raises OSError if it cannot be made in ``place``; OutputError if TMPDIR has no room.
         """
         place = _roomy_default() if place is None else place
         clear([place], mode)
@@ -84,7 +82,7 @@ class TemporaryFolder:
 
 
 def _default() -> Path | None:
-    """TMPDIR, or where else temporary files go; None where none of these places can be written."""
+    """TMPDIR, or another place for temporary files; None if none can be written."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:
@@ -92,8 +90,8 @@ def _default() -> Path | None:
 
 
 def _roomy_default() -> Path:
-    """``_default``. Raises OutputError unless there is room: some libraries hide that a disk is full in errors of no
-    kind."""
+    """``_default``. Raises OutputError unless there is room: some libraries report a full disk as an unrelated
+    error."""
     place = _default()
     if place is None:
         raise OutputError(
@@ -110,7 +108,7 @@ def _roomy_default() -> Path:
 
 
 def clear(places: Sequence[Path] | None = None, mode: int = PRIVATE) -> None:
-    """``remove_abandoned`` in each place, once in a process; by default where taut makes folders by default."""
+    """``remove_abandoned`` in each place, once per process. By default the places that taut uses by default."""
     if places is None:
         default = _default()
         places = [MEMORY] if default is None else [default, MEMORY]

@@ -1,10 +1,9 @@
-"""A rich console whose text is shown and never obeyed by the terminal.
+"""A rich console whose texts cannot control the terminal.
 
     Terminal(soft_wrap=True).print(...)      to sys.stdout, as it is when something is printed
 
 Rich writes escape sequences of its own, for colours and for the progress bar, between texts that may come from data. So
-texts are escaped here, where the two are still apart, and ``Printer`` is told to escape them no more. Imports printing
-and redaction. Anyone above may import it.
+texts are escaped here, where the two are still apart, and ``Printer`` is told not to escape them again.
 """
 
 from __future__ import annotations

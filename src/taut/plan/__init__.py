@@ -1,12 +1,10 @@
-"""Memory and time of a run, foretold from its model's shapes and measured on its parts.
+"""Memory and time of a run, predicted from its model's shapes and from measurements of its parts.
 
-    found = predict_steps(run, config, kernels, work)           bytes by part, of one rank
-    measured = measure(built, packed, is_first=...)             the same, of a micro-batch that is really run
+    prediction = predict_steps(run, config, kernels, work)      bytes by part, of one rank
+    measured = measure(built, packed, is_first=...)             the same, measured on a real micro-batch
 
-No weight is loaded. How it is done: ``tracing``; what several ranks change: ``memory``; seconds: ``rates``; what is
-computed: ``steps``. docs/plan.md has the equations, and how far they were from what was measured.
-
-Imports build and below. Checks and commands import it.
+No weights are loaded. tracing.py traces a micro-batch, measuring.py adds the effect of several ranks, rates.py predicts
+seconds, steps.py makes the micro-batches. docs/plan.md has the equations and their errors against measurements.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from taut.plan.measuring import (
 )
 from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
 from taut.plan.steps import Supply, Workload, without_data, workload
-from taut.plan.tracing import FUSED, Kernels, Traced, require_foretold, skeleton, trace
+from taut.plan.tracing import FUSED, Kernels, Traced, require_predictable, skeleton, trace
 from taut.types import Packed
 
 __all__ = [
@@ -53,7 +51,7 @@ __all__ = [
     "measured_parts",
     "predict",
     "predict_steps",
-    "require_foretold",
+    "require_predictable",
     "skeleton",
     "stages",
     "trace",
@@ -64,7 +62,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a micro-batch needs on each of the ranks."""
+    """The memory of a micro-batch on each rank."""
 
     num_tokens: int
     num_ranks: int
@@ -74,7 +72,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak bytes."""
         return self.footprint.peak
 
 
@@ -87,9 +85,9 @@ def predict(
     is_first: bool,
     num_ranks: int = 1,
 ) -> Prediction:
-    """Memory of one micro-batch, without checkpoints' buffers. ``is_first``: with no gradient there before it.
+    """Memory of one micro-batch, without checkpoint buffers. ``is_first``: no gradients exist before it.
 
-    Raises ModelError where the model cannot be run without contents.
+    Raises ModelError where the model cannot run on fake tensors.
     """
     traced = trace(run, config, kernels, packed, is_first=is_first)
     return Prediction(packed.num_tokens, num_ranks, kernels, traced, footprint(traced, num_ranks))
@@ -103,13 +101,15 @@ def predict_steps(
     *,
     num_ranks: int = 1,
 ) -> Prediction:
-    """Memory of the first steps: of the micro-batch that needs most."""
+    """Memory of the first steps: of the micro-batch with the highest peak."""
     first, later = work.first, work.later
     cases = [] if later is None else [(later, False)]
-    if later is None or later.num_tokens < first.num_tokens:  # else gradients make it the fuller
+    if (
+        later is None or later.num_tokens < first.num_tokens
+    ):  # else the later one has the higher peak
         cases.append((first, True))
-    found = [
+    predictions = [
         predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
         for packed, is_first in cases
     ]
-    return max(found, key=lambda one: one.peak)
+    return max(predictions, key=lambda prediction: prediction.peak)

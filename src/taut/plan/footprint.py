@@ -1,20 +1,17 @@
-"""Which bytes of tensors are alive when, and what they are: a book kept of every storage that torch makes and frees.
+"""A ledger of every storage that torch allocates and frees: the live bytes by part, over time.
 
     with Ledger({"weights": parameters}, vocabulary) as ledger:
         scores = scorer(packed, ...)
         ledger.end_forward()
         scores.linear_sum.backward()
-    ledger.history().peak()      bytes at the fullest moment, part by part
+    ledger.history().peak()      bytes at the peak, by part
 
-It keeps the book of real tensors and of fake ones alike, which is how a prediction and a measurement come to speak of
-the same thing. It counts what tensors hold: not an allocator's fragments, nor what a kernel has for itself while it
-runs.
+It counts real and fake tensors the same way, so that prediction and measurement are comparable. It counts tensors only:
+neither an allocator's fragments nor the buffers of a running kernel.
 
-Parts: ``weights``, ``reference`` (what one holds), ``optimizer``, ``gradients``, ``casts`` (weights in autocast's
-dtype), ``activations`` (alive when the forward ends), ``logits`` (the head's rows over the vocabulary), ``temporary``
-(everything else). What a storage is may be known only later, so parts are told when the book is closed.
-
-Imports types and torch. The package and its tests import it.
+Parts: ``weights``, ``reference``, ``optimizer``, ``gradients``, ``casts`` (weights in autocast's dtype),
+``activations`` (alive at the end of the forward), ``logits`` (the head's rows over the vocabulary), ``temporary``
+(everything else). The part of a storage may be known only later, so parts are assigned when the history is made.
 """
 
 from __future__ import annotations
@@ -44,59 +41,57 @@ PARTS = (
     "logits",
     "temporary",
 )
-"""In the order in which they are shown."""
+"""In the order of the output."""
 
 Parts = dict[str, int]
 """part -> bytes."""
-
-
 Shares = Mapping[str, float]
-"""part -> what of it counts, where that is not all: 1 / N of what N ranks have between them."""
+"""part -> the fraction of it on one rank, if not 1: 1 / N for parts sharded over N ranks."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What was alive, from move to move."""
+    """The live bytes after each allocation and free."""
 
     bytes_MP: IntArray
     """[moves, parts]: bytes of each part after each move."""
     backward: int
-    """The move with which the backward begins."""
+    """The first move of the backward."""
     operators: int
-    """How many operators made or changed a tensor; views are none."""
+    """Number of operators that made or changed a tensor, without views."""
 
     def peak(self, shares: Shares = MappingProxyType({})) -> Parts:
-        """The fullest moment of all."""
+        """The parts at the peak."""
         return fullest(self.peaks(shares), shares)
 
     def peaks(self, shares: Shares = MappingProxyType({})) -> list[Parts]:
-        """The fullest moments of the forward (the head's gradient included), of the first half of the backward and of
-        its second half. Bytes are told in full; ``shares`` only say which moment is the fullest.
+        """The parts at the peaks of the forward (with the head's gradient), of the first half of the backward and of
+        its second half. Bytes are full sizes; ``shares`` only decide which moment is the peak.
         """
         middle = (self.backward + len(self.bytes_MP)) // 2
         bounds = (0, self.backward, middle, len(self.bytes_MP))
         weight_P = np.array([shares.get(part, 1.0) for part in PARTS])
-        found = []
+        peaks = []
         for start, stop in pairwise(bounds):
             rows = self.bytes_MP[start:stop]
             if len(rows):
                 row = rows[int((rows @ weight_P).argmax())]
-                found.append(dict(zip(PARTS, row.tolist(), strict=True)))
-        return found
+                peaks.append(dict(zip(PARTS, row.tolist(), strict=True)))
+        return peaks
 
 
 def fullest(moments: Iterable[Parts], shares: Shares) -> Parts:
-    """The one with the most bytes, shares taken into account."""
+    """The moment with the most bytes, by ``shares``."""
     return max(moments, key=lambda parts: sum(parts[p] * shares.get(p, 1.0) for p in PARTS))
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
-    """The book, open inside ``with``."""
+    """Records allocations and frees inside ``with``."""
 
     def __init__(
         self, known: Mapping[str, Iterable[Tensor]], vocabulary: int | None = None
     ) -> None:
-        """``known``: part -> tensors that are there already. ``vocabulary``: V, by which logits are known."""
+        """``known``: part -> existing tensors. ``vocabulary``: V, which identifies logits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.vocabulary = vocabulary
         self._sizes: list[int] = []
@@ -122,24 +117,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         return result
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives."""
+        """Run an operator."""
         return func(*args, **kwargs)
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-        """Tell gradients from other tensors as they are accumulated, until the handles are removed."""
+        """Record gradients as such when they are accumulated, until the handles are removed."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         hook: Any = nn.Parameter.register_post_accumulate_grad_hook  # has no types
         return [hook(parameter, self._take_gradient) for parameter in trained]
 
     def end_forward(self) -> None:
-        """What is alive now and is nothing else is kept for the backward."""
+        """Mark the live temporary tensors as activations, kept for the backward."""
         self._backward = len(self._moves)
         for _, number in self._alive.values():
             if self._parts[number] == "temporary":
                 self._parts[number] = "activations"
 
     def history(self) -> History:
-        """All that happened so far."""
+        """The history so far."""
         moves = np.array(self._moves)
         number_M = np.abs(moves) - 1
         sizes, parts = np.array(self._sizes), np.array([PARTS.index(p) for p in self._parts])
@@ -154,10 +149,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
     def _note(self, tensor: Tensor, part: str, *, is_final: bool = False) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        found = self._alive.get(key)
-        if found is not None:
+        entry = self._alive.get(key)
+        if entry is not None:
             if is_final:
-                self._parts[found[1]] = part
+                self._parts[entry[1]] = part
             return
         number = len(self._sizes)
         self._sizes.append(storage.nbytes())
@@ -173,8 +168,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
 
     def _part_of(self, func: Any, args: tuple[Any, ...], made: Tensor) -> str:
         if func is torch.ops.aten._to_copy.default:
-            found = self._alive.get(args[0].untyped_storage()._cdata)
-            if found is not None and self._parts[found[1]] == "weights":
+            entry = self._alive.get(args[0].untyped_storage()._cdata)
+            if entry is not None and self._parts[entry[1]] == "weights":
                 return "casts"
         is_logits = made.ndim == 2 and made.shape[1] == self.vocabulary
         return "logits" if is_logits else "temporary"

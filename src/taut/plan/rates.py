@@ -2,23 +2,20 @@
 
     seconds = sum over micro-batches (a * F + b + c * N)  +  d * P
 
-F: floating-point operations of the layers on the micro-batch (``anatomy.flops``: tokens and visible pairs; once more
-forward where layers are computed again), N its targets, P the parameters that train. ``calibrate`` measures a on
-PROBED layers with random weights and a small vocabulary, b and c on the embedding and the chunked head alone, at two
-numbers of targets, d on an update of those layers; so no time is ever fitted to a whole model.
+F: floating-point operations of the layers on the micro-batch (``architecture.flops``: tokens and visible pairs; one
+more forward with activation checkpointing), N its targets, P the trained parameters. ``calibrate`` measures a on PROBED
+layers with random weights and a small vocabulary, b and c on the embedding and the chunked head alone, at two numbers
+of targets, d on an update of those layers; nothing is fitted to a whole model.
 
-For a GPU that is not here (``GPUS``) a micro-batch takes the longest of
+For a GPU that this machine lacks (``GPUS``) a micro-batch takes the longest of
 
-    (F + F_head) / (UTILISATION * peak)                         its products
+    (F + F_head) / (UTILISATION * peak)                         matrix products
     (WEIGHT_BYTES * weights + 4 * P) / bandwidth                every weight cast and read, every gradient written
     operators * LAUNCH                                          each operator dispatched
 
-so that a small micro-batch is not put at nothing. With it go AdamW's 28 bytes a parameter at the memory's bandwidth,
-and what FSDP sends at the link's (float32 weights gathered for forward and backward, gradients scattered, once a
-micro-batch), as far as it takes longer than computing. None of it was measured, and the source that is printed with the
-number says so.
-
-Imports build and below. The package and its command import it.
+so that a small micro-batch does not count as free. Added are AdamW's 28 bytes per parameter at the memory's bandwidth,
+and FSDP's communication (float32 weights gathered for forward and backward, gradients scattered, once per micro-batch)
+at the link's, as far as it exceeds the computation. These are not measured, and the printed source says so.
 """
 
 from __future__ import annotations
@@ -47,33 +44,31 @@ from taut.types import Packed
 Clock = Callable[[], float]
 
 PROBED = 4
-"""Layers that are timed; more where their types come round more slowly."""
+"""Timed layers; more where the period of layer types is longer."""
 SMALL_VOCABULARY = 1024
 FEW = 8
-"""Targets of the smaller head that is timed."""
+"""Targets of the smaller timed head."""
 REPEATS = 3
 UTILISATION = 0.4
-"""Part of a GPU's dense peak that a training step is put at. A guess until measured."""
+"""Assumed fraction of a GPU's dense peak in a training step. Not measured."""
 ADAMW_BYTES = 28
-"""Read and written by an update, per parameter: weight, gradient and two moments read, all but the gradient written."""
-
+"""Bytes that an update moves per parameter: weight, gradient and two moments read, all but the gradient written."""
 WEIGHT_BYTES = 10
-"""Moved per weight by a micro-batch: read in float32, its bf16 copy written, and read forward and backward."""
+"""Bytes that a micro-batch moves per weight: read in float32, its bf16 copy written, and read forward and backward."""
 LAUNCH = 5e-6
-"""Seconds an operator takes at least: the library's Python, torch's dispatcher, the launch of a kernel. A guess until
-measured."""
+"""Assumed minimal seconds of an operator: the library's Python, torch's dispatcher, the kernel launch. Not measured."""
 
 
 class Gpu(NamedTuple):
-    """A GPU by its data sheet."""
+    """A GPU's data sheet."""
 
     gib: float
     tflops: float
     """Dense bf16 peak."""
     gb_per_second: float
-    """Of its memory."""
+    """Memory bandwidth."""
     link_gb_per_second: float
-    """To the other GPUs of its machine, one way."""
+    """Bandwidth to the other GPUs of its machine, one way."""
 
 
 GPUS = {
@@ -86,11 +81,11 @@ GPUS = {
     "L40S": Gpu(48, 362, 864, 32),
     "RTX4090": Gpu(24, 165, 1008, 32),
 }
-"""Vendors' figures (SXM where there is one). No more than that: none was measured for this table."""
+"""Vendors' figures (SXM where it exists), not measured."""
 
 
 class Work(NamedTuple):
-    """What a micro-batch makes a model do."""
+    """The work of a micro-batch."""
 
     tokens: int
     pairs: int
@@ -104,7 +99,7 @@ class Work(NamedTuple):
 
 
 def work_of(packed: Packed, window: int | None) -> Work:
-    """What a micro-batch makes a model with this sliding window do."""
+    """The work of a micro-batch for a model with this sliding window."""
     layout = Layout(packed.reach_T.numpy())
     return Work(packed.num_tokens, layout.num_pairs(), layout.num_pairs(window), packed.num_targets)
 
@@ -120,13 +115,13 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Communication counts as far as computing does not hide it."""
+        """The total; communication overlaps with computation."""
         return max(self.compute, self.communication) + self.update
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured on this machine: the a, b, c and d of the equation."""
+    """The measured a, b, c and d of the equation."""
 
     per_flop: float
     per_microbatch: float
@@ -147,7 +142,7 @@ class Rates:
 def from_data_sheet(
     name: str, traced: Traced, works: Sequence[Work], num_ranks: int, *, recomputes: bool
 ) -> Seconds:
-    """A step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
+    """The seconds of a step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
     gpu = GPUS[name]
     speed, bandwidth = UTILISATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
     moved = WEIGHT_BYTES * traced.num_parameters + 4 * traced.num_trained
@@ -168,15 +163,15 @@ def from_data_sheet(
 
 
 def _layers(traced: Traced, work: Work, *, recomputes: bool) -> float:
-    """Operations of the layers, those of further forwards included: one that computes again, a reference's, a
-    statistic's. Another model as the reference is taken to be of this one's size.
+    """Operations of the layers, with additional forwards: of activation checkpointing, a reference, statistics. A
+    reference of another model counts as having this one's size.
     """
-    again = _again(traced.num_trained > traced.num_parameters / 2)
-    return work.layers(traced.flops) * (1 + again * (recomputes + traced.passes))
+    forward = _forward_share(traced.num_trained > traced.num_parameters / 2)
+    return work.layers(traced.flops) * (1 + forward * (recomputes + traced.passes))
 
 
-def _again(is_full: bool) -> float:
-    """A forward, as a part of all products: of three where the weights train, of two where adapters do."""
+def _forward_share(is_full: bool) -> float:
+    """A forward as a fraction of all products: of three with full fine-tuning, of two with adapters."""
     return 1 / 3 if is_full else 1 / 2
 
 
@@ -188,7 +183,7 @@ def calibrate(
     device: torch.device,
     clock: Clock = time.perf_counter,
 ) -> Rates:
-    """Measure this machine with a micro-batch like those of the run."""
+    """Measure this machine with a micro-batch of the run."""
     fastest = partial(_fastest, device=device, clock=clock)
     per_flop, per_parameter = _time_layers(run, config, kernels, packed, fastest)
     few, many = (
@@ -215,12 +210,12 @@ def _time_layers(
     optimizer = build_optimizer(scorer, run.resolved_optim)
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
-    done *= 1 + _again(is_full) * run.activation_checkpointing
+    done *= 1 + _forward_share(is_full) * run.activation_checkpointing
     return seconds / done, fastest(lambda: _update(optimizer)) / trained
 
 
 def _with_few_targets(packed: Packed) -> Packed:
-    """The micro-batch with hardly a head, in a small vocabulary; where nothing is predicted, with one target."""
+    """The micro-batch with few targets and a small vocabulary; with one target where it has none."""
     number = min(FEW, packed.num_targets)
     listed = torch.zeros(1, dtype=torch.int64) if not number else None
     return replace(
@@ -234,7 +229,7 @@ def _with_few_targets(packed: Packed) -> Packed:
 
 
 def _shortened(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
-    """The configuration with a few layers, one round of their kinds at least, and a small vocabulary."""
+    """The configuration with a few layers, at least one period, and a small vocabulary."""
     model = planned_model(run, config, kernels)
     every, count = period(model), len(architecture.layers(model))
     short = with_layers(config, min(count, every * -(-PROBED // every)))
@@ -280,7 +275,7 @@ def _head_step(
     packed: Packed,
     num_targets: int,
 ) -> Callable[[], None]:
-    """Embedding and head alone, on the first targets of a micro-batch: a forward and a backward."""
+    """Forward and backward of embedding and head alone, on the first targets of a micro-batch."""
     device = packed.ids_T.device
     model = planned_model(run, config, kernels)
     if not architecture.has_head(model):
@@ -322,7 +317,7 @@ def _head_step(
 
 
 def _embedding_step(model: nn.Module, packed: Packed) -> None:
-    """The same without a head: a scalar one is next to nothing."""
+    """The same without a head: the cost of a scalar one is negligible."""
     table = architecture.stored_table(architecture.embedding(model))
     assert table is not None
     weight = torch.zeros_like(table, device=packed.ids_T.device).requires_grad_()
@@ -330,7 +325,7 @@ def _embedding_step(model: nn.Module, packed: Packed) -> None:
 
 
 def _fastest(act: Callable[[], None], *, device: torch.device, clock: Clock) -> float:
-    """Seconds of the fastest of a few times, after one that is not counted."""
+    """Seconds of the fastest of a few runs, after a warm-up."""
     times = []
     for _ in range(1 + REPEATS):
         began = clock()

@@ -1,6 +1,8 @@
-"""What the first steps of a run compute: their micro-batches as the loop would lay them out, or without data, a guess.
+"""The micro-batches of a run's first steps: as the loop would lay them out, or a guess where there is no data.
 
-Imports build and below. The package, its command and its checks import it.
+A run that generates is planned with completions of maximal length. Its prompts are the first ones of the run;
+completions are random tokens, all different; their rewards differ, so that every sample is trained on; replayed
+rollouts are complete; scores of other models are 0. The time and the KV cache of generation itself are not predicted.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ from taut.train.trainer import StepSource
 from taut.types import IntArray, Packed, Sample, Tree
 
 NUM_STEPS = 5
-"""Steps that are planned."""
-GUESSED = 1024
-"""Tokens of a sample where there is no data: no more than this."""
+"""Number of planned steps."""
+GUESSED_LENGTH = 1024
+"""Largest number of tokens of a sample where there is no data."""
 
 
 class Supply(NamedTuple):
-    """Trees of the first steps, from which a micro-batch of any size can be made."""
+    """Trees of the first steps, as material for a micro-batch of any size."""
 
     trees: Sequence[Tree]
     policy: PackPolicy
 
     @property
     def longest(self) -> int:
-        """Tokens of the largest tree that is never cut, or of the longest sample."""
+        """Tokens of the largest tree that is never split, or of the longest sample."""
         return max(
             num_distinct_tokens(tree.samples, self.policy)
             if tree.is_atom
@@ -59,13 +61,13 @@ class Supply(NamedTuple):
         )
 
     def filled(self, tokens: int) -> Packed:
-        """A micro-batch of so many tokens: of samples as they come, the last one cut, nothing shared. Answers that are
-        compared share their prompt and are not cut: as many rows as there is room for, if there is room for one.
+        """A micro-batch of so many tokens: samples in order, the last one truncated, nothing shared. Answers that are
+        compared share their prompt and are not truncated: as many rows as fit, if one fits.
         """
         if self.trees[0].is_atom:
-            whole = self._rows(tokens)
-            if whole:
-                return pack(whole, self.policy)
+            rows = self._rows(tokens)
+            if rows:
+                return pack(rows, self.policy)
         return pack(list(_up_to(samples_of(self.trees), tokens)), ALONE)
 
     def _rows(self, tokens: int) -> list[Sample]:
@@ -74,36 +76,35 @@ class Supply(NamedTuple):
             tokens -= num_distinct_tokens(tree.samples, self.policy)
             if tokens < 0:
                 return chosen
-            named = [replace(s, id=f"{s.id}#{number}", group=number) for s in tree.samples]
-            chosen += named
-        raise AssertionError("trees come round for ever")
+            chosen += [replace(s, id=f"{s.id}#{number}", group=number) for s in tree.samples]
+        raise AssertionError("the trees repeat endlessly")
 
 
 class Workload(NamedTuple):
-    """What a run computes."""
+    """The micro-batches of a run."""
 
     first: Packed
-    """The largest of those that begin one of the first steps."""
+    """The largest micro-batch at the beginning of a step."""
     later: Packed | None
-    """The largest of the others, which find gradients there; None: there are none."""
+    """The largest of the others, which add to existing gradients; None: there are none."""
     fullest: Packed
-    """The largest one that the token budget lets a step have."""
+    """The largest micro-batch that the token budget allows."""
     steps: list[list[Work]]
-    """For each of the first steps, the micro-batches of the rank that has most to do."""
+    """For each of the first steps, the micro-batches of the rank with the most work."""
     supply: Supply
-    """What micro-batches of other sizes are made of."""
+    """Material for micro-batches of other sizes."""
     source: str
-    """Where this comes from, for people."""
+    """The origin of these micro-batches, as text."""
 
     @property
     def largest(self) -> Packed:
         """The largest micro-batch of the first steps."""
-        found = [self.first] if self.later is None else [self.first, self.later]
-        return max(found, key=lambda packed: packed.num_tokens)
+        packs = [self.first] if self.later is None else [self.first, self.later]
+        return max(packs, key=lambda packed: packed.num_tokens)
 
 
 def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
-    """The first steps, on so many ranks; of a run that generates, if its completions are as long as they may be."""
+    """The first steps on so many ranks; of a run that generates, with completions of maximal length."""
     model = skeleton(run, inputs.config)
     window = architecture.flops(model).window
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
@@ -118,38 +119,44 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     steps: list[list[Work]] = []
     trees: list[Tree] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
-        some = prepared(method, inputs.config, step) if run.generates else method.prepare(step)
-        trees += some
+        step_trees = (
+            assumed_trees(method, inputs.config, step) if run.generates else method.prepare(step)
+        )
+        trees += step_trees
         shares = [
-            [p for one in rank for p in layouts(one, policy, budget.tokens_per_microbatch)]
-            for rank in assign(some, budget)
+            [p for planned in rank for p in layouts(planned, policy, budget.tokens_per_microbatch)]
+            for rank in assign(step_trees, budget)
         ]
         first += [share[0] for share in shares if share]
         later += [packed for share in shares for packed in share[1:]]
         works = [[work_of(packed, window) for packed in share] for share in shares]
-        steps.append(max(works, key=lambda some: sum(work.tokens for work in some)))
+        steps.append(max(works, key=lambda share: sum(work.tokens for work in share)))
     largest = max([*first, *later], key=lambda packed: packed.num_tokens)
     longest = int(inputs.train.lengths.max()) if not inputs.grows else inputs.longest
-    most = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
+    max_tokens = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
     per_row = max(len(tree.samples) for tree in trees)
-    most = min(most, longest * run.batch.samples_per_step * per_row)
+    max_tokens = min(max_tokens, longest * run.batch.samples_per_step * per_row)
     supply = Supply(trees, policy)
-    fullest = largest if most <= largest.num_tokens else supply.filled(most)
+    fullest = largest if max_tokens <= largest.num_tokens else supply.filled(max_tokens)
     fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
     if run.generates:
-        source = f"training of {source}, all completions as long as they may be; generation is not foretold"
-    begin = max(first, key=lambda packed: packed.num_tokens)
-    return Workload(begin, _largest(later), fullest, steps, supply, source)
-
-
-def _largest(packs: Sequence[Packed]) -> Packed | None:
-    return max(packs, key=lambda packed: packed.num_tokens, default=None)
+        source = (
+            f"training of {source}, with completions of maximal length; generation is not predicted"
+        )
+    return Workload(
+        first=max(first, key=lambda packed: packed.num_tokens),
+        later=max(later, key=lambda packed: packed.num_tokens, default=None),
+        fullest=fullest,
+        steps=steps,
+        supply=supply,
+        source=source,
+    )
 
 
 def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Workload:
     """Samples of one length, every token a target, in micro-batches that fill the token budget. Raises ConfigError for
-    a run whose rows are more than that.
+    a run whose rows have more structure.
     """
     if run.row_kind != "sft":
         raise ConfigError(
@@ -157,13 +164,13 @@ def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Wo
             "set data.train=FILE"
         )
     budget = run.batch.tokens_per_microbatch
-    length = min(run.data.max_length or GUESSED, context_length(config) or GUESSED)
-    supply = Supply([Tree((_made_up(length),))], ALONE)
+    length = min(run.data.max_length or GUESSED_LENGTH, context_length(config) or GUESSED_LENGTH)
+    sample = Sample("sample", np.zeros(length, int), np.arange(1, length), np.ones(length - 1))
+    supply = Supply([Tree((sample,))], ALONE)
     window = architecture.flops(skeleton(run, config)).window
     share = -(-run.batch.samples_per_step // num_ranks)
     packed = supply.filled(min(max(budget, length), share * length))
-    each = work_of(packed, window)
-    work = [each] * max(1, round(share * length / packed.num_tokens))
+    work = [work_of(packed, window)] * max(1, round(share * length / packed.num_tokens))
     source = (
         f"no data given: samples of {length:,} tokens, all of them targets, {share} a step and GPU"
     )
@@ -190,65 +197,49 @@ def _up_to(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:
             return
 
 
-def _made_up(length: int) -> Sample:
-    return Sample("sample", np.zeros(length, int), np.arange(1, length), np.ones(length - 1))
+# -- runs that generate
 
 
-# --------------------------------------------------------------------------------------------------
-# What a run that generates trains on if every completion has all the tokens it may have: the trees of its steps.
-#
-# The prompts are those the run begins with. Completions are tokens drawn at random, no two alike; their rewards
-# differ, so that all is learned from that can be; what is replayed of earlier roll-outs is there in full; and nothing
-# is scored: what models would say of them is 0. What generation itself takes, time and the keys and values that it
-# keeps, is not foretold.
-#
-# Imports build and below. ``steps`` calls it.
-
-
-def prepared(method: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
-    """The trees of a step (counted from 1)."""
+def assumed_trees(method: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
+    """The trees of a step (counted from 1), with completions of maximal length."""
     assert isinstance(method, Online), "the source of steps of a run that generates"
     number = (step - 1) // method.config.updates
     if method.phase is None or method.phase.number != number:
-        trees = _assumed(method, config, number)
-        most = _num_trees(method, len(trees))
-        others = number
-        while len(trees) < most:  # other roll-outs stand for those before
-            others += 1
-            trees += _assumed(method, config, others)
-        method.phase = Phase(number, trees[:most])
+        trees = _rollout_trees(method, config, number)
+        num_trees, replayed = len(trees), method.config.replay
+        if method.config.max_staleness is not None:
+            fresh_before = (method.config.max_staleness + 1) // method.config.updates
+            replayed = min(replayed, (fresh_before - 1 - method.config.ahead) * num_trees)
+        num_trees += replayed
+        other = number
+        while len(trees) < num_trees:  # later rollouts stand for the replayed ones
+            other += 1
+            trees += _rollout_trees(method, config, other)
+        method.phase = Phase(number, trees[:num_trees])
     return method.prepare(step)
 
 
-def _num_trees(method: Online, fresh: int) -> int:
-    """Trees of a roll-out of so many, with all that are trained on again beside it."""
-    config, replayed = method.config, method.config.replay
-    if config.max_staleness is not None:
-        before = (config.max_staleness + 1) // config.updates - 1 - config.ahead
-        replayed = min(replayed, before * fresh)
-    return fresh + replayed
-
-
-def _assumed(method: Online, config: PreTrainedConfig, number: int) -> list[Tree]:
-    """The trees of a roll-out."""
+def _rollout_trees(method: Online, config: PreTrainedConfig, number: int) -> list[Tree]:
+    """The trees of a rollout."""
     draw = np.random.default_rng([method.seed, number])
     context, vocabulary = context_length(config), int(config.get_text_config().vocab_size)
     rows = distinct([method.prompts.asked[index] for index in method.order.step(number + 1)])
     groups = []
     for row in rows:
-        most = method.config.grows
-        size = most if context is None else max(1, min(most, context - row.ids_T.size))
+        size = method.config.grows
+        if context is not None:
+            size = max(1, min(size, context - row.ids_T.size))
         ids_SN = draw.integers(0, vocabulary, (method.config.n, size))
-        worth = [method.credit.good + index / method.config.n for index in range(len(ids_SN))]
+        rewards = [method.credit.good + index / method.config.n for index in range(len(ids_SN))]
         episodes = tuple(_episode(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
-        groups.append(Group(episodes, tuple(Verdict({"assumed": Score(w)}, w) for w in worth)))
+        groups.append(Group(episodes, tuple(Verdict({"assumed": Score(r)}, r) for r in rewards)))
     paths = paths_of(groups, number)
     names = (POLICY, REFERENCE, VALUE)
-    said = {
+    scores = {
         path.name: {name: np.zeros(path.episode.sampled_at_N.size) for name in names}
         for path in paths
     }
-    return method.credit.trees(paths, said).trees
+    return method.credit.trees(paths, scores).trees
 
 
 def _episode(row: PromptRow, index: int, ids_N: IntArray) -> Episode:

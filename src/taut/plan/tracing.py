@@ -1,23 +1,19 @@
-"""One micro-batch, forward and backward, on tensors without contents: what it would hold, counted and not guessed.
+"""Trace one micro-batch, forward and backward, on fake tensors: its memory is counted, not estimated.
 
-The run's own code is what is run: the library's model, adapters, freezing, noise, checkpointing, autocast, the
-chunked head, and the attention that would be in force; each on torch's fake tensors, which have a shape, a dtype and a
-storage of the right size and no memory. ``Ledger`` keeps the book. So there is no formula per architecture, and nothing
-is fitted.
+The trace runs the code of a real run: the library's model, adapters, freezing, noise, activation checkpointing,
+autocast, the chunked head, and the selected attention, on torch's fake tensors, which have a shape, a dtype and a
+storage size but no memory. ``Ledger`` counts the bytes. There is no formula per architecture, and nothing is fitted.
 
-For a GPU that is not here the fake tensors are on the CPU, and attention is that of ``varlen`` (q, k, v, out and
-log-sum-exp are kept) whatever softcap or sinks there are: what flex keeps is the same.
+For a GPU that this machine lacks the fake tensors are on the CPU, and attention is that of ``varlen`` (q, k, v, out and
+log-sum-exp are saved), also with softcap or sinks: flex saves the same.
 
-A deep model is run with few layers, twice: from one number of layers to the next every part grows by the same (its
-layers are alike, or come round alike; where they do not all are run), so that the fullest moments of the forward, of
-the backward's beginning and of its end lie on straight lines.
+A deep model is traced with two small numbers of layers: every part grows by the same amount per period of layers, so
+the peaks of the forward and of the backward's two halves are extrapolated linearly. Where the layers do not repeat, all
+are traced.
 
-A reference is held besides, and has its turn before the first backward, when nothing is kept for one: it adds what it
-holds, and no more.
+A reference adds its own bytes only: it runs before the first backward, when no activations are kept.
 
-Left out: rows that train by themselves, added tokens, buffers that are made while loading.
-
-Imports build and below. The package and its tests import it.
+Not included: separately trained rows, added tokens, buffers created while loading.
 """
 
 from __future__ import annotations
@@ -52,16 +48,16 @@ from taut.plan.footprint import PARTS, History, Ledger, Parts, Shares, fullest
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
-"""The attention of a GPU that is not here, as the library knows it."""
+"""The attention of a GPU that this machine lacks, by its name in the library."""
 CPU = torch.device("cpu")
 
 
 class Kernels(NamedTuple):
-    """What computes."""
+    """Dtype and attention of the computation."""
 
     dtype: torch.dtype
     attention: str
-    """The name it is registered under with the library."""
+    """Its name in the library's registry."""
 
 
 class Sizes(NamedTuple):
@@ -74,34 +70,34 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """What a micro-batch holds on one device that has the whole model."""
+    """The memory of a micro-batch on one device with the whole model."""
 
     histories: tuple[History, ...]
-    """Of the whole model, or of it with two smaller numbers of layers. Without the optimizer's state."""
+    """Of the whole model, or with two smaller numbers of layers. Without the optimizer's state."""
     depths: tuple[int, ...]
-    """How many layers they have."""
+    """The number of layers of each history."""
     num_layers: int
     weights: Sizes
     trained: Sizes
     optimizer: int
     reference: int
-    """Bytes of what the policy is measured against: a copy of what trains, or another model."""
+    """Bytes of the reference: a copy of the trained parameters, or another model."""
     passes: int
-    """Forwards of a step beside the one that is trained through: of a reference, and for statistics."""
+    """Additional forwards of a step: of a reference, and for statistics."""
     is_linear: bool
-    """Whether the head's gradient is formed in the forward; else its logits are computed twice."""
+    """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
     num_parameters: int
     num_trained: int
     flops: architecture.Flops
 
     @property
     def head_flops(self) -> float:
-        """Operations of the head on a target: of the three products that ``flops`` counts, and of those beside."""
+        """Operations of the head per target: the three products that ``flops`` counts, and the additional ones."""
         return self.flops.per_target * (1 + (self.passes + (not self.is_linear)) / 3)
 
     @property
     def operators(self) -> int:
-        """How many operators run forward and backward, each a kernel at least. Every layer adds as many."""
+        """Number of operators of forward and backward, each at least one kernel; linear in the number of layers."""
         counts = [history.operators for history in self.histories]
         if len(counts) == 1:
             return counts[0]
@@ -109,21 +105,21 @@ class Traced:
         return round(less + (self.num_layers - few) / (many - few) * (more - less))
 
     def parts(self, shares: Shares = MappingProxyType({})) -> Parts:
-        """Bytes at the fullest moment, in full; ``shares`` say which moment that is."""
+        """Full sizes of the parts at the peak; ``shares`` decide which moment is the peak."""
         peaks = [history.peaks(shares) for history in self.histories]
         if len(peaks) == 1:
             return fullest(peaks[0], shares)
         (few, many), (less, more) = self.depths, peaks
         steps = (self.num_layers - few) / (many - few)
-        found = [
+        extrapolated = [
             {part: round(low[part] + steps * (high[part] - low[part])) for part in PARTS}
             for low, high in zip(less, more, strict=True)
         ]
-        return fullest(found, shares)
+        return fullest(extrapolated, shares)
 
 
 def skeleton(run: RunConfig, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model a run starts from, on the meta device: with its language model's head, or a scalar one."""
+    """The initial model on the meta device, with the language model's head or a scalar one."""
     head, config = run.new_head(), copy.deepcopy(config)
     if head is None:
         return load_skeleton(run.model, config, run.trust_remote_code)
@@ -131,7 +127,7 @@ def skeleton(run: RunConfig, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
-    """The model a run trains, on the meta device: adapters on, what is frozen frozen."""
+    """The trained model on the meta device, with adapters and freezing."""
     base = skeleton(run, config)
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
     with quiet_library():
@@ -140,7 +136,7 @@ def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) ->
 
 
 def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
-    """A model with the run's adapters, without what is frozen, in train mode."""
+    """The model with the run's adapters and freezing, in train mode."""
     model = apply_lora(base, run.lora, run.seed)
     if run.freeze:
         freeze(model, run.freeze)
@@ -149,16 +145,16 @@ def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
     return model.train()
 
 
-def require_foretold(run: RunConfig, config: PreTrainedConfig) -> None:
-    """Raise ModelError for a run with something whose bytes are not known here."""
+def require_predictable(run: RunConfig, config: PreTrainedConfig) -> None:
+    """Raise ModelError for a run with parts whose memory is not modelled here."""
     if (name := run.unpredicted_memory) is not None:
         raise ModelError(
-            f"found a run of {run.command()}: what a {name} takes is not foretold; expected one "
+            f"found a run of {run.command()}: what a {name} takes is not predicted; expected one "
             f"without a {name}; measure it with a short run instead"
         )
     if architecture.takes_pictures(config):
         raise ModelError(
-            f"model={run.model} takes pictures: what a vision tower takes is not foretold; expected a model of text; "
+            f"model={run.model} takes pictures: what a vision tower takes is not predicted; expected a model of text; "
             "measure it with a short run instead"
         )
 
@@ -166,8 +162,8 @@ def require_foretold(run: RunConfig, config: PreTrainedConfig) -> None:
 def trace(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
-    """What one micro-batch holds. ``is_first``: no gradient is there before it."""
-    require_foretold(run, config)
+    """The memory of one micro-batch. ``is_first``: no gradients exist before it."""
+    require_predictable(run, config)
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))
@@ -195,7 +191,7 @@ def trace(
 
 
 def with_layers(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
-    """The configuration of a model of the first ``depth`` layers."""
+    """The configuration with only the first ``depth`` layers."""
     shallow = copy.deepcopy(config)
     text: Any = shallow.get_text_config()
     before = text.num_hidden_layers
@@ -207,7 +203,7 @@ def with_layers(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
 
 
 def period(model: nn.Module) -> int:
-    """After how many layers they come round alike; all of them where they do not."""
+    """The period after which layers repeat; the number of layers where they do not."""
     kinds = architecture.layer_types(model)
     alike = [
         (kind, [(name, tuple(p.shape)) for name, p in layer.named_parameters()])
@@ -218,7 +214,7 @@ def period(model: nn.Module) -> int:
 
 
 def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
-    """How many layers are run: all, or two smaller numbers."""
+    """The numbers of layers to trace: all, or two smaller ones."""
     count, every = len(architecture.layers(model)), period(model)
     names_layers = run.freeze or run.lora.adapter or run.lora.targets != "all-linear"
     return (count,) if names_layers or count <= 5 * every else (2 * every, 3 * every)
@@ -227,7 +223,7 @@ def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
 def _history(
     run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
 ) -> History:
-    """What happens in a forward and a backward on fake tensors."""
+    """The history of a forward and a backward on fake tensors."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with fake, warnings.catch_warnings():
@@ -244,7 +240,7 @@ def _history(
 def _run(
     run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
 ) -> Ledger:
-    """Forward and backward inside a fake mode; the book of it."""
+    """Forward and backward inside a fake mode; returns the ledger."""
     _to_empty(model)
     noise = install_noise(model, run.noise, run.seed)
     if noise is not None:
@@ -267,16 +263,18 @@ def _run(
     linear = loss.linear_weights(packed)
     with ledger:
         with compute_context(dtype, CPU):
-            total = say(scorer, packed, loss, linear)
+            total = proxy_loss(scorer, packed, loss, linear)
         ledger.end_forward()
         with backward_context(dtype):
             total.backward()
     return ledger
 
 
-def say(scorer: Scorer, packed: Packed, loss: Loss, linear: Mapping[str, Tensor] | None) -> Any:
-    """A number that depends on all that a loss is told, by the way through the head that it takes; what the loss makes
-    of it is next to nothing.
+def proxy_loss(
+    scorer: Scorer, packed: Packed, loss: Loss, linear: Mapping[str, Tensor] | None
+) -> Any:
+    """A scalar that depends on all scores that the loss uses, through the same path of the head; the memory of the loss
+    itself is negligible.
     """
     wants = loss.wants
     if linear is not None:
@@ -288,7 +286,7 @@ def say(scorer: Scorer, packed: Packed, loss: Loss, linear: Mapping[str, Tensor]
 
 
 def _to_empty(model: nn.Module) -> None:
-    """Off the meta device; what is one table stays one."""
+    """Move a model off the meta device; tied parameters stay tied."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -300,7 +298,7 @@ def _to_empty(model: nn.Module) -> None:
 
 
 class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
-    """The book of fake tensors. A number asked of one is 1; experts' product has no fake of its own in float32."""
+    """A ledger for fake tensors. Their items are 1; grouped_mm has no fake implementation in float32."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -311,17 +309,15 @@ class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The shape of ``torch.nn.functional.grouped_mm``: each group of rows with a matrix of its own."""
-    is_gradient = (
-        left.ndim == right.ndim == 2
-    )  # of the matrices: the groups lie along what is summed
+    """The shape of ``torch.nn.functional.grouped_mm``: one matrix per group of rows."""
+    is_gradient = left.ndim == right.ndim == 2  # of the matrices: groups are along the summed axis
     groups = (offs.shape[0],) if is_gradient and offs is not None else ()
     batch = groups or left.shape[:-2]
     return left.new_empty((*batch, left.shape[-2], right.shape[-1]))
 
 
 class _Known(Tensor):
-    """An array that ``Scorer`` reads on the host, inside a mode in which torch would have no contents for it."""
+    """An array that ``Scorer`` reads on the host, inside a mode without tensor contents."""
 
     _array: IntArray
 
@@ -355,7 +351,7 @@ def _fused(
     taut_layout: Layout,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of which only the shapes are wanted. q [1, H, T, K] -> ([1, T, H, K], None)."""
+    """Attention for its shapes only. q [1, H, T, K] -> ([1, T, H, K], None)."""
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(narrow) for x in (query, key, value))
@@ -364,7 +360,7 @@ def _fused(
 
 
 def _no_mask(**_: Any) -> None:
-    """Visibility is the layout's."""
+    """No mask: the layout has the visibility."""
 
 
 _register: Callable[..., None] = AttentionInterface.register

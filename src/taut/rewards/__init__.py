@@ -2,8 +2,6 @@
 
 A configuration names rewards, a panel asks all of them about each answer (``panel.py``), and each gives a number, or
 None: it does not apply, or an error with its reason. Errors are counted and shown; they never become 0.
-
-May import types, errors and config. Methods, evals, checks and commands import it.
 """
 
 from __future__ import annotations

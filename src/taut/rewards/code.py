@@ -1,4 +1,8 @@
-"""A row's test cases, in the forms that data sets have them.
+"""The reward ``code``: whether the Python program in an answer passes the row's tests, run in ``taut.sandbox``.
+
+The program is the last fenced block of the answer that is marked as Python or not at all; an answer without one gets 0.
+The tests come from the row; the reward does not apply to a row without tests. A row has its tests in one of the forms
+that data sets use, each possibly as JSON in a string:
 
     {"inputs": [...], "outputs": [...]}                   standard input and output (APPS, TACO: ``input_output``)
     {"inputs": [...], "outputs": [...], "fn_name": f}     a call of f, or ``Solution().f``: lists of arguments, values
@@ -8,7 +12,9 @@
     "def check(candidate): ..."                           HumanEval: ``test``, called on ``entry_point``; the row's
                                                           ``prompt`` goes before the program
 
-Each may be JSON in a string. Imports errors and the sandbox's trials. ``code`` imports it.
+Scripts are compared by what they print, calls by what they return, both outside the sandbox; checks are code that runs
+with the program. A program that fails, for whatever reason, has not passed, and ``judge`` gives the reason. A sandbox
+that fails is an error. Python only.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from taut.sandbox import Limits, MechanismName, Ran, Remote, open_remote, shared
 from taut.sandbox.limits import Trial
 
 COLUMNS = ("tests", "input_output", "test_cases", "public_test_cases", "test_list", "test")
-"""Where a row may have its tests; the first it has counts."""
+"""Columns that may hold a row's tests; the first that is there counts."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,9 @@ class Case:
 
     trial: Trial
     expected: Any = None
-    """What a script is to print, as text, or a call is to give; nothing for a check."""
+    """What a script has to print, as text, or a call has to return; None for a check."""
     text: str | None = None
-    """The JSON that ``expected`` was read from: a call may give that text as well."""
+    """The JSON that ``expected`` was read from: a call may return that text as well."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Cases:
 
 
 def read_cases(row: Mapping[str, Any], column: str | None) -> Cases | None:
-    """The tests of a row; None where it has none. DataError: they cannot be read."""
+    """The tests of a row; None if it has none. Raises DataError if they cannot be read."""
     found = [column] if column else [name for name in COLUMNS if row.get(name)]
     value = row.get(found[0]) if found else None
     if not value:
@@ -71,7 +77,7 @@ def read_cases(row: Mapping[str, Any], column: str | None) -> Cases | None:
 
 
 def _parsed(value: Any) -> Any:
-    """The value, out of the JSON text it may be."""
+    """The value, parsed if it is JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         return json.loads(value)
     return value
@@ -107,7 +113,7 @@ def _paired(value: Mapping[str, Any], place: str) -> list[Case]:
 
 
 def _read_value(wanted: Any) -> tuple[Any, str | None]:
-    """What a call is to give, and the text it was read from: one that looks like JSON may be meant as it is."""
+    """What a call has to return, and the text it was read from: text that looks like JSON may be meant as it is."""
     try:
         value = _parsed(wanted)
     except ValueError:
@@ -138,31 +144,21 @@ def _one_check(text: str, row: Mapping[str, Any]) -> Cases:
 
 
 def _text(value: Any) -> str:
-    """Text, or its lines."""
+    """The text, or a list of its lines joined."""
     return value if isinstance(value, str) else "\n".join(str(line) for line in value)
 
 
-# --------------------------------------------------------------------------------------------------
-# Whether the Python program in an answer passes the row's tests, run in the sandbox (``taut.sandbox``).
-#
-# The program is the last fenced block of the answer that is marked as Python or not at all; an answer without one is
-# 0. The tests come from the row (``testcases.py`` has the forms); a row without tests: None. Scripts are compared by
-# what they print, calls by what they return, both outside the sandbox; checks are code that runs with the program.
-#
-# A program that fails, for whatever reason, is the model's: it counts as not passed, and ``judge`` gives the reason.
-# A sandbox that fails is ours: an error. Python only.
-#
-# Imports config, the sandbox, ``rewards.testcases`` and the verifiers' base.
+# -- the reward
 
 TOLERANCE = 1e-6
 """Relative and absolute, of numbers that are not whole."""
 _PYTHON = ("", "python", "python3", "py", "py3")
 _OVERHEAD = 30.0
-"""Seconds that a sandbox may take beside the programs."""
+"""Seconds that a sandbox may take in addition to the programs."""
 
 
 class Judged(NamedTuple):
-    """What became of a program's tests: one entry for each; what passed is an empty text, else the reason."""
+    """The result of each of a program's tests: empty if it passed, else the reason."""
 
     reasons: tuple[str, ...]
 
@@ -177,30 +173,31 @@ class Code(Verifier):
 
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
+    unjudged: ClassVar[float | None] = 0.0
     trivial: ClassVar[str] = "```python\npass\n```"
 
     program: Literal["last_block", "text"] = "last_block"
-    """What of the answer is the program: its last fenced block of Python, or all of it."""
+    """The part of the answer that is the program: its last fenced block of Python, or all of it."""
     column: str | None = None
-    """The column of the row with the tests; by default the first there is of tests, input_output, test_cases,
+    """The column with the tests. By default the first there is of tests, input_output, test_cases,
     public_test_cases, test_list, test."""
     score: Literal["all", "share"] = "all"
-    """1 where all tests pass, else 0; or the share that passes."""
+    """all: 1 if all tests pass, else 0. share: the share of tests that pass."""
     compare: Literal["tokens", "lines"] = "tokens"
-    """How what is printed is compared: word by word, where numbers with a point need to be close only; or line by line,
-    where white space at the end of a line or of all does not count."""
+    """How output is compared. tokens: word by word; numbers with a decimal point only have to be close. lines: line by
+    line; white space at the end of a line or of the output does not count."""
     before: str = ""
-    """Code that goes before every program, such as ``from typing import *``."""
+    """Code to put before every program, such as ``from typing import *``."""
     max_tests: Annotated[int, Field(gt=0)] | None = None
-    """So many of the row's tests, its first, are run."""
+    """Run at most this many of the row's tests, from the first."""
     limits: Limits = Limits()
-    """What a program may use."""
+    """Limits on a program's resources."""
     mechanism: MechanismName | None = None
-    """What holds the programs; by default the first that does of gvisor, bubblewrap, landlock."""
+    """The sandbox's mechanism. By default the first that works of gvisor, bubblewrap, landlock."""
     packages: tuple[str, ...] = ()
-    """Folders of Python packages that programs may import, beside Python's own library."""
+    """Folders of Python packages that programs may import, in addition to Python's own library."""
     remote: Remote = Remote()
-    """A service that runs the programs in place of this machine."""
+    """A service that runs the programs instead of this machine."""
 
     def __post_init__(self) -> None:
         """ConfigError where settings of this machine's sandbox meet a service."""
@@ -213,13 +210,13 @@ class Code(Verifier):
 
     @property
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
-        """A program's own limits end it before this."""
+        """Longer than a program's own limits, which end it before."""
         waiting = 0.0 if self.remote.service is None else self.remote.wait_seconds
         return self.limits.total_seconds + waiting + _OVERHEAD
 
     def settled(self) -> tuple[Verifier, Decision | None]:
-        """With the mechanism that holds programs here; SandboxError where none does, or where the service that is set
-        does not run a known program.
+        """With the mechanism that works here. Raises SandboxError if none does, or if the service does not run a known
+        program.
         """
         with _by_name():
             if self.remote.service is not None:
@@ -230,21 +227,17 @@ class Code(Verifier):
         return replace(self, mechanism=found.name), Decision("sandbox", found.name, found.reason)
 
     def prepare(self) -> None:
-        """SandboxError where programs cannot be held here."""
+        """Open the sandbox; SandboxError if there is none here."""
         with _by_name():
             shared(self.mechanism, self.packages, self.remote)
 
-    def when_unjudged(self, answered: Answered) -> float:
-        """0, as any wrong answer."""
-        return 0.0
-
     def dress(self, reference: str) -> str:
-        """A program alone, in the block it is looked for in."""
+        """A bare program in a fenced block, if programs are read from blocks."""
         is_bare = self.program == "last_block" and last_block(reference) is None
         return f"```python\n{reference}\n```" if is_bare else reference
 
     def __call__(self, answered: Answered) -> float | None:
-        """None where the row has no tests."""
+        """None if the row has no tests."""
         judged = self.judge(answered)
         if judged is None:
             return None
@@ -271,7 +264,7 @@ class Code(Verifier):
         return Judged(tuple(self._reason(case, ran) for case, ran in pairs))
 
     def _reason(self, case: Case, ran: Ran) -> str:
-        """Empty: it passed."""
+        """Why a test failed; empty if it passed."""
         if ran.outcome != "ok":
             last = ran.stderr.strip().rpartition("\n")[2]
             return f"{ran.outcome}: {last}" if last else ran.outcome
@@ -288,7 +281,7 @@ class Code(Verifier):
 
 @contextmanager
 def _by_name() -> Iterator[None]:
-    """What the sandbox lacks is told with the reward that needs it."""
+    """Name the reward in errors of the sandbox."""
     try:
         yield
     except SandboxError as error:
@@ -296,7 +289,7 @@ def _by_name() -> Iterator[None]:
 
 
 def last_block(text: str) -> str | None:
-    """The last closed fenced block that is Python, or not said to be anything else."""
+    """The last closed fenced block that is marked as Python or not at all."""
     found: str | None = None
     block: list[str] | None = None
     language = ""
@@ -313,7 +306,7 @@ def last_block(text: str) -> str | None:
 
 
 def _difference(expected: Any, value: str | None) -> str:
-    """Some data sets have a call's value in a list of one."""
+    """Why a returned value is wrong; empty if it is right. Some data sets put a call's value into a list of one."""
     reason = f"returned {value or '':.80}, expected {json.dumps(expected):.80}"
     try:
         found = json.loads(value or "")
@@ -348,7 +341,7 @@ def _same_tokens(expected: str, found: str) -> bool:
 
 
 def _same_token(expected: str, found: str) -> bool:
-    """Equal, or close where the expected one is a number with a point or a power."""
+    """Equal, or close if the expected one is a number with a decimal point or an exponent."""
     if expected == found:
         return True
     if not any(mark in expected for mark in ".eE"):

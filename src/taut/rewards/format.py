@@ -1,9 +1,6 @@
-"""1 where an answer is nothing but the given tags, once each and in order: ``<think>...</think><answer>...</answer>``.
+"""Rewards for the form of an answer: tags, a JSON schema, one language, no repetition.
 
-White space may stand between them. With ``partial`` an answer that is not whole gets the share of its marks that stand
-once and in order (each tag has two), at most half of 1, so that a model finds the form step by step.
-
-May import config, errors and the verifiers' base.
+jsonschema and py3langid are imported here only.
 """
 
 from __future__ import annotations
@@ -23,16 +20,21 @@ from taut.rewards.verifier import Answered, Judged, Place, Verifier
 
 @configclass
 class Tags(Verifier):
-    """The form of tags."""
+    """1 if an answer is nothing but the given tags, once each and in order: ``<think>...</think><answer>...</answer>``;
+    else 0.
+
+    White space may stand between them. With ``partial`` an incomplete answer gets half the share of its marks that
+    stand once and in order (each tag has two), so that a model finds the form step by step.
+    """
 
     judges: ClassVar[Judged] = "form"
 
     tags: Annotated[tuple[str, ...], Field(min_length=1)] = ("think", "answer")
-    """Their names, in order."""
+    """Names of the tags, in order."""
     is_opened: bool = False
-    """The prompt ends with the first tag's opening mark, as some templates have it."""
+    """The prompt ends with the first tag's opening mark, as some chat templates write it."""
     partial: bool = False
-    """Give something for a part of the form."""
+    """Give a partial score for a part of the form."""
 
     def __post_init__(self) -> None:
         if len(set(self.tags)) < len(self.tags) or not all(self.tags):
@@ -57,31 +59,28 @@ class Tags(Verifier):
         return 0.5 * num_right / len(marks) if self.partial else 0.0
 
 
-# --------------------------------------------------------------------------------------------------
-# 1 where an answer is JSON that a JSON schema allows; else 0.
-#
-# The whole answer has to be JSON, or with ``is_fenced`` the first block between triple backquotes. NaN and Infinity
-# are not JSON. The schema is one for all rows, or each row's own. References in it are to itself; none is fetched.
-#
-# jsonschema is imported here only. May import config, errors and the verifiers' base.
-
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @configclass
 class JsonSchema(Verifier):
-    """JSON of a form."""
+    """1 if an answer is JSON that a JSON schema allows; else 0.
+
+    The whole answer has to be JSON, or with ``is_fenced`` the first block between triple backquotes. NaN and Infinity
+    are not JSON. The schema is one for all rows, or each row's own. References in it are to itself; none is fetched.
+    """
 
     runs: ClassVar[Place] = "process"
     judges: ClassVar[Judged] = "form"
     max_memory: ClassVar[int | None] = 2**30
+    unjudged: ClassVar[float | None] = 0.0
 
     schema: dict[str, Any] | None = None
-    """What is allowed; draft 2020-12 unless its $schema says otherwise."""
+    """The schema of all rows; draft 2020-12 unless its $schema says otherwise."""
     column: str | None = None
-    """The column with the row's own schema, an object or a text of JSON, instead; a row without one is left out."""
+    """The column with each row's own schema, an object or JSON text; the reward does not apply to a row without one."""
     is_fenced: bool = False
-    """The JSON stands in a block of code."""
+    """The JSON is in a code block."""
 
     def __post_init__(self) -> None:
         if (self.schema is None) == (self.column is None):
@@ -95,12 +94,8 @@ class JsonSchema(Verifier):
         if self.schema is not None:
             assert self._of_all
 
-    def when_unjudged(self, answered: Answered) -> float:
-        """0, as any wrong answer."""
-        return 0.0
-
     def __call__(self, answered: Answered) -> float | None:
-        """None where the row has no schema."""
+        """None if the row has no schema."""
         validator = self._of_all if self.column is None else self._of_row(answered)
         if validator is None:
             return None
@@ -162,46 +157,39 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-# --------------------------------------------------------------------------------------------------
-# The share of an answer that is in the language asked for, 0 to 1 (as the language consistency of arXiv:2501.12948).
-#
-# The answer is cut into stretches of at least ``STRETCH`` letters at line ends; each counts by its letters, and is in
-# the language that py3langid gives it (a naive Bayes model over bytes: small, offline, and, unlike langdetect,
-# without chance). Code between triple backquotes and formulas between dollar signs are left out. Fewer letters than
-# ``SHORTEST`` cannot be told: it does not apply.
-#
-# py3langid is imported here only. May import config, errors and the verifiers' base.
-
 STRETCH, SHORTEST = 60, 12
 _NO_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.{0,999}?\\\)|\\\[.{0,999}?\\\]", re.DOTALL
 )
-"""Bounded, for each mark that opens a formula and has none that closes it would be looked for to the end."""
+"""Bounded: else the end of every formula that is opened and not closed is searched for to the end of the text."""
 
 
 @configclass
 class Language(Verifier):
-    """In one language."""
+    """The share of an answer that is in the language asked for, 0 to 1 (the language consistency of arXiv:2501.12948).
+
+    The answer is cut at line ends into stretches of at least ``STRETCH`` letters; each counts by its letters, and is in
+    the language that py3langid gives it (a naive Bayes model over bytes: small, offline, and, unlike langdetect,
+    deterministic). Code between triple backquotes and formulas between dollar signs are left out. The reward does not
+    apply to fewer letters than ``SHORTEST``.
+    """
 
     runs: ClassVar[Place] = "process"
     judges: ClassVar[Judged] = "form"
     max_memory: ClassVar[int | None] = 2**30
+    unjudged: ClassVar[float | None] = 0.0
 
     language: str
-    """Its code of ISO 639-1: en, de, zh, ..."""
+    """ISO 639-1 code: en, de, zh, ..."""
     among: tuple[str, ...] = ()
-    """Languages it is told from; fewer are told apart more surely. By default all that are known."""
+    """The languages that are distinguished; fewer are told apart more reliably. By default all that are known."""
 
     def prepare(self) -> None:
         """Load the model."""
         assert self._identifier
 
-    def when_unjudged(self, answered: Answered) -> float:
-        """0, as any wrong answer."""
-        return 0.0
-
     def __call__(self, answered: Answered) -> float | None:
-        """None where there is too little text."""
+        """None if there is too little text."""
         stretches = list(_stretches(_NO_LANGUAGE.sub(" ", answered.text)))
         letters = [_letters(stretch) for stretch in stretches]
         if sum(letters) < SHORTEST:
@@ -230,7 +218,7 @@ class Language(Verifier):
 
 
 def _stretches(text: str) -> Iterator[str]:
-    """Lines, joined until they have letters enough; what is left at the end joins the last."""
+    """Lines, joined until they have enough letters; what remains at the end joins the last stretch."""
     done, held, letters = "", "", 0
     for line in text.splitlines():
         held += line + "\n"
@@ -247,25 +235,20 @@ def _letters(text: str) -> int:
     return sum(character.isalpha() for character in text)
 
 
-# --------------------------------------------------------------------------------------------------
-# How much of an answer repeats itself: minus the share of its n-grams that were there before, 0 to -1.
-#
-#     -(1 - different / all)          over the answer's n-grams of words
-#
-# As in arXiv:2502.03373, appendix C.2, of words in place of tokens: what white space separates, in lower case. An
-# answer with fewer than n words has none.
-#
-# May import config and the verifiers' base.
-
-
 @configclass
 class Repetition(Verifier):
-    """It does not repeat itself."""
+    """How much of an answer repeats itself: minus the share of its n-grams that occurred before, 0 to -1.
+
+        -(1 - different / all)          over the answer's n-grams of words
+
+    As in arXiv:2502.03373, appendix C.2, with words in place of tokens: what white space separates, in lower case. An
+    answer with fewer than n words has none.
+    """
 
     judges: ClassVar[Judged] = "form"
 
     n: Annotated[int, Field(ge=1)] = 4
-    """How many words, or characters, in a row are compared."""
+    """Words, or characters, of an n-gram."""
     units: Literal["words", "characters"] = "words"
     """characters: for scripts that do not separate words; n=20 is then a good choice."""
 

@@ -1,9 +1,8 @@
-"""``eval`` of what a model wrote: values and arithmetic on them. Whatever else an expression asks for is refused.
+"""The reward of reasoning-gym: the score that a task's own verifier gives an answer (arXiv:2505.24760).
 
-Libraries read some answers by ``eval``, or by sympy's ``parse_expr``, which is made of it: there ``__import__('os')``
-is an answer too, and would run outside of any sandbox. ``plain_eval`` takes the place of ``eval`` in their modules.
-
-Imports nothing of ours. Verifiers that hand answers to such a library import it.
+Some tasks evaluate an answer by Python's ``eval``, or by sympy's ``parse_expr``, which is made of it:
+``__import__('os')`` would be an answer too, and run outside of any sandbox. ``plain_eval`` takes the place of ``eval``
+in those modules: it evaluates values and arithmetic, and refuses everything else. reasoning-gym is imported here only.
 """
 
 from __future__ import annotations
@@ -68,13 +67,13 @@ def plain_eval(
 
 
 def _has_length(node: ast.expr) -> bool:
-    """A list or a text, of which a product or a format may be of any size."""
+    """Whether it is a list or a text: a product or a format of one may be of any size."""
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
     return is_text or isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict))
 
 
 def _is_function(node: ast.expr) -> bool:
-    """A name, or sympy's ``Function('f')``."""
+    """Whether it is a name, or sympy's ``Function('f')``."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "Function"
     return isinstance(node, ast.Name)
@@ -82,7 +81,7 @@ def _is_function(node: ast.expr) -> bool:
 
 @contextmanager
 def plainly(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Meanwhile these modules evaluate by ``plain_eval``."""
+    """Make these modules evaluate by ``plain_eval`` inside the block."""
     for module in modules:
         vars(module)["eval"] = plain_eval
     try:
@@ -92,33 +91,26 @@ def plainly(modules: Sequence[ModuleType]) -> Iterator[None]:
             vars(module).pop("eval", None)
 
 
-# --------------------------------------------------------------------------------------------------
-# The score that a task of reasoning-gym gives an answer, by the task's own verifier (arXiv:2505.24760): 0 to 1.
-#
-# A row is an entry of a task as the library makes it, ``question``, ``answer`` and ``metadata``, beside whatever else
-# training needs (``rows`` makes such rows, with a prompt); the task is the one that its metadata name. Most verifiers
-# want the bare answer: set ``inside="answer"`` where a model writes tags around it.
-#
-# Some tasks evaluate an answer as Python or by sympy. What is more than values and arithmetic is not run
-# (``plain_eval.py``): such an answer is one that the task cannot read.
-#
-# reasoning-gym is imported here only. May import config, errors and the verifiers' base.
-
-
 @configclass
 class Gym(Verifier):
-    """What the task says."""
+    """The score of a task's own verifier, 0 to 1.
+
+    A row is an entry of a task as the library makes it, ``question``, ``answer`` and ``metadata``, and any other column
+    (``rows`` makes such rows, with a prompt). Most verifiers want the bare answer: set ``inside="answer"`` if a model
+    writes tags around it. An answer whose evaluation is refused is one that the task cannot read.
+    """
 
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
     seconds: ClassVar[float] = 30.0
     max_memory: ClassVar[int | None] = 2**30
+    unjudged: ClassVar[float | None] = 0.0
     trivial: ClassVar[str] = "0"
 
     task: str | None = None
-    """Name of the task; by default what each row's metadata name as source_dataset."""
+    """Name of the task. By default source_dataset of each row's metadata."""
     entry: str | None = None
-    """The column that holds the entry; by default the row is it."""
+    """The column that holds the entry. By default the row is the entry."""
 
     def prepare(self) -> None:
         """Import the library."""
@@ -126,12 +118,8 @@ class Gym(Verifier):
             self._judges(self.task)
         assert self._library
 
-    def when_unjudged(self, answered: Answered) -> float:
-        """0, as any wrong answer."""
-        return 0.0
-
     def __call__(self, answered: Answered) -> float | None:
-        """None where the row is no entry of a task."""
+        """None if the row is no entry of a task."""
         entry: Any = answered.row if self.entry is None else answered.row.get(self.entry)
         if isinstance(entry, str):
             entry = json.loads(entry)

@@ -1,7 +1,4 @@
-"""Reward models that judge in this process: which there are, what they read, and where they cannot judge.
-
-May import what rewards may. Methods, the fingerprint of a run and evaluation while training import it.
-"""
+"""Reward models that judge in this process: which there are, what they read, and where they cannot judge."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pictures in what is sent to servers: inside the request, as data URLs; nobody else has our files.
+"""Rewards from models: a language model that judges, and a reward model in this process or at a server.
 
-May import errors and vision. The verifiers that run remotely import it.
+Pictures are sent inside the request, as data URLs: no server has our files.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from taut.rewards.verifier import Answered, Place, Verifier
 from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
 
 WITHIN = ImagesConfig(max_bytes=2**40)
-"""Limits of what is sent: it was read within the run's own."""
+"""Limits of pictures that are sent: they were read within the run's own."""
 
 
 def sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as JSON, each picture an ``image_url``. Raises PictureError for one that cannot be had."""
+    """Messages as JSON, each picture an ``image_url``. Raises PictureError for one that cannot be read."""
     return [
         {key: _with_data_urls(it) if key == "content" else it for key, it in message.items()}
         for message in messages
@@ -61,17 +61,6 @@ def _data_url(picture: ImageRef) -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
 
 
-# --------------------------------------------------------------------------------------------------
-# A number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
-#
-# The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at temperature
-# 0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the reward. A reply
-# without a number, or with one outside of low to high, is asked for again, ``tries`` times in all; then it is an
-# error. What an answer says to the judge is a text like any other to it: a model that trains against a judge learns
-# what pleases it, so keep another measure beside it.
-#
-# May import config, errors, ``http.py`` and the verifiers' base.
-
 TEMPLATE = """\
 Judge how good the answer to the question is.
 
@@ -91,31 +80,39 @@ with a line "Score: N", where N is a whole number from 0 (useless or wrong) to 1
 
 @configclass
 class Judge(Verifier):
-    """What a language model says."""
+    """The number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
+
+    The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at temperature
+    0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the reward. A reply
+    without a number, or with one outside of low to high, is requested again, ``tries`` times in all; then it is an
+    error. An answer may try to persuade the judge, and a model that trains against a judge learns what pleases it: keep
+    another measure in use.
+    """
 
     runs: ClassVar[Place] = "remote"
     seconds: ClassVar[float] = 120.0
 
     url: str
-    """The endpoint, as in http://127.0.0.1:8000/v1."""
+    """URL of the endpoint, as in http://127.0.0.1:8000/v1."""
     model: str
-    """The model's name there."""
+    """Name of the model at the endpoint."""
     key: str | None = None
     """Name of the environment variable that holds the API key; none is sent by default."""
     template: str = TEMPLATE
-    """What it is asked; {question}, {answer} and {reference} are filled in, other braces stay."""
+    """The prompt of the judge; {question}, {answer} and {reference} are filled in, other braces stay."""
     pattern: str = r"(?i)score(?:\s*\([^()\n]*\)(?=[^\w\n]*[\d:=]))?\W*?(-?\d+(?:\.\d+)?)"
-    """Finds the number, in its first group; a scale in brackets before it, as in "Score (0-10): 7", is none."""
+    """Regular expression whose first group is the number. The default skips a scale in brackets, as in
+    "Score (0-10): 7"."""
     low: float = 0.0
-    """The number that becomes 0."""
+    """The number that becomes the reward 0."""
     high: float = 10.0
-    """The number that becomes 1."""
+    """The number that becomes the reward 1."""
     max_tokens: Annotated[int, Field(ge=1)] = 512
-    """Of a reply."""
+    """Largest number of tokens of a reply."""
     tries: Annotated[int, Field(ge=1)] = 2
-    """Replies asked for until one has a number; after the first with a temperature of 1."""
+    """Replies that are requested until one has a number; from the second on at temperature 1."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further fields of a request, as the server knows them."""
+    """Further fields of the request, as the server names them."""
 
     def __post_init__(self) -> None:
         read_url(self.url, "judge.url", "options.key")
@@ -137,11 +134,11 @@ class Judge(Verifier):
             )
 
     def prepare(self) -> None:
-        """The key has to be there."""
+        """ConfigError if the key is not in the environment."""
         read_secret(self.key, "key")
 
     async def ask(self, client: Client, answered: Answered) -> float:
-        """DataError where no reply has a number."""
+        """Raises DataError if no reply has a number."""
         said = ""
         for attempt in range(self.tries):
             said = await self._reply(client, answered, temperature=float(attempt > 0))
@@ -181,7 +178,7 @@ class Judge(Verifier):
 def _with_pictures(
     asked: str, prompt: Sequence[Mapping[str, Any]] | str
 ) -> str | list[dict[str, Any]]:
-    """The question, and before it the pictures that it is about."""
+    """The question, with the prompt's pictures before it."""
     pictures = [] if isinstance(prompt, str) else pictures_of(prompt)
     return [*pictures, {"type": "text", "text": asked}] if pictures else asked
 
@@ -194,7 +191,7 @@ def _number(found: str | tuple[str, ...]) -> float | None:
 
 
 def _text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
-    """A conversation as it is read; a single user's message by itself."""
+    """A conversation as text; a single message without its role."""
     if isinstance(prompt, str):
         return prompt
     texts = [_content(message.get("content")) for message in prompt]
@@ -209,31 +206,24 @@ def _content(content: Any) -> str:
     return " ".join(part.get("text", "") for part in content if isinstance(part, Mapping))
 
 
-# --------------------------------------------------------------------------------------------------
-# The number of a reward model's scalar head: the model in this process, or at ``taut serve-reward``.
-#
-# In this process it is loaded beside the model that trains and scores a batch of answers at a time
-# (``rollout/rated.py``, which may load models; here are its settings only). At a server each answer is a request, and
-# the server scores those that wait together.
-#
-# May import config, errors, vision, ``http.py``, ``pictures.py`` and the verifiers' base.
-
 UNREAD = ("folder", "bad", "fps", "max_frames", "limit_video_pixels", "limit_video_seconds")
-"""Settings of pictures that are for files of rows."""
+"""Picture settings that only concern files of rows."""
 
 
 @configclass
 class RewardModel(Verifier):
-    """A reward model in this process."""
+    """The number of a reward model's scalar head. The model is loaded in this process and scores batches of answers
+    (``taut.inference.reward_model``, which may load models; here are only its settings).
+    """
 
     runs: ClassVar[Place] = "model"
 
     model: str
-    """Directory (or hub name) of the reward model."""
+    """Directory or hub name of the reward model."""
     template: str | None = None
-    """A file with a chat template to use in place of the tokenizer's own."""
+    """File with a chat template to use instead of the tokenizer's own."""
     dtype: ComputeDtype | None = None
-    """By default bfloat16 on a GPU that has it, else float32."""
+    """Compute dtype. By default bfloat16 on a GPU that has it, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
@@ -241,9 +231,9 @@ class RewardModel(Verifier):
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     images: ImagesConfig = ImagesConfig()
-    """Pictures in what is scored."""
+    """Pictures in the prompts and answers."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Tokens computed at a time; a longer answer is computed alone."""
+    """Tokens of a forward pass; a longer answer is computed alone."""
 
     def __post_init__(self) -> None:
         from taut.vision.image_store import require_unset  # with it come the processors
@@ -253,25 +243,25 @@ class RewardModel(Verifier):
 
 @configclass
 class RewardServer(Verifier):
-    """A reward model at a server."""
+    """The number of a reward model at ``taut serve-reward``. Each answer is a request; the server batches them."""
 
     runs: ClassVar[Place] = "remote"
     seconds: ClassVar[float] = 60.0
 
     url: str
-    """Of taut serve-reward, as in http://127.0.0.1:5000."""
+    """URL of taut serve-reward, as in http://127.0.0.1:5000."""
     key: str | None = None
-    """Name of the environment variable that holds its key; none is sent by default."""
+    """Name of the environment variable that holds the server's key; none is sent by default."""
 
     def __post_init__(self) -> None:
         read_url(self.url, "reward_server.url", "options.key")
 
     def prepare(self) -> None:
-        """The key has to be there."""
+        """ConfigError if the key is not in the environment."""
         read_secret(self.key, "key")
 
     async def ask(self, client: Client, answered: Answered) -> float:
-        """EngineError where the server says something else than one number."""
+        """Raises EngineError if the server answers anything but one number."""
         url = f"{self.url.rstrip('/')}/score"
         prompt: Any = answered.prompt
         completion: Any = answered.text

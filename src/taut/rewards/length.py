@@ -1,14 +1,14 @@
-"""How long an answer is, in tokens n as they were sampled. Not for answers that were not sampled.
+"""Rewards for the length of an answer, in tokens n as they were sampled. They do not apply to answers that were not
+sampled.
 
     length_target     max(0, 1 - |n - target| / width)
-    length_overlong   0 up to max_tokens - buffer; then down by a straight line to -1 at max_tokens, and beyond
+    length_overlong   0 up to max_tokens - buffer; then linear down to -1 at max_tokens, and beyond
                       (soft overlong punishment, DAPO, arXiv:2503.14476, equation 13)
-    length_cosine     over(exceed) where n >= max_tokens; else with t = n / max_tokens
+    length_cosine     over(exceed) if n >= max_tokens; else with t = n / max_tokens
                       end + (start - end) (1 + cos(pi t)) / 2
                       start, end = right[0], right[1] of a right answer, wrong[0], wrong[1] of a wrong one
-                      (arXiv:2502.03373, section 4.1): right answers had better be short, wrong ones long
-
-May import config, errors and the verifiers' base; ``length_cosine`` asks another reward whether an answer is right.
+                      (arXiv:2502.03373, section 4.1): right answers should be short, wrong ones long
+    stop              1 if the answer ended by itself
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from taut.rewards.verifier import Answered, Judged, Place, Verifier
 
 @configclass
 class LengthTarget(Verifier):
-    """Near a number of tokens."""
+    """``length_target``: near a number of tokens."""
 
     judges: ClassVar[Judged] = "form"
 
     target: Annotated[int, Field(ge=1)] | None = None
-    """Tokens wanted."""
+    """The target length in tokens."""
     column: str | None = None
-    """The column with the row's own number instead."""
+    """The column with each row's own target."""
     width: Annotated[int, Field(ge=1)] | None = None
-    """Tokens off at which it is worth nothing; by default the target itself."""
+    """Distance from the target, in tokens, at which the reward is 0. By default the target itself."""
 
     def __post_init__(self) -> None:
         if (self.target is None) == (self.column is None):
@@ -65,14 +65,14 @@ class LengthTarget(Verifier):
 
 @configclass
 class LengthOverlong(Verifier):
-    """Not much longer than allowed."""
+    """``length_overlong``: not much longer than allowed."""
 
     judges: ClassVar[Judged] = "form"
 
     max_tokens: Annotated[int, Field(ge=1)]
-    """From here on it is -1."""
+    """Length in tokens from which the reward is -1."""
     buffer: Annotated[int, Field(ge=1)]
-    """Over so many tokens before that it falls from 0."""
+    """Number of tokens before max_tokens over which the reward falls from 0 to -1."""
 
     def __post_init__(self) -> None:
         if self.buffer > self.max_tokens:
@@ -89,22 +89,22 @@ class LengthOverlong(Verifier):
 
 @configclass
 class LengthCosine(Verifier):
-    """Short where it is right, long where it is not."""
+    """``length_cosine``: right answers short, wrong ones long."""
 
     runs: ClassVar[Place] = "process"
 
     max_tokens: Annotated[int, Field(ge=1)]
-    """Where it is cut, or ought to be."""
+    """Length in tokens at which answers are cut, or ought to be."""
     judge: str
-    """The reward that says what is right, as math; at least 0.5 is right."""
+    """The reward that judges correctness, such as math; at least 0.5 is right."""
     judge_options: dict[str, Any] = field(default_factory=dict)
-    """Its options."""
+    """Options of that reward."""
     right: tuple[float, float] = (2.0, 1.0)
-    """For a right answer without a token, and one of max_tokens."""
+    """Reward of a right answer of length 0, and of length max_tokens."""
     wrong: tuple[float, float] = (-10.0, 0.0)
-    """For a wrong one."""
+    """The same for a wrong answer."""
     exceed: float = -10.0
-    """For one that is max_tokens or longer."""
+    """Reward of an answer of max_tokens or more."""
 
     def settled(self) -> tuple[Verifier, Decision | None]:
         """With what the reward that judges has settled: how programs are held."""
@@ -127,7 +127,7 @@ class LengthCosine(Verifier):
             )
 
     def __call__(self, answered: Answered) -> float | None:
-        """None where the judging reward does not apply."""
+        """None if the judging reward does not apply."""
         return self._scaled(answered, self._judge(answered))
 
     def when_unjudged(self, answered: Answered) -> float | None:
@@ -176,22 +176,16 @@ class LengthCosine(Verifier):
         return found
 
 
-# --------------------------------------------------------------------------------------------------
-# 1 where an answer ended by itself; where it was cut, ``otherwise``.
-#
-# May import config and the verifiers' base.
-
-
 @configclass
 class Stop(Verifier):
-    """It ends."""
+    """``stop``: 1 if the answer ended by itself, ``otherwise`` if it was cut."""
 
     judges: ClassVar[Judged] = "form"
 
     ended: float = 1.0
-    """For an answer that ends by itself."""
+    """Reward of an answer that ends by itself."""
     otherwise: float = 0.0
-    """For one that was cut."""
+    """Reward of an answer that was cut."""
 
     def __call__(self, answered: Answered) -> float:
         return self.ended if answered.finish_reason == "stop" else self.otherwise

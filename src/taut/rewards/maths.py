@@ -1,4 +1,4 @@
-r"""1 where the mathematics an answer ends in equals that of one of the references; else 0 (the library math-verify).
+r"""1 if the mathematics an answer ends in equals that of one of the references; else 0 (the library math-verify).
 
 Both are read as LaTeX or as plain expressions (``\frac{1}{2}``, 0.5, {1, 2}, x > 3, matrices), the last ``\boxed{...}``
 of an answer before anything else, and compared by sympy: 1/2 equals 0.5 and x^2 - 1 equals (x - 1)(x + 1). An answer
@@ -9,7 +9,7 @@ know: write a fraction or a decimal, or use ``numeric``.
 The library's own time limits are signals, which only a main thread hears; they are off, and a comparison that takes
 too long is ended with its process: that answer is wrong.
 
-math-verify is imported here only. May import config, errors and the verifiers' base.
+math-verify is imported here only.
 """
 
 from __future__ import annotations
@@ -29,34 +29,31 @@ _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![^{]*\})")
 
 @configclass
 class Math(Verifier):
-    """Equal in mathematics."""
+    """The answer is mathematically equal to a reference."""
 
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
     max_memory: ClassVar[int | None] = 2**30
+    unjudged: ClassVar[float | None] = 0.0
     trivial: ClassVar[str] = "\\boxed{0}"
     needs_reference: ClassVar[bool] = True
 
     boxed: bool = False
-    r"""Only what stands in ``\boxed{...}`` is an answer; by default a formula or number elsewhere is one too."""
+    r"""Only what is in ``\boxed{...}`` is an answer. By default a formula or number elsewhere is one too."""
     digits: int = 6
-    """Decimals to which numbers are compared."""
+    """Decimal places to which numbers are compared."""
 
     def prepare(self) -> None:
         """Import the library."""
         assert self._library
 
-    def when_unjudged(self, answered: Answered) -> float:
-        """0, as any wrong answer."""
-        return 0.0
-
     def dress(self, reference: str) -> str:
-        """In a box, where only that is looked at."""
+        """In a box, if only boxes are read."""
         is_bare = self.boxed and "\\boxed" not in reference
         return f"\\boxed{{{reference}}}" if is_bare else reference
 
     def __call__(self, answered: Answered) -> float | None:
-        """None where there is no reference."""
+        """None if there is no reference."""
         if not answered.references:
             return None
         wanted = [self._reference(text) for text in answered.references]

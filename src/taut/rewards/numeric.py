@@ -1,6 +1,6 @@
-r"""1 where the number an answer ends in equals that of one of the references; else 0.
+r"""1 if the number an answer ends in equals that of one of the references; else 0.
 
-That is the first number after the last ``####`` where there is one (GSM8K, arXiv:2110.14168), else the last number in
+That is the first number after the last ``####`` if there is one (GSM8K, arXiv:2110.14168), else the last number in
 the last ``\boxed{...}``, else the last number of the text. An answer without a number is wrong; a reference without one
 is an error.
 
@@ -8,8 +8,6 @@ A number is 42, -7, 1,234,567 (a comma separates thousands, never decimals), 3.1
 \frac{3}{4}, or one of these with % or percent. Digits directly after a Latin letter are none (H2O), and a hyphen
 directly after a word or a digit is no minus (3-5). 50% equals 50 and 0.5; 0.5% does not equal 50%. Equal means: within
 one part in a million.
-
-May import config, errors and the verifiers' base.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class Numeric(Verifier):
     needs_reference: ClassVar[bool] = True
 
     def __call__(self, answered: Answered) -> float | None:
-        """None where there is no reference."""
+        """None if there is no reference."""
         if not answered.references:
             return None
         wanted = [_reference(text) for text in answered.references]
@@ -75,7 +73,7 @@ def _reference(text: str) -> Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number a text ends in; None where there is none."""
+    """The number a text ends in; None if there is none."""
     for pattern, plain in _CLEANED:
         text = pattern.sub(plain, text)
     _, mark, after = text.rpartition("####")

@@ -1,8 +1,14 @@
-"""Verifiers that ask a server: many answers at a time on one thread of their own, each within its time.
+"""The panel: every reward of a configuration scores every answer, and the total is their weighted sum.
 
-The limit covers all attempts and holds in any thread; what is cancelled closes its connection.
+    total = sum of weight * value over the rewards that gave a number
+            None if one of them gave an error, or none applied
 
-Imports web, ``http.py`` and the verifiers' base. The panel imports it.
+Verifiers run concurrently and off the caller's thread: worker processes for what computes (``workers.py``), one thread
+for requests to servers, each within its time limit; only what is quick and cannot hang runs in the caller's. A batch of
+answers comes back complete and in order; an error belongs to one answer and one reward, and counting and bounding
+errors is the caller's task (``tally``). A reward that returns a value of the wrong type is no such error: ``grade``
+raises UserCodeError. The same answers get the same verdicts, whatever the number of workers, if the rewards are
+functions of the answer. ``grade`` may be called from any thread, by one at a time.
 """
 
 from __future__ import annotations
@@ -26,44 +32,29 @@ from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, sco
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
 
-# --------------------------------------------------------------------------------------------------
-# The panel: every reward of a configuration asked about every answer, and what they say added up.
-#
-#     total = sum of weight * value over the rewards that gave a number
-#             None where one of them gave an error, or none applied
-#
-# Verifiers run side by side and off the caller's thread: worker processes for what computes (``workers.py``), one
-# thread for what asks servers (``remote.py``); only what is quick and cannot hang runs in the caller's. A batch of
-# answers comes back whole and in its order; an error is of one answer and one reward, and counting and bounding
-# errors is the caller's (``tally``). A reward that returns a value of the wrong type is no such error: ``grade``
-# raises UserCodeError. The same answers get the same verdicts, whatever the number of workers, if the rewards are
-# functions of the answer. ``grade`` may be called from any thread, by one at a time.
-#
-# May import config, errors and its lanes. Methods, evals, checks and commands import it.
-
 Rater: TypeAlias = Callable[[Sequence[Answered]], list[Score]]
-"""A model in this process: the score of each answer."""
+"""Scores a batch of answers by a model in this process."""
 OpenRater: TypeAlias = Callable[[Verifier], Rater]
 
 
 @configclass
 class PanelConfig:
-    """How rewards are run; none of it changes what they say."""
+    """How rewards are run; none of it changes their values."""
 
     workers: Annotated[int, Field(ge=1)] = 4
-    """Processes for rewards that compute: math, json_schema, FILE.py:function and their like."""
+    """Processes for rewards that compute: math, json_schema, FILE.py:function and the like."""
     concurrency: Annotated[int, Field(ge=1)] = 16
-    """Answers that servers are asked about at a time."""
+    """Requests to servers at a time."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rewards said of one answer."""
+    """The scores of one answer."""
 
     parts: Mapping[str, Score]
     """By label."""
     total: float | None
-    """None: one of them is an error, or none applies."""
+    """The weighted sum; None: one of them is an error, or none applies."""
 
     @property
     def error(self) -> str | None:
@@ -73,14 +64,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tally:
-    """What one reward said of many answers."""
+    """The scores of one reward over many answers."""
 
     num_scored: int
     num_not_applicable: int
     errors: tuple[str, ...]
     """The reason of each."""
     mean: float | None
-    """Of those with a number."""
+    """Mean over the answers with a value."""
 
     @property
     def error_share(self) -> float:
@@ -89,7 +80,7 @@ class Tally:
 
 
 class Panel:
-    """Rewards that are ready. ``close`` ends their processes; a panel that is forgotten ends them too."""
+    """Rewards that are ready. ``close`` ends their processes; so does garbage collection."""
 
     def __init__(
         self,
@@ -111,7 +102,7 @@ class Panel:
 
     @property
     def names(self) -> list[str]:
-        """Of the metrics, in the order of the configuration."""
+        """Names of the metrics, in the order of the configuration."""
         return [part.label for part in self.parts]
 
     def grade(
@@ -123,7 +114,7 @@ class Panel:
     ) -> list[Verdict]:
         """The verdict on each answer, in their order. Raises UserCodeError for the first value of the wrong type.
 
-        ``labels``: of these rewards only. ``are_bare``: they have no marks around them (``inside``, ``after``).
+        ``labels``: only these rewards. ``are_bare``: the answers have no marks around them (``inside``, ``after``).
         """
         parts = [part for part in self.parts if labels is None or part.label in labels]
         pending: list[dict[str, Future[Score]]] = [{} for _ in answers]
@@ -139,7 +130,7 @@ class Panel:
                 if part.verifier.runs in ("here", "model")
             }
             found = [{label: it.result() for label, it in each.items()} for each in pending]
-        except BaseException:  # Ctrl-C above all: nobody waits for the rest
+        except BaseException:  # Ctrl-C above all: the rest is not needed
             self._drop(future for each in pending for future in each.values())
             raise
         verdicts = [
@@ -156,7 +147,7 @@ class Panel:
         return verdicts
 
     def close(self) -> None:
-        """End what runs for it."""
+        """End its processes and requests."""
         if self._workers is not None:
             self._workers.close()
         self._servers.close()
@@ -173,7 +164,7 @@ class Panel:
         self.close()
 
     def require_loadable(self) -> None:
-        """Raise ConfigError for a verifier that cannot do its work here."""
+        """Raise ConfigError for a verifier that cannot work here."""
         for part in self.parts:
             if part.verifier.runs in ("here", "remote"):
                 part.verifier.prepare()
@@ -235,10 +226,10 @@ def open_panel(
     reserved: Sequence[str] = (),
     open_rater: OpenRater | None = None,
 ) -> Panel:
-    """The rewards that a configuration names, found to be loadable.
+    """The panel of the rewards that a configuration names, once all of them are loaded.
 
-    ``reserved``: names of other metrics, which no reward may bear. ``open_rater``: how a reward model is loaded in this
-    process, from whoever may; without it ``reward_model`` is refused.
+    ``reserved``: names of other metrics, which no reward may have. ``open_rater``: loads a reward model in this
+    process; without it ``reward_model`` is refused.
     """
     parts, decisions = _settled(read_parts(rewards, reserved))
     raters = {}
@@ -261,7 +252,7 @@ def open_panel(
 
 
 def _settled(parts: Sequence[Part]) -> tuple[list[Part], list[Decision]]:
-    """The same, with what is chosen for the user: here and once, so that no two processes choose differently."""
+    """The same with what taut chooses for the user: here and once, so that no two processes choose differently."""
     each = [part.verifier.settled() for part in parts]
     decisions = dict.fromkeys(decision for _, decision in each if decision is not None)
     pairs = zip(parts, each, strict=True)
@@ -269,7 +260,7 @@ def _settled(parts: Sequence[Part]) -> tuple[list[Part], list[Decision]]:
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, Tally]:
-    """What each reward said of all answers, by label."""
+    """The Tally of each reward, by label."""
     found = {}
     for label in verdicts[0].parts if verdicts else ():
         scores = [verdict.parts[label] for verdict in verdicts]

@@ -1,10 +1,9 @@
 """All rewards by name, and how a configuration names them. A new verifier is a file and a line in ``REWARDS``.
 
-    rewards = "math"
-    rewards = ["exact_match", "own.py:function"]
-    rewards = ["math", {name = "length_target", weight = 0.1, options = {target = 200}}]
+rewards = "math"
+rewards = ["exact_match", "own.py:function"]
+rewards = ["math", {name = "length_target", weight = 0.1, options = {target = 200}}]
 
-May import config, errors and the verifiers. The panel and those who list rewards import it.
 """
 
 from __future__ import annotations
@@ -55,25 +54,25 @@ REWARDS: dict[str, type[Verifier]] = {
 
 @configclass
 class RewardSpec:
-    """One reward of several."""
+    """One reward and its settings."""
 
     name: str
-    """A name of the table, or FILE.py:function."""
+    """Name of a reward, or FILE.py:function."""
     weight: float = 1.0
-    """What its number is multiplied with in the total; 0: it is shown and does not count."""
+    """Factor of its value in the total. 0: it is logged and does not count."""
     label: str | None = None
-    """The name of its metric; by default its own name, or the function's."""
+    """Name of its metric. By default the reward's name, or the function's."""
     timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Seconds it may take for an answer; by default what suits the reward. Not asked of what cannot hang."""
+    """Time limit for an answer, in seconds. The default depends on the reward; rewards that cannot hang have none."""
     inside: str | None = None
-    """Judge only what stands in the last tag of this name; without it an answer is judged as an empty one."""
+    """Judge only the content of the last tag of this name; an answer without the tag is judged as an empty one."""
     after: str | None = None
-    """Judge only what comes after the last such mark, as </think>; without it an answer is judged as an empty one."""
+    """Judge only what follows the last such mark, as </think>; an answer without the mark is judged as an empty one."""
     judges: Judged | None = None
     """correctness: the check rewards.gold requires that right answers score higher than wrong ones. form (length,
-    style, format): it requires only that the reward can be computed. By default what the reward says of itself."""
+    style, format): it requires only that the reward can be computed. The default depends on the reward."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Its own settings; of a function of yours: arguments by name."""
+    """Options of the reward; for FILE.py:function, arguments by name."""
 
     def __post_init__(self) -> None:
         if self.inside is not None and self.after is not None:
@@ -85,7 +84,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Part:
-    """A verifier, the name of its metric, and what it counts."""
+    """A verifier with its settings, ready to be asked."""
 
     label: str
     verifier: Verifier
@@ -95,10 +94,10 @@ class Part:
     inside: str | None = None
     after: str | None = None
     judges: Judged | None = None
-    """What the configuration says that it judges; None: what the verifier says."""
+    """What it judges by the configuration; None: by the verifier itself."""
 
     def read(self, answered: Answered, is_bare: bool) -> Answered:
-        """What of an answer it is shown; ``is_bare``: it has no marks around it."""
+        """The part of an answer that is judged. ``is_bare``: there are no marks around it."""
         if is_bare:
             return replace(answered, text=self.verifier.dress(answered.text))
         if self.after is not None:
@@ -112,7 +111,7 @@ class Part:
 
 
 def _cut(answered: Answered, text: str) -> Answered:
-    """With ``text`` alone as the answer, in the conversation too."""
+    """The same with ``text`` as the answer, in the conversation too."""
     turns = answered.messages
     last = max((k for k, turn in enumerate(turns) if turn.get("role") == "assistant"), default=None)
     if last is not None:
@@ -121,13 +120,13 @@ def _cut(answered: Answered, text: str) -> Answered:
 
 
 def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:
-    """One name or several, as a configuration has them."""
+    """The rewards of a configuration, which may be one name or several."""
     each = [rewards] if isinstance(rewards, str) else rewards
-    return [RewardSpec(name=it) if isinstance(it, str) else it for it in each]
+    return [RewardSpec(name=spec) if isinstance(spec, str) else spec for spec in each]
 
 
 def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
-    """The files of the user's among them."""
+    """The user's own files that the rewards name."""
     named = [[spec.name, spec.options.get("judge")] for spec in listed(rewards)]
     own = [it for names in named for it in names if isinstance(it, str) and ":" in it]
     return [home_path(name.rpartition(":")[0]) for name in own]
@@ -136,7 +135,7 @@ def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
 def read_parts(
     rewards: str | Sequence[str | RewardSpec], reserved: Sequence[str] = ()
 ) -> list[Part]:
-    """What a configuration names. ``reserved``: names of other metrics, which no reward may bear."""
+    """The rewards of a configuration. ``reserved``: names of other metrics, which no reward may have."""
     parts: list[Part] = []
     for spec in listed(rewards):
         label = spec.label or spec.name.rpartition(":")[2]
@@ -154,7 +153,7 @@ def read_parts(
 
 
 def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
-    """The verifier of a name, with these options."""
+    """The verifier of a name with its options."""
     if ":" in name:
         return read_user_reward(name, options)
     if name not in REWARDS:

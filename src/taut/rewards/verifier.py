@@ -1,6 +1,12 @@
-"""What a verifier is shown: one answer, with all that is known of it.
+"""What a verifier is: an answer and its row in, a number out, or None: it does not apply.
 
-A file of its own without imports of ours, so that worker processes load nothing else with it.
+    verifier(answered) -> float | None
+
+A verifier is a configclass; its fields are its options. An exception is an error with its reason, and so is a number
+that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be judged,
+because it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A value of
+the wrong type (a text, a tensor) is a bug, not an error of one answer: it stops the run (``read_number``, the one rule
+for rewards and environments).
 """
 
 from __future__ import annotations
@@ -26,55 +32,42 @@ class Answered:
     """A completion, or the last one of a conversation, and the row it answers."""
 
     text: str
-    """Without what ended it."""
+    """Without the token or string that ended it."""
     references: tuple[str, ...] = ()
-    """The row's right answers, any of them; empty where it has none."""
+    """The row's right answers, each of them right; empty if it has none."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row as it stands in the data."""
+    """The row as it is in the data."""
     num_tokens: int | None = None
-    """Of all that the policy wrote, what ended it included; None: the answer was not sampled."""
+    """Tokens that the policy wrote, the end token included; None: the answer was not sampled."""
     finish_reason: FinishReason = "stop"
     prompt: tuple[Mapping[str, Any], ...] | str = ()
-    """What was asked: messages, or a text; where an environment began with messages of its own, those."""
+    """The prompt: messages, or a text; the environment's first messages if it has its own."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The conversation after the prompt, up to the policy's last turn: its turns and what an environment said between
-    them. Empty: ``text`` is all."""
+    """The conversation after the prompt, up to the policy's last turn: its turns and the environment's between them.
+    Empty: ``text`` is all."""
 
 
 FIELDS = ("text", "references", "row", "num_tokens", "finish_reason", "prompt", "messages")
-"""By these names a function of the user's may ask for them."""
+"""The names of parameters that a function of the user's may have."""
 
-
-# --------------------------------------------------------------------------------------------------
-# What a verifier is: an answer in, a number out, or None: it does not apply.
-#
-#     verifier(answered) -> float | None
-#
-# A verifier is a configclass; its fields are its options. What it raises is an error with its reason, and so is a
-# number that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be
-# judged, since it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A
-# value of the wrong type (a text, a tensor) is no error of one answer but a bug: it stops the run (``read_number``,
-# the one rule for rewards and environments).
-#
-# May import ``rewards.answered`` and errors. Every verifier imports it.
 
 Place: TypeAlias = Literal["here", "process", "remote", "model"]
 """Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where
-it takes too long, at a server, or as a model beside the one that trains."""
+it takes too long, at a server, or as a model in the process that trains."""
 Judged: TypeAlias = Literal["correctness", "form"]
 """What a reward judges: correctness (right answers score higher than wrong ones), or form (length, style, format),
 which says nothing about right and wrong."""
 
 
 class Score(NamedTuple):
-    """What a reward said of one answer: a value, an error, or neither: it does not apply."""
+    """The result of a reward for one answer: a value, an error, or neither: it does not apply."""
 
     value: float | None = None
     error: str | None = None
     is_wrong_type: bool = False
     """Whether the error is a value of the wrong type, which stops the run."""
     is_ours: bool = False
-    """Whether the error is a TautError: of the row, the configuration or this machine, never of the answer."""
+    """Whether the error is a TautError: about the row, the configuration or this machine, never about the answer."""
     unjudged: str | None = None
     """Why the answer could not be judged. It counts as wrong, and ``value`` is what a wrong answer gets."""
 
@@ -85,39 +78,41 @@ class Verifier:
     runs: ClassVar[Place] = "here"
     judges: ClassVar[Judged] = "correctness"
     full_marks: ClassVar[float | None] = None
-    """The number that a right answer gets; None: the scale is the reward's own, or it judges form."""
+    """The value of a right answer; None: the scale is the reward's own, or it judges form."""
     needs_reference: ClassVar[bool] = False
     """Whether it does not apply to rows without a right answer."""
     seconds: ClassVar[float] = 10.0
-    """How long it may take for an answer where nobody says otherwise; not asked of what runs here."""
+    """Time limit for an answer, unless the configuration sets one; not for verifiers that run here."""
 
     max_memory: ClassVar[int | None] = None
     """Bytes that judging one answer may take in a worker process; None: no limit is set."""
+    unjudged: ClassVar[float | None] = None
+    """What ``when_unjudged`` returns."""
     trivial: ClassVar[str] = ""
-    """An answer that is judged at once. An answer counts as one that cannot be judged only where this one, to the same
-    row, can be."""
+    """An answer that is judged at once. Another answer counts as one that cannot be judged only if this one, to the
+    same row, can be."""
 
     def when_unjudged(self, answered: Answered) -> float | None:
         """What an answer gets that cannot be judged in its time; None: that is an error."""
-        return None
+        return self.unjudged
 
     def settled(self) -> tuple[Verifier, Decision | None]:
-        """Itself with what is chosen for the user, once for all processes it will run in; and what that was."""
+        """The verifier with what taut chooses for the user, the same in all processes; and that decision."""
         return self, None
 
     def prepare(self) -> None:
-        """Called once where it will run, before the first answer. ConfigError: it cannot."""
+        """Called once in the process where it runs, before the first answer. Raises ConfigError if it cannot work."""
 
     def dress(self, reference: str) -> str:
-        """A reference as an answer that gives it would be written; asked before a run, whether it is known as right."""
+        """A reference written as an answer: before a run, a reference has to be judged right."""
         return reference
 
     def __call__(self, answered: Answered) -> float | None:
-        """Its word on one answer."""
+        """The value of one answer; None: it does not apply."""
         raise NotImplementedError
 
     async def ask(self, client: Client, answered: Answered) -> float | None:
-        """The same, of a verifier that runs at a server."""
+        """The same for a verifier that runs at a server."""
         raise NotImplementedError
 
 

@@ -2,9 +2,9 @@
 
     python -c "from taut.rewards.worker import main; main(FD)"
 
-It is started afresh (no fork, so no lock of the parent's is copied) and does not run the parent's main script again, as
-multiprocessing's start methods do: a training script without ``if __name__ == "__main__"`` is not started twice. It
-ends with its parent. It imports neither torch nor transformers. ``workers.py`` is the other end.
+A new interpreter, not a fork, so that no lock of the parent's is copied. It does not run the parent's main script
+again, as multiprocessing's start methods do: a training script without ``if __name__ == "__main__"`` is not started
+twice. It ends with its parent, and imports neither torch nor transformers. ``workers.py`` is the other end.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from taut.rewards.user import UserReward
 from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
 
 PARENT_LOOKED_AT = 1.0
-"""Seconds."""
+"""Seconds between two looks at the parent."""
 SPARE = 2.0
-"""A worker whose parent was killed, in a loop of C code that lets no thread run, is ended by the kernel: after so many
-times its limit in processor time of every core (SIGPROF's default)."""
+"""A worker whose parent was killed may be in a loop of C code that lets no thread run. The kernel ends it (SIGPROF)
+after this many times its limit, in processor time of all cores."""
 ANYTHING = (Exception, SystemExit, KeyboardInterrupt)
-"""What a function of the user's may raise, and be told of: here no Ctrl-C is heard."""
+"""What a function of the user's may raise; Ctrl-C does not reach this process."""
 
 
 class Loaded(NamedTuple):
     """Whether a verifier can be used."""
 
     trouble: str | None
-    """What keeps it from being used; None: nothing."""
+    """Why it cannot be used; None: it can."""
     judges: Judged = "correctness"
-    """What it judges: of a function of the user's, only the process that ran its file knows."""
+    """What it judges, which for a function of the user's only the process that ran its file knows."""
 
 
 def main(descriptor: int) -> None:
@@ -84,7 +84,7 @@ def judged(
     answered: Answered,
     caught: tuple[type[BaseException], ...] = (Exception,),
 ) -> Score:
-    """A verifier's word on one answer; what it raises is kept as the error it is."""
+    """A verifier's score of one answer; an exception becomes an error."""
     try:
         return scored(label, verifier(answered))
     except TautError as error:
@@ -100,7 +100,7 @@ def _prepare(label: str, verifier: Verifier) -> Loaded:
         return Loaded(None, verifier.judges)
     except TautError as error:
         return Loaded(str(error))
-    except ANYTHING as error:  # told in the parent, which raises
+    except ANYTHING as error:  # the parent raises it
         return Loaded(
             f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
         )
@@ -108,8 +108,8 @@ def _prepare(label: str, verifier: Verifier) -> Loaded:
 
 @contextlib.contextmanager
 def _memory(most: int | None) -> Iterator[None]:
-    """Let this process take so many bytes more than it has; what asks for more meets a MemoryError. There is no limit
-    where the system does not say how much it has, as macOS.
+    """Let this process allocate at most this many bytes more; a larger request is a MemoryError. There is no limit if
+    the system does not say how much it has, as macOS.
     """
     statm = Path("/proc/self/statm")
     if most is None or not statm.exists():
@@ -127,13 +127,13 @@ def _memory(most: int | None) -> Iterator[None]:
 
 
 def _be_killed_first() -> None:
-    """By the kernel, when the machine runs out of memory: this process, not the one that trains."""
+    """Make the kernel kill this process, not the one that trains, when the machine runs out of memory."""
     with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
         file.write("1000")
 
 
 def _end_with(parent: int) -> None:
-    """A worker that hangs would outlive a parent that was killed."""
+    """End this process with its parent: a worker that hangs would outlive a parent that was killed."""
     while os.getppid() == parent:
         time.sleep(PARENT_LOOKED_AT)
     os._exit(1)

@@ -1,11 +1,9 @@
-"""Worker processes: verifiers that may hang, crash or draw on anything run here, never beside the training.
+"""Worker processes: verifiers that may hang, crash or run arbitrary code run here, never in the process that trains.
 
-Each answer has a time limit from the moment its worker begins; a worker that does not keep it is killed with whatever
-it started, that answer is an error, and the next one gets a new worker. The same holds for a worker that dies, and for
-one that is stopped (SIGSTOP), whether before an answer or during it. Workers are sessions of their own: Ctrl-C in a
+Each answer has a time limit from the moment its worker begins. A worker that exceeds it is killed with every process
+it started, the answer is an error, and the next answer gets a new worker. The same holds for a worker that dies, and
+for one that is stopped (SIGSTOP), whether before an answer or during it. Workers are sessions of their own: Ctrl-C in a
 terminal does not reach them, and they print nothing of it. The time limit needs no signal and holds in any thread.
-
-Imports errors, ``worker.py`` and the standard library. The panel imports it.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from taut.rewards.verifier import Answered, Judged, Score
 from taut.rewards.worker import Loaded
 
 START_SECONDS = 120.0
-"""How long a process may take to start and to load a verifier; no answer's time."""
+"""Time limit for starting a process and loading a verifier, apart from the answers' limits."""
 COMMAND = "from taut.rewards.worker import main; main({})"
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Of a worker's environment: sets have one order everywhere, and workers do not take the trainer's cores from it."""
+"""Environment of a worker: sets have the same order everywhere, and workers leave the cores to the trainer."""
 
 
 class Workers:
-    """As many as ``count`` processes with the verifiers of ``parts``; started when they are needed."""
+    """At most ``count`` processes with the verifiers of ``parts``, started when they are needed."""
 
     def __init__(self, parts: Sequence[Part], count: int) -> None:
         self._parts = parts
@@ -53,7 +51,7 @@ class Workers:
         self._at_exit = weakref.finalize(self, _let_go, workers)
 
     def require_loadable(self) -> dict[str, Judged]:
-        """What each verifier judges, by label. Raises ConfigError, now, for one that cannot be loaded."""
+        """Load each verifier; what it judges, by label. Raises ConfigError for one that cannot be loaded."""
         worker = self._idle.get()
         try:
             return {
@@ -120,7 +118,7 @@ class _Worker:
         self._pipe: Connection | None = None
         self._is_stopped = False
         self._loaded: set[int] = set()
-        """The verifiers that the process has loaded."""
+        """Numbers of the verifiers that the process has loaded."""
 
     def load(
         self, number: int, part: Part, answered: Answered | None = None
@@ -142,13 +140,13 @@ class _Worker:
         except (EOFError, OSError) as error:
             raise ConfigError(f"a worker {self._ended(error)} at its start; {remedy}") from None
         if loaded.trouble is not None:
-            self.clear()  # what kept it may have passed when it is asked for again
+            self.clear()  # the obstacle may be gone at the next attempt
             raise ConfigError(loaded.trouble)
         self._loaded.add(number)
         return pipe, loaded.judges
 
     def ask(self, number: int, answered: Answered, part: Part) -> Score:
-        """The verifier's word, or what kept it from giving one."""
+        """The verifier's score of an answer, or the error of its process."""
         try:
             pipe, _ = self.load(number, part, answered)
             score: Score = self._exchange(pipe, part.timeout)
@@ -210,13 +208,13 @@ class _Worker:
         return self._pipe, [(sys.path, self._verifiers)]
 
     def kill(self) -> None:
-        """End the process; whoever waits for it is told."""
+        """End the process; a call that waits for it fails."""
         process = self._process
         if process is not None:
             _kill(process)
 
     def stop(self) -> None:
-        """The same, and let no other be started."""
+        """The same, and start no other."""
         self._is_stopped = True
         self.kill()
 
@@ -231,10 +229,10 @@ class _Worker:
         self._loaded.clear()
 
     def _ended(self, error: Exception) -> str:
-        """How a process ended that has closed its pipe, or why there is none."""
+        """How a process ended that closed its pipe, or why there is none."""
         if self._process is None:
             self.clear()
-            return f"cannot be had ({error})"
+            return f"cannot be started ({error})"
         _kill(self._process)  # what it started; its own end is under way, and keeps its code
         code = self._process.wait()
         self.clear()
@@ -242,7 +240,7 @@ class _Worker:
 
 
 def _is_alive(process: subprocess.Popen[bytes]) -> bool:
-    """Where the system can tell, without waiting for it: its number stays its session's until that is killed."""
+    """Whether it runs. If the system allows, it is not reaped: its number stays its session's until that is killed."""
     if not hasattr(os, "waitid"):
         return process.poll() is None
     try:
@@ -253,7 +251,7 @@ def _is_alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Its whole session; a process that has been waited for is not there, and its number may be another's."""
+    """Kill its whole session, unless it has been reaped: then its number may be another's."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

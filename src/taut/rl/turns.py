@@ -84,7 +84,12 @@ class Bridge:
     def _require_apart(self, turns: Sequence[Message], placed: Sequence[Placed]) -> None:
         """New pictures leave those before them what they are."""
         album = self.template.pictures.album
-        if album is None or not placed or not album.processor.minds_company or not images_of(turns):
+        if (
+            album is None
+            or not placed
+            or not album.processor.depends_on_count
+            or not images_of(turns)
+        ):
             return
         raise RenderError(
             "the conversation gets another picture, and this model's processor makes other tokens of the pictures "

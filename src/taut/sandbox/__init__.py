@@ -1,14 +1,14 @@
 """A sandbox for Python programs that a model wrote. Nothing it wrote is ever executed outside of one.
 
-    with_one = shared()                                    # proven to hold before it is given out
-    with_one.run(program, [Trial(stdin="1 2")], Limits())  # -> [Ran(stdout, stderr, outcome, seconds, value)]
+    sandbox = shared()                                     # opened only after attacks on it have failed
+    sandbox.run(program, [Trial(stdin="1 2")], Limits())   # -> [Ran(stdout, stderr, outcome, seconds, value)]
     run_python("print(1 + 1)").stdout                      # the Python tool
 
 A program has no network and no socket, sees no file but Python's own library and a scratch folder of limited size, none
 of our environment and no other process, and has bounds on processor time, time, memory, processes, files and output.
 Each program has a fresh process that was never used before. When ``run`` returns, every process it started is dead;
-they die with us, too. What the program does wrong is its ``outcome``; SandboxError is raised for what we do wrong.
-Python only.
+they also die with this process. What the program does wrong is its ``outcome``; SandboxError is raised for failures of
+the sandbox itself. Python only.
 
     box         Sandbox: a jail for each program, started ahead
     walls       how a jail's process is started: bubblewrap, Landlock
@@ -17,12 +17,10 @@ Python only.
     guest       inside: a child for each trial, under limits
     allowed     the system calls a program may make
     cgroup      a bound on all of a program together, where there are cgroups
-    mechanism   tries what holds here
-    remote      programs at a service in place of a sandbox here: Piston, E2B, Morph
+    mechanism   finds out by attacks which mechanism works on this machine
+    remote      runs programs at a service instead: Piston, E2B, Morph
 
-``mechanism`` refuses where nothing holds programs; ``docs/sandbox.md`` has the limits' reasons.
-
-Imports errors and config. Rewards and tools import it.
+``mechanism`` refuses to run programs if no mechanism works; ``docs/sandbox.md`` has the limits' reasons.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def shared(
     packages: tuple[str, ...] = (),
     remote: Remote = HERE,
 ) -> Sandbox | RemoteSandbox:
-    """The sandbox of this process, or its connection to a service, opened when it is first asked for."""
+    """The sandbox of this process, or its connection to a service, opened at the first call."""
     with _LOCK:
         key = (wanted, packages, remote)
         if key not in _SHARED:
@@ -94,7 +92,7 @@ def shared(
 
 
 def _begin_forked() -> None:
-    """In a fork's copy: a thread that held the lock is not here."""
+    """In a forked process, which has no thread that could release the lock."""
     global _LOCK
     _LOCK = threading.Lock()
 
@@ -104,7 +102,7 @@ os.register_at_fork(after_in_child=_begin_forked)
 
 @atexit.register
 def close_shared() -> None:
-    """Close what ``shared`` opened; the next who asks opens it again."""
+    """Close what ``shared`` opened; the next call opens it again."""
     with _LOCK:
         opened = list(_SHARED.values())
         _SHARED.clear()

@@ -7,8 +7,6 @@ another architecture (32-bit, x32) kill the process.
 libseccomp is Debian's libseccomp2, which apt itself depends on, through PyPI's pyseccomp: one file of ctypes with the
 interface of libseccomp's own Python binding, which is not on PyPI. The host compiles the filter once; the guest
 installs the compiled bytes and needs neither.
-
-Imports errors only. ``box`` and ``taut sandbox`` import it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """``Sandbox``: runs programs that a model wrote, each in a jail of its own that is used once.
 
-The next jail starts while the last one works, so that a program seldom waits for one.
-
-Imports errors and its neighbours. ``mechanism`` imports it; others import the package.
+The next jail starts while the last one works, so that programs seldom wait.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ MechanismName = Literal["gvisor", "bubblewrap", "landlock"]
 _Jail = Jail | Gvisor
 
 _OUTPUTS = 16
-"""All trials of a program together may print so many times what one may."""
+"""All trials of a program together may print this many times what one may."""
 _USERS = itertools.count()
 _OPEN: weakref.WeakSet[Sandbox] = weakref.WeakSet()
-"""The sandboxes of this process: those that a fork copies."""
+"""The sandboxes of this process, which a fork copies."""
 
 
 class Mechanism(NamedTuple):
-    """What holds the programs, and why it was chosen: a decision for the run log."""
+    """What contains the programs, and why it was chosen: a decision for the run log."""
 
     name: MechanismName
     reason: str
@@ -54,7 +52,7 @@ class Sandbox:
         is_root = os.getuid() == 0
         self._stays_root = not self._has_namespaces and not all(map(walls.is_open, self._readable))
         if is_root and self._stays_root:
-            more = "programs stay root, for nobody else may read what they need"
+            more = "programs stay root, for no other user may read what they need"
             mechanism = mechanism._replace(reason=f"{mechanism.reason}; {more}")
         self.mechanism = mechanism
         self._ahead: collections.deque[_Jail] = collections.deque()
@@ -63,7 +61,7 @@ class Sandbox:
         self._is_closed = False
         _OPEN.add(self)
         self.cgroups = "not for gVisor's" if mechanism.name == "gvisor" else _cgroups()
-        """Where jails get their cgroups, or why they get none."""
+        """The parent of the jails' cgroups, or why they have none."""
 
     def run(
         self,
@@ -72,17 +70,17 @@ class Sandbox:
         limits: Limits | None = None,
         stop_early: bool = False,
     ) -> list[Ran]:
-        """What became of each trial of the program, in their order, when no process of it is left.
+        """The result of each trial of the program, in their order, once no process of it is left.
 
-        ``stop_early``: the trials after the first that does not end in order are not run. Raises SandboxError where
-        the sandbox failed; whatever the program does is in the results.
+        ``stop_early``: the trials after the first that is not ok are not run. Raises SandboxError if the sandbox
+        fails; whatever the program does is in the results.
         """
         try:
             return self._run(program, trials, limits or Limits(), stop_early)
         except OSError as error:
             raise SandboxError(
-                f"the sandbox failed on this side of its wall: {error}; expected descriptors and processes to be had; "
-                "raise the limit or run fewer programs at a time"
+                f"the sandbox failed on this side of its wall: {error}; expected descriptors and processes; raise the "
+                "limit or run fewer programs at a time"
             ) from error
 
     def _run(
@@ -124,14 +122,14 @@ class Sandbox:
             jail.close()
 
     def begin_forked(self) -> None:
-        """In a fork's copy: the jails are the parent's, and a thread that held the lock is not here."""
+        """In a forked process: the jails are the parent's, and no thread could release the lock."""
         self._lock = threading.Lock()
         self._num_running = 0
         while self._ahead:
             self._ahead.pop().forget()
 
     def _take(self, limits: Limits, modules: Sequence[str]) -> _Jail:
-        """A jail that is ready; others are started for the programs that come next."""
+        """A jail that is ready; others are started for the next programs."""
         with self._lock:
             if self._is_closed:
                 raise SandboxError("the sandbox is closed; expected it open; open another")
@@ -197,5 +195,5 @@ def _cgroups() -> Path | str:
 
 
 def _spare_user() -> int:
-    """A user number that no one has, another for each jail: what the kernel counts by user is counted by jail."""
+    """An unused user number, another for each jail: what the kernel counts by user is counted by jail."""
     return 0x70000000 + (os.getpid() % 2**15) * 2**12 + next(_USERS) % 2**12

@@ -1,10 +1,8 @@
 """A cgroup of version 2 for each jail: a bound on the memory and the processes of all of a program together.
 
-Where there is one, memory that no limit of a single process counts (the scratch folder, pipes, sockets, page tables)
-counts too. It needs a cgroup with the controllers memory and pids that this process may divide: as root on a machine
-with cgroups of version 2, or in a user's session of systemd. In most containers it may not.
-
-Imports the limits only. ``box`` and ``jail`` import it.
+It also counts memory that no limit of a single process counts: the scratch folder, pipes, sockets, page tables. It
+needs a cgroup with the controllers memory and pids that this process may divide: as root on a machine with cgroups of
+version 2, or in a user's session of systemd. In most containers it may not.
 """
 
 from __future__ import annotations
@@ -20,20 +18,20 @@ from taut.sandbox.limits import Limits
 
 _NEEDED = {"memory", "pids"}
 _OWN_MB = 64
-"""Memory of the processes that hold the program, beside the program's own."""
+"""Memory of the jail's own processes, in MiB."""
 _OWN_PROCESSES = 8
 _COUNT = itertools.count()
 
 
 class Cgroup:
-    """One jail's cgroup, below ``parent``. Raises OSError where it cannot be made."""
+    """One jail's cgroup, below ``parent``. Raises OSError if it cannot be made."""
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"taut-{os.getpid()}-{next(_COUNT)}"
         self.path.mkdir()
 
     def limit(self, limits: Limits) -> None:
-        """All processes of the jail together may have the memory of one, and the scratch folder."""
+        """Bound all processes of the jail together to the memory of one process and the scratch folder."""
         megabytes = limits.memory_mb + limits.scratch_mb + _OWN_MB
         (self.path / "memory.max").write_text(str(megabytes * 2**20))
         with contextlib.suppress(FileNotFoundError):  # a kernel without swap
@@ -41,20 +39,20 @@ class Cgroup:
         (self.path / "pids.max").write_text(str(limits.processes + _OWN_PROCESSES))
 
     def num_killed(self) -> int:
-        """How many of its processes the kernel killed for lack of memory."""
+        """Number of its processes that the kernel killed for lack of memory."""
         lines = (self.path / "memory.events").read_text().splitlines()
         counts = dict(line.split() for line in lines)
         return int(counts["oom_kill"])
 
     def remove(self) -> None:
-        """Once its processes have ended, which the kernel notices a little later."""
+        """Remove it once its processes have ended, which the kernel notices a little later."""
         _remove(self.path)
 
 
 def find_parent(root: Path | None = None) -> Path:
-    """Where jails' cgroups can be made. Raises OSError with the reason where they cannot.
+    """The directory in which jails' cgroups can be made; leftovers of killed processes there are removed.
 
-    What processes that were killed left there is removed. ``root``: where cgroups are mounted.
+    Raises OSError with the reason if there is none. ``root``: where cgroups are mounted.
     """
     root = root or _mounted()
     own = root / _own_name().lstrip("/")
@@ -101,7 +99,7 @@ def _enable(folder: Path) -> None:
 
 
 def _enter(cgroup: Cgroup) -> None:
-    """Let a process move there, as a jail does. Raises OSError where it may not."""
+    """Move a process there, as a jail does. Raises OSError if it may not."""
     line = ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs"', str(cgroup.path)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -109,7 +107,7 @@ def _enter(cgroup: Cgroup) -> None:
 
 
 def _remove_left(folder: Path) -> None:
-    """Of processes that are no more. A cgroup with processes in it cannot be removed."""
+    """Remove the cgroups of processes that have ended; one with processes in it cannot be removed."""
     for left in folder.glob("taut-*-*"):
         if not Path("/proc", left.name.split("-")[1]).exists():
             with contextlib.suppress(OSError):

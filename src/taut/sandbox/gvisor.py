@@ -2,8 +2,6 @@
 
 For machines that have runsc installed. The guest reads its program from standard input and reports through a descriptor
 of its own, as elsewhere; there is no process around it inside, so trials of one program share no scratch folder.
-
-Imports errors, temporary and its neighbours. ``box`` and ``mechanism`` import it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The host's side of one program: a process behind a wall (``guest``), its trials, their limits of time and output.
+"""The host's side of one program: its jail (a process that runs ``guest``), its trials, their limits of time and
+output.
 
 The host makes a trial's pipes and sends their ends to the guest, writes the program and its input, reads what it
-prints, and says when to stop: nothing but descriptors and numbers goes through the guest itself.
-
-Imports errors and its neighbours. ``box`` and ``gvisor`` import it.
+prints, and says when to stop: only descriptors and numbers go through the guest itself.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ GRACE = 20.0
 """Seconds that a guest may take to be ready, or to answer when a trial has ended."""
 _CHUNK = 65536
 SHOWN = 500
-"""Characters of what a process said that could not hold a program."""
+"""Characters of a failed guest's message that are repeated."""
 ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
@@ -49,11 +48,11 @@ keeps it open, and one of Popen's own pipe keeps Popen waiting."""
 
 
 class JailDied(Exception):
-    """The process that holds the program ended during a trial."""
+    """The jail's process ended during a trial."""
 
 
 class Jail:
-    """One process behind a wall: it starts, holds one program's trials, and is thrown away.
+    """A process that runs the trials of one program and is used once.
 
     ``line``: its command line. ``cgroup``: where it starts, if there is one.
     """
@@ -83,7 +82,7 @@ class Jail:
                 theirs.close()
 
     def begin(self, limits: Limits, settings: Mapping[str, Any]) -> None:
-        """Wait until it is ready for this program. Raises SandboxError where it cannot hold one."""
+        """Wait until it is ready for this program. Raises SandboxError if it fails."""
         if self._cgroup is not None:
             self._cgroup.limit(limits)
         message = {
@@ -106,7 +105,7 @@ class Jail:
             raise SandboxError(f"the sandbox failed: {said}; expected a jail; see taut sandbox")
 
     def run(self, program: str, trial: Trial, limits: Limits, seconds: float) -> Ran:
-        """What became of one trial; when it returns, no process of it is left. Raises JailDied."""
+        """The result of one trial, once no process of it is left. Raises JailDied."""
         streams = Streams(as_request(program, trial, limits), limits)
         start = time.monotonic()
         killed_before = self._num_killed()

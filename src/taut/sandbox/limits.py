@@ -1,7 +1,4 @@
-"""What a program may use, and what is said of it afterwards.
-
-Imports config only. Anyone may import it.
-"""
+"""Limits of a program, its trials, and the results of these."""
 
 from __future__ import annotations
 
@@ -23,29 +20,31 @@ whole program's time was up, or a test before it failed where that is enough."""
 
 @configclass
 class Limits:
-    """What a program may use. Memory is held for each process: all of them together may use ``processes`` times it."""
+    """Limits on a program's resources. Memory is limited per process: together they may use ``processes`` times as
+    much."""
 
     cpu_seconds: _Positive = 5
-    """Processor time of a test, for each process."""
+    """Processor time of a test in seconds, for each process."""
     wall_seconds: _Seconds = 10.0
-    """Time of a test."""
+    """Time of a test in seconds."""
     total_seconds: _Seconds = 30.0
-    """Time of a program's tests together; those that are left then are not run."""
+    """Time of all of a program's tests in seconds; the remaining tests are not run."""
     memory_mb: _Positive = 1024
-    """Address space of a process."""
+    """Address space of a process in MiB."""
     processes: _Positive = 16
     """Processes and threads at a time."""
     open_files: _Positive = 64
     """Open files of a process."""
     scratch_mb: _Positive = 64
-    """Size of the scratch folder, and of a file in it."""
+    """Size of the scratch folder, and of a file in it, in MiB."""
     scratch_files: _Positive = 1000
     """Files and folders in the scratch folder."""
     output_kb: _Positive = 256
-    """What a test may print, standard output and error together; the tests of a program, 16 times it."""
+    """Output of a test in KiB, standard output and error together; all tests of a program may print 16 times as
+    much."""
 
     def as_mapping(self) -> dict[str, Any]:
-        """For the jail, which knows no classes of ours."""
+        """As a plain dict, for the process in the jail."""
         return {name: getattr(self, name) for name in fields_of(type(self))}
 
 
@@ -63,11 +62,11 @@ class Trial:
 
 
 class Ran(NamedTuple):
-    """What became of one run."""
+    """The result of one trial."""
 
     stdout: str
     stderr: str
     outcome: Outcome
     seconds: float
     value: str | None = None
-    """What the call gave, as JSON."""
+    """What the call returned, as JSON."""

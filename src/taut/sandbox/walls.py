@@ -1,11 +1,9 @@
-"""How a jail's process is started behind its wall, as a command line, and what of the host it may read.
+"""The command lines that start a jail's process, and what of the host it may read.
 
     bubblewrap    namespaces of its own: of files only ``readable``, no network, no other process
     landlock      the host's namespaces: the guest confines the program's process itself
 
 gVisor's is in ``gvisor.py``.
-
-Imports errors and its neighbours. ``box``, ``gvisor`` and ``mechanism`` import it.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from taut.sandbox.cgroup import Cgroup
 from taut.sandbox.guest import SCRATCH
 
 FOLDER = Path(__file__).parent
-"""The files of this package."""
+"""The directory of this package."""
 INSIDE = Path("/taut/sandbox")
-"""Where bubblewrap's jail has the files of this package: their own path would show where we are installed."""
+"""Path of this package in bubblewrap's jail: its own would show where taut is installed."""
 _STUB = """
 import sys, types
 for name, path in (("taut", {package!r}), ("taut.sandbox", {folder!r})):
@@ -36,11 +34,13 @@ sys.path += {packages!r}
 from taut.sandbox import guest
 guest.{call}
 """
-"""Our package in a Python without site packages: these modules only, none of their parents' code."""
+"""Makes this package importable in a Python without site packages, without running its parents' code."""
 
 
 def prepared(cgroup: Cgroup | None) -> list[str]:
-    """Before a command line: the kernel kills it first when the machine runs out of memory; it joins its cgroup."""
+    """The beginning of a command line: the kernel kills the jail first when the machine runs out of memory, and it
+    joins its cgroup.
+    """
     if cgroup is None:
         return ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
     code = 'echo 1000 > /proc/self/oom_score_adj; echo 0 > "$0/cgroup.procs" && exec "$@"'

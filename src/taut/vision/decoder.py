@@ -1,4 +1,4 @@
-"""The program of a decoding process: encoded pictures and videos become pixels here, beside nothing worth losing.
+"""The program of a decoding process, which may crash or be killed: encoded images and videos to pixels.
 
 A job is a JSON object and the encoded bytes; the answer is a sequence of JSON objects, each with bytes, of which the
 last has ``end`` (``decoding.py`` has the other side):
@@ -6,13 +6,13 @@ last has ``end`` (``decoding.py`` has the other side):
     {"kind": "size" | "pixels", ...}     ->  {"size": [width, height]} with RGB bytes, or without
     {"kind": "claim", ...}               ->  {"size": [width, height]} as the header has them; nothing is decoded
     {"kind": "film", ...}                ->  {"seconds": when the frame begins to be shown} with PNG bytes, for each
-    whatever cannot be decoded           ->  {"error": reason, "why": "refused", "broken" or "import"}
+    input that cannot be decoded         ->  {"error": reason, "why": "refused", "broken" or "import"}
 
-Only the formats below are parsed, by content. What would take long or much memory is refused before it is decoded,
-where that can be told from the file: pixels, the scans of a JPEG, the frames of a video times their pixels. Whatever
-else takes long is for the parent to kill, and memory is limited by the system.
+Only the formats below are parsed, by content. Input that would take long or much memory is refused before it is
+decoded, where the file shows it: pixels, the scans of a JPEG, the frames of a video times their pixels. The parent
+kills a job that takes too long for another reason, and the system limits memory.
 
-Imports errors, PIL and the standard library; ``av`` where a video needs it. Nothing imports it: it is run.
+Imports errors, PIL and the standard library; ``av`` where a video needs it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from taut.errors import PictureError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is parsed, by content. Others run programs (EPS) or are parsed by code that few look after."""
+"""Formats that are parsed, by content. Others run programs (EPS), or their parsers are little maintained."""
 ANIMATED = ("GIF", "WEBP", "PNG")
 """Formats of videos that PIL reads; the others are read by PyAV."""
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,m4v,h264,hevc,mjpeg"
-"""Formats of videos that PyAV reads. Play lists and the like, which name other files, are not among them."""
+"""Formats of videos that PyAV reads. Playlists, which name other files, are not among them."""
 MOST_SCANS = 100
-"""Scans of a JPEG; encoders make about ten. Each one visits every pixel again, and may take a few bytes."""
+"""Largest number of scans of a JPEG; encoders make about ten. Each visits every pixel again, in a few bytes."""
 MOST_PIXELS = 89_478_485
-"""Where Pillow begins to suspect a decompression bomb."""
+"""Number of pixels above which Pillow suspects a decompression bomb."""
 SLOWER = 10
 """How many times as many pixels a second PyAV decodes as PIL does."""
 THREADS = 4
-"""Of the decoder of a video."""
+"""Threads of a video's decoder."""
 NO_DURATION = 0.1
-"""Seconds a frame is shown that is said to be shown for none: as browsers do."""
+"""Duration of a frame whose file says 0, in seconds, as in browsers."""
 BROKEN = (
     ArithmeticError,
     AttributeError,
@@ -68,15 +68,15 @@ BROKEN = (
     struct.error,
     zlib.error,
 )
-"""What Pillow raises on bytes that are no picture, or no whole one."""
+"""Errors of Pillow on bytes that are no image, or a truncated one."""
 SHOWN = 160
-"""Characters of a name or a reason that are shown."""
+"""Largest number of characters of a name or a reason in messages."""
 
 Reply: TypeAlias = tuple[dict[str, Any], bytes]
 
 
 def main(descriptor: int, leash: int) -> None:
-    """Do jobs until the other end is closed. ``leash``: a pipe that the parent holds; its end ends this process."""
+    """Do jobs until the other end is closed. ``leash``: a pipe of the parent, whose end ends this process."""
     _end_with(leash)
     _be_killed_first()
     warnings.simplefilter("ignore")
@@ -86,8 +86,8 @@ def main(descriptor: int, leash: int) -> None:
         while True:
             job = json.loads(pipe.recv_bytes())
             content = pipe.recv_bytes()
-            for said, payload in _replies(job, content):
-                pipe.send_bytes(json.dumps(said).encode())
+            for reply, payload in _replies(job, content):
+                pipe.send_bytes(json.dumps(reply).encode())
                 pipe.send_bytes(payload)
             del content
 
@@ -102,8 +102,8 @@ def _replies(job: dict[str, Any], content: bytes) -> Iterator[Reply]:
                 yield {"seconds": seconds}, png_bytes(image)
         else:
             image = _picture(job, content)
-            is_asked_for = job["kind"] == "pixels"
-            yield {"size": image.size}, image.tobytes() if is_asked_for else b""
+            pixels = image.tobytes() if job["kind"] == "pixels" else b""
+            yield {"size": image.size}, pixels
     except MemoryError:
         yield {"error": f"it takes more than {most >> 20:,} MiB", "why": "broken"}, b""
     except ImportError as error:
@@ -120,7 +120,7 @@ def _replies(job: dict[str, Any], content: bytes) -> Iterator[Reply]:
 
 
 def _picture(job: dict[str, Any], content: bytes) -> Image.Image:
-    """All pixels of the first frame, upright, in RGB, at most ``max_pixels`` of them; of a claim none."""
+    """All pixels of the first frame, upright, in RGB, at most ``max_pixels`` of them; none for a claim."""
     name, limit = job["name"], job["limit_pixels"]
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
@@ -136,7 +136,7 @@ def _picture(job: dict[str, Any], content: bytes) -> Image.Image:
                 )
             if (scans := num_scans(content)) > MOST_SCANS:
                 raise PictureError(
-                    f"the picture {name} is a JPEG of {scans:,} scans; expected at most {MOST_SCANS}; encode it anew, "
+                    f"the picture {name} is a JPEG of {scans:,} scans; expected at most {MOST_SCANS}; encode it again, "
                     "or remove the row"
                 )
             if job["kind"] == "claim":
@@ -157,7 +157,7 @@ def _picture(job: dict[str, Any], content: bytes) -> Image.Image:
 
 
 def num_scans(content: bytes) -> int:
-    """The scans of a JPEG up to its end; 0 for what is none."""
+    """The number of scans of a JPEG up to its end; 0 for other formats."""
     if not content.startswith(b"\xff\xd8"):
         return 0
     count, place = 0, 2
@@ -216,7 +216,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def _film(job: dict[str, Any], content: bytes) -> Iterator[tuple[float, Image.Image]]:
-    """The frames that are wanted, and when each begins to be shown. ``path``: the file, where there are no bytes."""
+    """The chosen frames, and the time at which each begins. ``path``: the file, where there are no bytes."""
 
     def source() -> str | BytesIO:
         return BytesIO(content) if job["path"] is None else str(job["path"])
@@ -257,13 +257,15 @@ def _decoded(job: dict[str, Any], source: str | BytesIO) -> Iterator[tuple[float
             stream.codec_context.thread_count = THREADS
             _require_few(job, stream.width, stream.height, 1)
             unit = float(stream.time_base or 0)
-            found = [
-                (it.pts, it.duration or 0) for it in container.demux(stream) if it.pts is not None
+            packets = [
+                (packet.pts, packet.duration or 0)
+                for packet in container.demux(stream)
+                if packet.pts is not None
             ]
-            if not found or not unit:
+            if not packets or not unit:
                 raise ValueError("its frames have no times")
-            _require_few(job, stream.width, stream.height, len(found))
-            times, last = sorted(time for time, _ in found), max(found)
+            _require_few(job, stream.width, stream.height, len(packets))
+            times, last = sorted(time for time, _ in packets), max(packets)
             starts = [(time - times[0]) * unit for time in times]
             end = starts[-1] + (last[1] * unit or NO_DURATION)
             chosen = _chosen(starts, end, job["fps"], job["max_frames"])
@@ -300,7 +302,7 @@ def _require_few(
 
 
 def _chosen(starts: Sequence[float], end: float, fps: float, max_frames: int) -> list[int]:
-    """Indices of the frames to be taken, ascending. ``starts``: when each begins; ``end``: when the last one ends."""
+    """Indices of the frames to take, ascending. ``starts``: the start of each frame; ``end``: that of the last one."""
     count = max(1, math.ceil(end * fps - 1e-9))
     num = min(count, max_frames)
     step = (count - 1) / (num - 1) if num > 1 else 0.0
@@ -312,18 +314,18 @@ def _chosen(starts: Sequence[float], end: float, fps: float, max_frames: int) ->
 
 
 def _end_with(leash: int) -> None:
-    """Be ended by the system when the parent ends, in the middle of whatever C code: SIGIO, of the pipe's other end."""
+    """Let the system end this process when the parent ends, even inside C code: by SIGIO of the pipe's other end."""
     fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 
 
 def _be_killed_first() -> None:
-    """By the kernel, when the machine runs out of memory: this process, not the one that trains."""
+    """Let the kernel kill this process before the one that trains, when the machine runs out of memory."""
     with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
         file.write("1000")
 
 
 def line(text: str) -> str:
-    """In one line; of a long one the end, which tells files apart."""
+    """The text in one line, shortened to its end, which distinguishes files."""
     shown = text if text.isprintable() else ascii(text)
     return shown if len(shown) <= SHOWN else f"...{shown[-SHOWN:]}"

@@ -1,12 +1,12 @@
-"""Decoding in processes of its own, so that a time limit holds in the middle of one call into a C library.
+"""Decoding in separate processes, so that a time limit holds in the middle of one call into a C library.
 
     replies = list(decoding.replies({"kind": "pixels", ...}, content, seconds))
 
 A process does one job at a time and is kept for the next; threads that decode at the same time have one each. A job
-that takes longer than ``seconds``, or more memory than it may, loses its process and is an error; so is one whose
-process crashes. Processes end with this one, however it ends.
+that takes longer than ``seconds``, or more memory than allowed, loses its process and is an error; so is one whose
+process crashes. The processes end with this one, however it ends.
 
-Does not know what is decoded (``decoder.py``). May import errors. Imported by picture and video.
+Does not know what is decoded: ``decoder.py`` is the program of the processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 from taut.errors import DataError
 
 START_SECONDS = 60.0
-"""How long a process may take to start; no picture's time."""
+"""Time limit of the start of a process, which does not count as a job's time."""
 MOST = max(4, os.cpu_count() or 1)
-"""Processes at a time."""
+"""Largest number of processes."""
 COMMAND = "from taut.vision.decoder import main; main({}, {})"
 SETTINGS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
@@ -41,9 +41,9 @@ class Died(Exception):
 def replies(
     job: dict[str, Any], content: bytes, seconds: float
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """What a process answers to a job. Raises TimeoutError, and Died."""
+    """The replies of a process to a job. Raises TimeoutError, and Died."""
     with _slots:
-        process = _taken()
+        process = _take_process()
         is_done = False
         try:
             yield from process.replies(job, content, seconds)
@@ -107,18 +107,17 @@ class _Process:
             while True:
                 if not self._pipe.poll(max(0.0, end - time.monotonic())):
                     raise TimeoutError
-                said = json.loads(self._pipe.recv_bytes())
+                reply = json.loads(self._pipe.recv_bytes())
                 payload = self._pipe.recv_bytes()
-                if "end" in said:
+                if "end" in reply:
                     return
-                yield said, payload
+                yield reply, payload
         except TimeoutError:
             raise
         except (EOFError, OSError):
             how = self._how_it_ended()
-        if (
-            self._popen.returncode == -signal.SIGKILL
-        ):  # no picture's fault, so no row is left out for it
+        if self._popen.returncode == -signal.SIGKILL:
+            # not the fault of an image, so no row is left out for it
             raise DataError(
                 "the process that decodes pictures was killed, as the system does when memory runs out; expected it to "
                 "be left alone; set data.images.workers lower, or run where there is more memory"
@@ -141,7 +140,7 @@ class _Process:
         os.close(self._leash)
 
     def disown(self) -> None:
-        """In a process that was forked: it is not its parent."""
+        """Forget the process in a forked one, which is not its parent."""
         self._popen.returncode = 0
         self._pipe.close()
         os.close(self._leash)
@@ -150,10 +149,11 @@ class _Process:
 _lock, _slots = Lock(), BoundedSemaphore(MOST)
 _idle: list[_Process] = []
 _live: set[_Process] = set()
-"""Those at work, too."""
+"""All processes, the busy ones included."""
 
 
-def _taken() -> _Process:
+def _take_process() -> _Process:
+    """An idle process, or a new one."""
     while True:
         with _lock:
             process = _idle.pop() if _idle else None
@@ -165,7 +165,7 @@ def _taken() -> _Process:
 
 
 def end_all() -> None:
-    """End the processes that wait for a job."""
+    """End the idle processes."""
     with _lock:
         while _idle:
             _idle.pop().end()

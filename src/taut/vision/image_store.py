@@ -222,7 +222,7 @@ class Album:
 
     def picture(self, source: str, content: str, num_pictures: int, place: str) -> Handle:
         """The handle of an image that was seen. ``content``: its digest then; ``place``: the sample, for messages."""
-        company = num_pictures if self.processor.minds_company else 0
+        company = num_pictures if self.processor.depends_on_count else 0
         digest = hashlib.sha256(f"{self._looks} {content} {company}".encode()).hexdigest()
         return Handle(digest, source, content, num_pictures, place, self)
 

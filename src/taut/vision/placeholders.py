@@ -1,9 +1,15 @@
-"""What a family of vision-language models does with a picture before the model: how many tokens it is, the text that
-stands for it, and the tensors the vision tower is given.
+"""How a family of vision-language models turns an image into tokens: their number and text, and their position ids.
 
-One implementation a family (``vision/processors``), each held to the library's own processor. ``shape`` needs a
-picture's size only, so data are tokenised without a pixel being scaled. Imported by album, data and whoever loads a
-model.
+``Processor`` has one implementation per family (``vision/processors``), each compared with the library's own processor
+in tests. ``shape`` needs an image's size only, so data are tokenised without scaling a pixel.
+
+``positions_of`` numbers the tokens of one sample, before packing. Where a model numbers images in three dimensions
+(M-RoPE, arXiv:2409.12191), a text token has one number on all axes, one more than the largest before it; the
+placeholders of an image that begins at p have
+
+    (p + t, p + h, p + w)        for (t, h, w) in its grid, w the fastest
+
+and the next token has p + max(grid). In other models, and without images, the position is the depth.
 """
 
 from __future__ import annotations
@@ -19,74 +25,67 @@ from taut.types import IntArray, Media
 
 
 class Shape(NamedTuple):
-    """What becomes of a picture of a certain size."""
+    """The text and tokens of an image of a certain size."""
 
     text: str
-    """What stands in the place of the placeholder that the chat template writes."""
+    """The text that replaces the placeholder of the chat template."""
     num_tokens: int
-    """How often ``image_id`` is in that text: one for each feature."""
+    """Number of tokens ``image_id`` in that text: one for each feature."""
     grid: tuple[int, int, int] | None = None
-    """See ``types.Media``; then ``num_tokens`` is their product and nothing else is between them."""
+    """See ``types.Media``. ``num_tokens`` is their product, and no other tokens lie between the placeholders."""
 
 
 class Processor(Protocol):
-    """A family's way with pictures, with the settings of one model."""
+    """The image processor of one model."""
 
     placeholder: str
-    """What the chat template writes where a picture is."""
+    """The text that the chat template writes for an image."""
     image_id: int
-    """The token that a feature takes the place of."""
+    """The token that a feature replaces."""
     reserved: tuple[str, ...]
-    """Words that stand for pictures or sound, which no text may contain."""
+    """Words that stand for images or audio, which no text may contain."""
     is_two_way: bool
-    """Whether a picture's tokens see each other both ways."""
-    minds_company: bool
-    """Whether what becomes of a picture depends on how many its row has."""
+    """Whether attention among an image's tokens is bidirectional."""
+    depends_on_count: bool
+    """Whether the shape and tensors of an image depend on the number of images in its row."""
     template: str | None
-    """A chat template that lies beside the processor's files: the library prefers it to the tokenizer's."""
+    """The chat template of the processor's files, which takes precedence over the tokenizer's, as in the library."""
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
-        """Of a picture of so many pixels, in a row that has ``num_pictures`` of them. Raises DataError for a size that
-        the family cannot take.
+        """The shape of an image of this size, in a row of ``num_pictures`` images. Raises DataError for a size that the
+        family does not take.
         """
 
     def tensors(self, image: Image.Image, num_pictures: int) -> Mapping[str, Tensor]:
-        """What the tower is given of an RGB picture; no batch axis but what one picture needs."""
+        """The tower's inputs for an RGB image, without a batch axis unless one image needs it."""
 
     def identity(self) -> str:
-        """Changes whenever shape or tensors of some picture could."""
+        """A digest that changes whenever shape or tensors of some image could."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Position ids of a sample with pictures, per sample and before packing.
-#
-# Where a model numbers pictures in three dimensions (M-RoPE, arXiv:2409.12191), a text token has one number on all
-# axes, one more than the largest before it; the placeholders of a picture that begins at p have
-#
-#     (p + t, p + h, p + w)        for (t, h, w) in its grid, w the fastest
-#
-# and the next token has p + max(grid). Elsewhere, and without pictures, position is depth. May import types.
+# -- position ids
 
 
 def positions_of(num_tokens: int, media: Sequence[Media]) -> IntArray | None:
     """int64 [3, T] of a sample's tokens; None: the depth, on every axis."""
-    if not any(one.grid for one in media):
+    if not any(image.grid for image in media):
         return None
     pieces, at, number = [], 0, 0
-    for one in media:
-        assert one.grid is not None, "a model numbers all its pictures alike"
-        assert one.stop - one.start == np.prod(one.grid), "a place in the grid for each placeholder"
-        pieces.append(np.tile(np.arange(number, number + one.start - at), (3, 1)))
-        number += one.start - at
-        pieces.append(number + np.indices(one.grid).reshape(3, -1))
-        number += max(one.grid)
-        at = one.stop
+    for image in media:
+        assert image.grid is not None, "a model numbers all its pictures alike"
+        num_placeholders = image.stop - image.start
+        assert num_placeholders == np.prod(image.grid), "a place in the grid for each placeholder"
+        pieces.append(np.tile(np.arange(number, number + image.start - at), (3, 1)))
+        number += image.start - at
+        pieces.append(number + np.indices(image.grid).reshape(3, -1))
+        number += max(image.grid)
+        at = image.stop
     pieces.append(np.tile(np.arange(number, number + num_tokens - at), (3, 1)))
     return np.concatenate(pieces, axis=1)
 
 
 def next_position(num_tokens: int, media: Sequence[Media]) -> int:
-    """The number of the token that follows ``num_tokens`` with these pictures among them, all before it."""
+    """The position of the token after ``num_tokens`` tokens that contain these images."""
     return num_tokens + sum(
-        max(one.grid) - (one.stop - one.start) for one in media if one.grid is not None
+        max(image.grid) - (image.stop - image.start) for image in media if image.grid is not None
     )

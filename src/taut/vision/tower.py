@@ -1,17 +1,16 @@
-"""Pictures -> what stands in the place of their placeholders: the vision tower and the projector of a model.
+"""The vision tower and the projector of a model: images to the features that replace their placeholders.
 
-``encode`` gives the library's multimodal backbone its features ready made (``mm_encoder_outputs``): each distinct
-picture of a micro-batch is computed once, however often it is seen and however the samples are packed, with those of
-one shape in one call, and the features of all are laid out in the order of the placeholders. Their number is held to
-that of the placeholders, picture by picture. Nothing is kept from one micro-batch to the next, frozen or not: how
-features round depends on what they are computed with, and a resumed run would have other ones.
+``encode`` passes precomputed features to the library's multimodal backbone (``mm_encoder_outputs``): each distinct
+image of a micro-batch is computed once, however often it occurs and however the samples are packed, images of one
+shape in one call, and all features are laid out in the order of the placeholders. Their number is compared with that
+of the placeholders, image by image. Nothing is kept from one micro-batch to the next, frozen or not: the rounding of
+features depends on what they are computed with, and a resumed run would get other ones.
 
-A micro-batch without a picture, in a model whose tower or projector trains, runs both on a small picture of noise, of
-which nothing is seen and whose gradient is 0: gradients are then zeros and never absent, whatever the split, and ranks
-that shard the tower keep step.
+In a model whose tower or projector trains, a micro-batch without an image runs both on a small image of noise, which
+affects nothing and whose gradient is 0: gradients are then zeros and never absent, whatever the split, and ranks that
+shard the tower stay in step.
 
-Models inside are the library's; what is trained, and in which dtype it computes, is decided elsewhere. May import types
-and errors; models imports it.
+The models inside are the library's. Which weights train, and the dtype of the computation, are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ Arguments = dict[str, Any]
 
 
 class Features(NamedTuple):
-    """Of one picture."""
+    """The features of one image."""
 
     main_ND: Tensor
-    """What takes the placeholders' place, [N, D]."""
+    """The features that replace the placeholders, [N, D]."""
     deep: tuple[Tensor, ...] = ()
-    """What is added to their hidden states after the first layers, each [N, D] (Qwen3-VL's deepstack)."""
+    """Features added to their hidden states after the first layers, each [N, D] (Qwen3-VL's deepstack)."""
 
 
 def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Arguments:
-    """Keyword arguments for the forward of the library's multimodal model; ``ids_T`` are the ids it is given.
+    """Keyword arguments for the forward of the library's multimodal model; ``ids_T`` are its input ids.
 
     Raises ModelError where the tower has another number of features than a picture has placeholders.
     """
@@ -49,83 +48,83 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
         return {}
     kind = family(backbone)
     features = features_of(backbone, media)
-    own, strays = placeholders(backbone, media, ids_T)
-    for one, of_one, count in zip(media, features, own, strict=True):
-        if of_one.main_ND.shape[0] != count:
+    counts, strays = placeholders(backbone, media, ids_T)
+    for image, of_image, count in zip(media, features, counts, strict=True):
+        if of_image.main_ND.shape[0] != count:
             raise ModelError(
-                f"{kind}: the vision tower gives {of_one.main_ND.shape[0]} features for the picture "
-                f"{one.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
+                f"{kind}: the vision tower gives {of_image.main_ND.shape[0]} features for the picture "
+                f"{image.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
                 "that belong to this model"
             )
     features = _with_strays(backbone, features, strays)
-    main: Any = [of_one.main_ND for of_one in features]
+    main: Any = [of_image.main_ND for of_image in features]
     output = BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(main) if FAMILIES[kind].is_one_tensor else main
     if features[0].deep:
-        levels = zip(*(of_one.deep for of_one in features), strict=True)
+        levels = zip(*(of_image.deep for of_image in features), strict=True)
         output["deepstack_features"] = [list(level) for level in levels]
     return {"mm_encoder_outputs": {"image": output}}
 
 
 def features_of(backbone: nn.Module, media: Sequence[Media]) -> list[Features]:
-    """The features of each, every distinct picture computed once, and those not read ahead read in threads."""
-    way = FAMILIES[family(backbone)]
-    pictures = {one.picture.digest: one.picture for one in media}
+    """The features of each image. Every distinct image is computed once; images not read yet are read in threads."""
+    adapter = FAMILIES[family(backbone)]
+    pictures = {image.picture.digest: image.picture for image in media}
     for picture in pictures.values():
         picture.expect()
     read = {digest: picture.tensors() for digest, picture in pictures.items()}
     groups: dict[tuple[Any, ...], list[str]] = {}
     for digest, tensors in read.items():
-        groups.setdefault(way.group(tensors), []).append(digest)
-    found: dict[str, Features] = {}
+        groups.setdefault(adapter.group(tensors), []).append(digest)
+    features: dict[str, Features] = {}
     for digests in groups.values():
-        each = _compute(backbone, [read[digest] for digest in digests])
-        found |= dict(zip(digests, each, strict=True))
-    return [found[one.picture.digest] for one in media]
+        computed = _compute(backbone, [read[digest] for digest in digests])
+        features |= dict(zip(digests, computed, strict=True))
+    return [features[image.picture.digest] for image in media]
 
 
 def library_arguments(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Arguments:
-    """What the library's own forward is given for one sample alone, as its own processor would: it computes features,
-    positions and masks from it.
+    """The arguments of the library's own forward for one sample alone, as its own processor makes them: the library
+    computes features, positions and masks from them.
     """
     if not media:
         return {}
     inner: Any = backbone
-    way = FAMILIES[family(backbone)]
-    pictures = [_on_device(backbone, one.picture.tensors()) for one in media]
+    adapter = FAMILIES[family(backbone)]
+    pictures = [_on_device(backbone, image.picture.tensors()) for image in media]
     is_picture_T = (ids_T == inner.config.image_token_id).long()
-    types = {way.types: is_picture_T[None]} if way.types else {}
-    return {**way.arguments(pictures), **types}
+    types = {adapter.types: is_picture_T[None]} if adapter.types else {}
+    return {**adapter.arguments(pictures), **types}
 
 
 def keep_step(backbone: nn.Module, hidden: Tensor, media: Sequence[Media] = ()) -> Tensor:
-    """``hidden`` as it is; the gradients of tower and projector are zeros where they train, for a micro-batch without a
-    picture, or whose pictures pass a part over.
+    """``hidden`` unchanged, with zero gradients for tower and projector where they train: for a micro-batch without an
+    image, or whose images do not use a part of them.
     """
     if not takes_pictures(backbone) or not needs_step(backbone):
         return hidden
     if media:
-        passed_over: Tensor | None = getattr(backbone, "image_newline", None)
-        if passed_over is None or not passed_over.requires_grad:
+        unused: Tensor | None = getattr(backbone, "image_newline", None)
+        if unused is None or not unused.requires_grad:
             return hidden
-        counted: Tensor = _Unseen.apply(hidden, passed_over)  # type: ignore[no-untyped-call]
-        return counted
+        with_unused: Tensor = _Unseen.apply(hidden, unused)  # type: ignore[no-untyped-call]
+        return with_unused
     noise = FAMILIES[family(backbone)].noise(backbone)
     ((main_ND, deep),) = _compute(backbone, [noise])
-    kept: Tensor = _Unseen.apply(hidden, main_ND, *deep)  # type: ignore[no-untyped-call]
-    return kept
+    with_noise: Tensor = _Unseen.apply(hidden, main_ND, *deep)  # type: ignore[no-untyped-call]
+    return with_noise
 
 
 def needs_step(backbone: nn.Module) -> bool:
-    """Whether tower or projector take part in this forward though there is no picture: they learn. Where nothing does,
-    as in each step of an engine, nothing is looked for.
+    """Whether tower or projector take part in a forward without images, because they train. Without gradients, as in
+    each step of an engine, this is known at once.
     """
     return torch.is_grad_enabled() and any(p.requires_grad for p in vision_parameters(backbone))
 
 
 def unread(backbone: nn.Module) -> list[nn.Parameter]:
-    """What of tower and projector would train, and no feature depends on it: layers after the one that is read, a head
-    that pools.
+    """Trainable parameters of tower and projector that no feature depends on: layers after the one that is read, a
+    pooling head.
     """
     trained = [p for p in vision_parameters(backbone) if p.requires_grad]
     if not trained:
@@ -139,7 +138,7 @@ def unread(backbone: nn.Module) -> list[nn.Parameter]:
 
 
 def vision_parameters(backbone: nn.Module) -> list[nn.Parameter]:
-    """Those of tower and projector: all of the backbone that are not its language model's."""
+    """The parameters of tower and projector: all of the backbone that are not its language model's."""
     inner: Any = backbone
     text = {id(parameter) for parameter in inner.get_decoder().parameters()}
     return [parameter for parameter in backbone.parameters() if id(parameter) not in text]
@@ -160,17 +159,17 @@ def family(backbone: nn.Module) -> str:
 
 
 def unknown(kind: str) -> str:
-    """Why a family is refused."""
+    """The reason for refusing a family."""
     return f"{kind} is no family of vision-language models that taut knows; expected one of {', '.join(FAMILIES)}"
 
 
 def placeholders(
     backbone: nn.Module, media: Sequence[Media], ids_T: Tensor
 ) -> tuple[list[int], list[int]]:
-    """How many each picture has; and how many lie before the first, between two, and after the last."""
+    """The number of placeholders of each image; and of those before the first, between two, and after the last."""
     inner: Any = backbone
     before_T = nn.functional.pad((ids_T == inner.config.image_token_id).cumsum(0), (1, 0))
-    bounds = [0, *(bound for one in media for bound in (one.start, one.stop)), ids_T.numel()]
+    bounds = [0, *(bound for image in media for bound in (image.start, image.stop)), ids_T.numel()]
     counts: list[int] = before_T[torch.tensor(bounds, device=ids_T.device)].diff().tolist()
     return counts[1::2], counts[::2]
 
@@ -178,21 +177,22 @@ def placeholders(
 def _with_strays(
     backbone: nn.Module, features: Sequence[Features], strays: Sequence[int]
 ) -> list[Features]:
-    """A placeholder of no picture, which a model can write, is a token like others: its feature is its embedding."""
+    """Features with those of stray placeholders, which a model can write: each is a token like others, and its feature
+    is its embedding."""
     if not any(strays):
         return list(features)
     inner: Any = backbone
-    found: list[Features] = []
-    for count, of_one in zip(strays, [*features, None], strict=True):
+    every: list[Features] = []
+    for count, of_image in zip(strays, [*features, None], strict=True):
         if count:
             ids = torch.full((count,), inner.config.image_token_id)
             embedded: Tensor = inner.get_input_embeddings()(ids.to(features[0].main_ND.device))
-            found.append(
+            every.append(
                 Features(embedded, tuple(torch.zeros_like(embedded) for _ in features[0].deep))
             )
-        if of_one is not None:
-            found.append(of_one)
-    return found
+        if of_image is not None:
+            every.append(of_image)
+    return every
 
 
 class _Unseen(torch.autograd.Function):
@@ -210,15 +210,15 @@ class _Unseen(torch.autograd.Function):
 
 
 def _compute(backbone: nn.Module, pictures: Sequence[Tensors]) -> list[Features]:
-    """Of pictures of one group."""
+    """The features of the images of one group."""
     inner: Any = backbone
-    way = FAMILIES[family(backbone)]
-    arguments = way.arguments([_on_device(backbone, tensors) for tensors in pictures])
-    return way.features(inner.get_image_features(**arguments, return_dict=True), pictures)
+    adapter = FAMILIES[family(backbone)]
+    arguments = adapter.arguments([_on_device(backbone, tensors) for tensors in pictures])
+    return adapter.features(inner.get_image_features(**arguments, return_dict=True), pictures)
 
 
 def _on_device(backbone: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
-    """Numbers in the dtype of the model's weights."""
+    """The tensors on the model's device, floats in the dtype of its weights."""
     weight = next(backbone.parameters())
     return {
         name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
@@ -235,7 +235,7 @@ def _num_tiles(pictures: Sequence[Tensors]) -> list[int]:
 
 
 def _patches(pictures: Sequence[Tensors]) -> Arguments:
-    """Pictures of any sizes: the tower itself packs."""
+    """Images of any sizes: the tower packs them."""
     names = ("pixel_values", "image_grid_thw")
     return {name: _join(pictures, name) for name in names}
 
@@ -245,8 +245,8 @@ def _tiles(pictures: Sequence[Tensors]) -> Arguments:
 
 
 def _batch_of_tiles(pictures: Sequence[Tensors]) -> Arguments:
-    """The library leaves out tiles that are 0 throughout, as if they filled up a batch: one value of such a tile is
-    made the smallest there is.
+    """The library leaves out tiles of zeros only, as if they were padding of a batch: one value of such a tile becomes
+    the smallest positive number.
     """
     pixels = _join(pictures, "pixel_values")
     first = torch.zeros_like(pixels[0])
@@ -256,8 +256,8 @@ def _batch_of_tiles(pictures: Sequence[Tensors]) -> Arguments:
 
 
 def _sized_tiles(pictures: Sequence[Tensors]) -> Arguments:
-    """A picture that is alone in its sample has tiles, one of several has none: that is said by how many the library is
-    told were in the sample.
+    """An image that is alone in its sample has tiles, one of several has none: the library decides by the number of
+    images in the sample.
     """
     tiles = _num_tiles(pictures)
     return {
@@ -268,7 +268,7 @@ def _sized_tiles(pictures: Sequence[Tensors]) -> Arguments:
 
 
 def _each(output: Any, pictures: Sequence[Tensors]) -> list[Features]:
-    """The library lists them."""
+    """Features that the library returns as a list."""
     deep = getattr(output, "deepstack_features", None) or []
     return [
         Features(main_ND, tuple(level[index] for level in deep))
@@ -277,16 +277,16 @@ def _each(output: Any, pictures: Sequence[Tensors]) -> list[Features]:
 
 
 def _by_tiles(output: Any, pictures: Sequence[Tensors]) -> list[Features]:
-    """As many features for each tile."""
+    """Features of tiles, equally many for each tile."""
     tiles = _num_tiles(pictures)
-    found = output.pooler_output
-    every = found[0] if isinstance(found, list) else found.flatten(0, 1)
+    pooled = output.pooler_output
+    every = pooled[0] if isinstance(pooled, list) else pooled.flatten(0, 1)
     per_tile = every.shape[0] // sum(tiles)
     return [Features(main_ND) for main_ND in every.split([per_tile * count for count in tiles])]
 
 
 def _patch_noise(backbone: Any) -> Tensors:
-    """As many patches as make one token."""
+    """The patches of one token."""
     vision = backbone.config.vision_config
     merge, depth = vision.spatial_merge_size, vision.temporal_patch_size
     size = vision.in_channels * depth * vision.patch_size**2
@@ -297,7 +297,7 @@ def _patch_noise(backbone: Any) -> Tensors:
 
 
 def _tile_noise(backbone: Any) -> Tensors:
-    """One tile, of the size that the tower's positions are learned for."""
+    """One tile, of the size that the tower's position embeddings have."""
     size = backbone.config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     channels = backbone.config.vision_config.num_channels
@@ -305,7 +305,7 @@ def _tile_noise(backbone: Any) -> Tensors:
 
 
 def _rows_noise(backbone: Any) -> Tensors:
-    """Tiles of a picture that is alone in its sample, so that its rows have ends."""
+    """Tiles of an image that is alone in its sample, so that its rows have ends."""
     height, width = min(backbone.config.image_grid_pinpoints, key=math.prod)
     side, channels = (
         backbone.config.vision_config.image_size,
@@ -318,13 +318,13 @@ def _rows_noise(backbone: Any) -> Tensors:
 
 
 def _corner_noise(backbone: Any) -> Tensors:
-    """As much of a tile as makes one token."""
+    """The part of a tile that makes one token."""
     side = backbone.config.scale_factor * backbone.config.vision_config.patch_size
     return {"pixel_values": _noise(1, backbone.config.vision_config.num_channels, side, side)}
 
 
 def _noise(*shape: int) -> Tensor:
-    """The same numbers wherever and whenever; nothing is drawn."""
+    """Fixed numbers; nothing is drawn."""
     return torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape).sin()
 
 
@@ -333,26 +333,26 @@ def _any(tensors: Tensors) -> tuple[Any, ...]:
 
 
 def _by_tile(tensors: Tensors) -> tuple[Any, ...]:
-    """Tiles of one size, and whether there are several."""
+    """The size of the tiles, and whether there are several."""
     pixels = tensors["pixel_values"]
     return (*pixels.shape[1:], pixels.shape[0] > 1)
 
 
 class Family(NamedTuple):
-    """How the library's model of a family is asked for features."""
+    """How the library's model of a family computes features."""
 
     arguments: Callable[[Sequence[Tensors]], Arguments]
-    """What ``get_image_features``, and the model's own forward, is given for pictures of one group."""
+    """Arguments of ``get_image_features``, and of the model's own forward, for images of one group."""
     features: Callable[[Any, Sequence[Tensors]], list[Features]]
-    """What it returns, by picture."""
+    """Its output, split by image."""
     noise: Callable[[Any], Tensors]
-    """A small picture."""
+    """A small image."""
     group: Callable[[Tensors], tuple[Any, ...]] = _by_tile
-    """Pictures that can be computed together are equal in this."""
+    """A key that is equal for images that can be computed together."""
     types: str | None = None
-    """What the library's forward is told beside, of its own positions or masks: 1 where a placeholder is, else 0."""
+    """Argument of the library's forward for its own positions or masks: 1 at placeholders, else 0."""
     is_one_tensor: bool = False
-    """Whether the library wants the features of all pictures as one tensor; else listed."""
+    """Whether the library takes the features of all images as one tensor; else as a list."""
 
 
 _QWEN = Family(_patches, _each, _patch_noise, _any, "mm_token_type_ids")
@@ -368,4 +368,4 @@ FAMILIES: dict[str, Family] = {
     "llava_onevision": Family(_sized_tiles, _each, _rows_noise),
     "gemma3": Family(_tiles, _by_tiles, _tile_noise, types="token_type_ids", is_one_tensor=True),
 }
-"""model_type -> its way. A model with a vision tower that is not here is refused by name."""
+"""model_type -> family. A model with a vision tower that is not listed is refused by name."""

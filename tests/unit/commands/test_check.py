@@ -222,7 +222,7 @@ def test_a_file_with_settings_on_top(
         (["nothing.toml"], "nothing.toml"),
         (["optim.lr=1"], "unknown key 'optim.lr'"),
         (["--full=perhaps"], "full"),
-        (["--recipe=trl:a.yaml", "steps=3"], "beside recipe=trl:a.yaml"),
+        (["--recipe=trl:a.yaml", "steps=3"], "next to recipe=trl:a.yaml"),
         (["--recipe=trl:a.yaml", "--processes=no"], "processes=no: expected how many processes"),
         (["--recipe=trl:a.yaml", "--processes=0"], "processes=0: expected how many processes"),
     ],

@@ -1,4 +1,4 @@
-"""A saved model loads in the library, gives the same logits and stops where it should."""
+"""A saved model loads in the library, gives the same logits, stops where it should, and keeps its processor's files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ import torch
 from safetensors.torch import load_file
 from tests.models import CARRIED, STATEFUL, logits_of, parameters_of, tiny_model, with_weights_of
 from tests.tokenizers import tiny_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from tests.vision_models import vision_config
+from tests.vision_processors import save_processor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from taut.attention.select import PREFIX
 from taut.errors import OutputError
 from taut.models import save
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.save import saving
+from taut.models.save import copy_processor, saving
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
 
 ROWS = 512
@@ -193,3 +201,46 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         saved(tiny_model("qwen2", vocab_size=ROWS), tmp_path / "file" / "model")
+
+
+def loaded_from(directory: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(vision_config("idefics3"))
+    model.name_or_path = str(directory)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def test_files_are_copied_as_they_are(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    out.mkdir()
+    save_processor("idefics3", base)
+    (base / "chat_template.json").write_text("{}")  # the library would take it for the one in use
+    copy_processor(loaded_from(base), out, has_template=True)
+    assert {file.name for file in out.iterdir()} == {
+        "preprocessor_config.json",
+        "processor_config.json",
+    }
+    for file in out.iterdir():
+        assert file.read_bytes() == (base / file.name).read_bytes()
+
+
+def test_a_template_among_the_settings_stays_behind(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    out.mkdir()
+    save_processor("idefics3", base)
+    said = json.loads((base / "processor_config.json").read_text())
+    (base / "processor_config.json").write_text(json.dumps({**said, "chat_template": "old"}))
+    copy_processor(loaded_from(base), out, has_template=True)
+    assert json.loads((out / "processor_config.json").read_text()) == said
+
+
+def test_without_files_nothing_can_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    with pytest.raises(OutputError, match=r"base has no preprocessor_config.json any more"):
+        copy_processor(loaded_from(tmp_path / "base"), tmp_path, has_template=True)
+
+
+def test_a_model_that_takes_no_pictures_needs_none(tmp_path: Path) -> None:
+    copy_processor(tiny_model("llama"), tmp_path, has_template=True)
+    assert not list(tmp_path.iterdir())

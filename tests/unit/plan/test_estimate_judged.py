@@ -65,5 +65,5 @@ def test_a_teacher_is_not_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     session = place.session(method="distill", distill__teacher=str(place.model("llama")))
     packed = workload(session.run, session.inputs, 1).largest
     kernels = Kernels(session.dtype, session.loaded.attention.implementation)
-    with pytest.raises(ModelError, match="what a teacher takes is not foretold"):
+    with pytest.raises(ModelError, match="what a teacher takes is not predicted"):
         predict(session.run, session.inputs.config, kernels, packed, is_first=True)

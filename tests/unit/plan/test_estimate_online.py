@@ -94,5 +94,5 @@ def test_answers_that_are_good_enough_are_planned(model: Path, tmp_path: Path) -
 def test_a_critic_is_refused_by_name(model: Path, tmp_path: Path) -> None:
     run, inputs = opened(model, tmp_path, "ppo")
     work = workload(run, inputs, 1)
-    with pytest.raises(ModelError, match="a critic takes is not foretold"):
+    with pytest.raises(ModelError, match="a critic takes is not predicted"):
         predict_steps(run, inputs.config, Kernels(DTYPES["float64"], "sdpa"), work)

@@ -247,7 +247,9 @@ def test_a_service_needs_its_key_and_no_mechanism(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ConfigError, match=r"remote.service=e2b and (mechanism|packages)"):
             verifier_of("code", {"remote": {"service": "e2b"}} | other)
     monkeypatch.delenv("E2B_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="the environment variable E2B_API_KEY is not set"):
+    with pytest.raises(
+        ConfigError, match="E2B_API_KEY: no environment variable of this name is set"
+    ):
         open_panel([RewardSpec(name="code", options={"remote": {"service": "e2b"}})])
     with pytest.raises(ConfigError, match=r"remote.image is not set"):
         verifier_of("code", {"remote": {"service": "morph"}})

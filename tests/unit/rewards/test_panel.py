@@ -266,7 +266,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_answer(
         with monkeypatch.context() as patch:
             patch.setattr("taut.rewards.workers.subprocess.Popen", refuse)
             (score,) = said(alone, "where", "a")
-        assert "a worker cannot be had ([Errno 11] no more processes)" in str(score.error)
+        assert "a worker cannot be started ([Errno 11] no more processes)" in str(score.error)
         assert said(alone, "where", "a") == [Score(2.0)]
 
 

@@ -431,7 +431,7 @@ def test_where_nobody_else_may_read_programs_stay_root_and_it_is_said(
     monkeypatch.setattr(os, "getuid", lambda: 0)
     monkeypatch.setattr(walls, "is_open", lambda path: False)
     said = Sandbox(Mechanism("landlock", "why")).mechanism.reason
-    assert said == "why; programs stay root, for nobody else may read what they need"
+    assert said == "why; programs stay root, for no other user may read what they need"
     assert Sandbox(Mechanism("bubblewrap", "why")).mechanism.reason == "why"
     monkeypatch.setattr(walls, "is_open", lambda path: True)
     assert Sandbox(Mechanism("landlock", "why")).mechanism.reason == "why"

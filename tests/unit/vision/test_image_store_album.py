@@ -32,8 +32,8 @@ class Plain:
 
     placeholder, image_id, reserved, is_two_way = "<image>", 7, ("<image>",), False
 
-    def __init__(self, minds_company: bool = False) -> None:
-        self.minds_company = minds_company
+    def __init__(self, depends_on_count: bool = False) -> None:
+        self.depends_on_count = depends_on_count
         self.made: list[tuple[int, int]] = []
         self.lock = threading.Lock()
 
@@ -49,8 +49,8 @@ class Plain:
         return "plain"
 
 
-def album_of(directory: Path, minds_company: bool = False, **images: Any) -> Album:
-    return Album(Plain(minds_company), ImagesConfig(**images), directory / "media")
+def album_of(directory: Path, depends_on_count: bool = False, **images: Any) -> Album:
+    return Album(Plain(depends_on_count), ImagesConfig(**images), directory / "media")
 
 
 def made(album: Album) -> list[tuple[int, int]]:
@@ -174,8 +174,8 @@ class TestHandles:
         assert (one.source, one.content) == (ref.value, album.see(ref, "").digest)
 
     def test_what_a_digest_depends_on(self, tmp_path: Path) -> None:
-        def digest(minds_company: bool, num_pictures: int, **images: Any) -> str:
-            album = album_of(tmp_path, minds_company, **images)
+        def digest(depends_on_count: bool, num_pictures: int, **images: Any) -> str:
+            album = album_of(tmp_path, depends_on_count, **images)
             return album.picture("cat.png", "00" * 32, num_pictures, "a:1").digest
 
         assert digest(False, 1) == digest(False, 2) == digest(False, 1, workers=1, limit_pixels=9)

@@ -106,7 +106,7 @@ def test_a_picture_with_company_is_the_librarys(directory: Path) -> None:
         text = text.replace(ours.placeholder, "<one>" * ours.shape(*image.size, 2).num_tokens, 1)
     ids = tokenizer_of(kind)(text.replace("<one>", ours.placeholder)).input_ids
     assert ids == inputs["input_ids"][0].tolist()
-    assert [k for k in FAMILIES if open_at(directory / k, k).minds_company] == [kind]
+    assert [k for k in FAMILIES if open_at(directory / k, k).depends_on_count] == [kind]
     with pytest.raises(DataError, match="1x9000 pixels in a row of 2"):
         ours.shape(1, 9000, 2)
 

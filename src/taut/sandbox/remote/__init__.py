@@ -1,11 +1,9 @@
-"""Programs of a model's on somebody else's machines: Piston, E2B or Morph, behind the interface of ``Sandbox``.
+"""Runs programs on the machines of a service, Piston, E2B or Morph, with the interface of ``Sandbox``.
 
     remote = open_remote(Remote(service="piston", addresses=("http://127.0.0.1:2000/api/v2",)), Limits())
     remote.run("print(1 + 1)", [Trial()])
 
 What is sent where, and which limits hold there, is in ``docs/sandbox.md``.
-
-Imports errors and config. ``taut.sandbox`` imports it.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ __all__ = ["HERE", "Remote", "RemoteSandbox", "ServiceName", "Where", "open_remo
 
 
 def open_remote(remote: Remote, limits: Limits | None) -> RemoteSandbox:
-    """The executor for a service. ``limits``: it has run a known program within these; None: it is not asked.
+    """The executor for a service. ``limits``: a known program is first run within these; None: nothing is sent.
 
-    Raises ConfigError where the settings or the key are missing, and SandboxError where the service does not work.
+    Raises ConfigError if the settings or the key are missing, and SandboxError if the service does not work.
     """
     opened = RemoteSandbox(remote)
     if limits is not None:

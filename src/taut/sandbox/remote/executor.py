@@ -1,12 +1,10 @@
 """``RemoteSandbox``: runs programs on the machines of a service, with the interface of ``Sandbox``.
 
-A program has a machine of its own; each of its trials is a job for ``script.py`` there. What the program did is in the
-report that the script prints behind a random word. A failure of the service is a SandboxError, after attempts on new
-machines. A program can kill the script that watches it, and some services then fail as if they were broken; so where
-attempts with a program fail and a known program runs, the failure is the program's own: crash, or time where nothing
-came back. Its other trials are then not run.
-
-Imports errors and its neighbours.
+A program has a machine of its own; each of its trials is a job for ``script.py`` there. The script prints a report
+behind a random word. A failure of the service is a SandboxError, after attempts on new machines. But a program can kill
+the script that watches it, and some services then fail as if they were broken. So if all attempts with a program fail
+and a known program runs, the failure is the program's own: the outcome is crash, or time if no answer came. Its other
+trials are then not run.
 """
 
 from __future__ import annotations
@@ -40,15 +38,15 @@ from taut.sandbox.remote.services import (
 from taut.sandbox.remote.settings import Remote, ServiceName
 
 _OUTPUTS = 16
-"""All trials of a program together may print so many times what one may, as in ``guest.py``."""
+"""All trials of a program together may print this many times what one may, as in ``box.py``."""
 _RETRIES = http.Retries(first_pause=0.25, longest_pause=8.0)
 _SOURCE = Path(script.__file__).read_text(encoding="utf-8")
 _KNOWN = "import sys\nsys.stdout.write(sys.stdin.read()[::-1])"
-"""A program whose output is known: it prints its input backwards."""
+"""A known program: it prints its input backwards."""
 _LONG = "import sys\nsys.stdout.write((sys.stdin.read() * {size})[:{size}])"
-"""Another: it prints its input again and again."""
+"""Another: it repeats its input up to a length."""
 _PROVED_KB = 1024
-"""The most that is printed at the start."""
+"""The largest output of ``prove``, in KiB."""
 
 
 class Where(NamedTuple):
@@ -81,10 +79,10 @@ class RemoteSandbox:
         limits: Limits | None = None,
         stop_early: bool = False,
     ) -> list[Ran]:
-        """What became of each trial of the program, in their order.
+        """The result of each trial of the program, in their order.
 
-        ``stop_early``: the trials after the first that is not ok are not run. Raises SandboxError where the service
-        failed; whatever the program does is in the results.
+        ``stop_early``: the trials after the first that is not ok are not run. Raises SandboxError if the service
+        fails; whatever the program does is in the results.
         """
         try:
             future = self._thread.start(
@@ -102,7 +100,7 @@ class RemoteSandbox:
             future.cancel()
 
     def prove(self, limits: Limits) -> None:
-        """Raise SandboxError where the service does not run a known program within these limits."""
+        """Raise SandboxError unless the service runs a known program within these limits."""
         size = min(limits.output_kb, _PROVED_KB) * 1024 - 1
         word = secrets.token_hex(4)
         (ran,) = self.run(_LONG.format(size=size), [Trial(stdin=word)], limits)
@@ -117,7 +115,7 @@ class RemoteSandbox:
         )
 
     def close(self) -> None:
-        """End programs that are under way, with their machines, and the connections."""
+        """End the programs that run, their machines and the connections."""
         self._thread.close()
 
     @property
@@ -167,7 +165,7 @@ async def _trials(
         seconds = min(limits.wall_seconds, left)
         ran = await attempts.run(program, trial, seconds)
         if ran is None:
-            outcome = await attempts.programs_own()
+            outcome = await attempts.blame_program()
             ran, is_lost = Ran("", "", outcome, seconds), True
         results.append(ran)
         spent += ran.seconds
@@ -195,9 +193,9 @@ class _Attempts:
         await self._stack.aclose()
 
     async def run(self, program: str, trial: Trial, seconds: float) -> Ran | None:
-        """What became of the trial; None: every attempt failed in a way that the program may have caused.
+        """The result of the trial; None: every attempt failed in a way that the program may have caused.
 
-        Raises _Failed where the service failed before it had the program.
+        Raises _Failed if the service failed before it had the program.
         """
         failures: list[Passing] = []
 
@@ -221,8 +219,8 @@ class _Attempts:
                 raise _Failed(str(failure)) from None
             return None
 
-    async def programs_own(self) -> Outcome:
-        """How the program ended that made the attempts fail. Raises _Failed where a known program fails as well."""
+    async def blame_program(self) -> Outcome:
+        """The outcome of the program that made the attempts fail. Raises _Failed if a known program fails too."""
         failure = self.last
         assert failure is not None, "an attempt failed"
         ran = await self.run(_KNOWN, Trial(stdin="ab"), self._limits.wall_seconds)
@@ -237,8 +235,8 @@ class _Attempts:
             "nonce": nonce,
             "seconds": seconds,
             "limits": self._limits.as_mapping(),
-            "program": _sound(program),
-            "stdin": _sound(trial.stdin),
+            "program": _without_surrogates(program),
+            "stdin": _without_surrogates(trial.stdin),
             "call": trial.call,
             "arguments": trial.arguments,
             "check": trial.check,
@@ -254,7 +252,7 @@ class _Attempts:
 
 
 def _ran(printed: Printed, nonce: str, seconds: float, limits: Limits) -> Ran:
-    """The report. Raises Passing where there is none and the service does not say why."""
+    """The result in the report. Raises Passing if there is none and the service does not say why."""
     lines = [it for it in printed.text.splitlines() if it.startswith(nonce)]
     if not lines:
         raise Passing("the script did not start on the machine", BROKEN, was_sent=False)
@@ -279,6 +277,6 @@ def _decoded(text: Any) -> str:
     return base64.b64decode(text, validate=True).decode(errors="replace")
 
 
-def _sound(text: str) -> str:
-    """Without lone surrogates, which cannot be written to a file."""
+def _without_surrogates(text: str) -> str:
+    """The text without lone surrogates, which cannot be written to a file."""
     return text.encode(errors="replace").decode()

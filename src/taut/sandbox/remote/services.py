@@ -49,7 +49,8 @@ _SHOWN = 200
 
 
 class Passing(Exception):
-    """A failed attempt. ``was_sent``: the service had the request, so the program in it may be the cause."""
+    """A failed attempt; another may succeed. ``was_sent``: the service had the request, so its program may be the
+    cause."""
 
     def __init__(self, found: str, cost: int, was_sent: bool = True) -> None:
         super().__init__(found)
@@ -60,12 +61,12 @@ class Passing(Exception):
         return self.cost == LATE
 
     def unsent(self) -> Passing:
-        """The same of a request that ran no program."""
+        """The same for a request that ran no program."""
         return Passing(str(self), self.cost, was_sent=False)
 
 
 class Client:
-    """Requests with a key."""
+    """Sends requests of a service and classifies their failures."""
 
     def __init__(
         self, client: httpx2.AsyncClient, key_name: str | None, secret: str | None
@@ -85,7 +86,7 @@ class Client:
     ) -> bytes:
         """The body of the answer, of at most ``most`` bytes.
 
-        ``may_be_gone``: statuses that mean that the machine has ended, which its program may have brought about.
+        ``may_be_gone``: statuses that mean that the machine has ended, which its program may have caused.
         """
         limits = http.Limits(seconds=seconds, max_bytes=most)
         try:
@@ -151,11 +152,11 @@ def _brief(text: str) -> str:
 # -- what a service is
 
 START = 2.0
-"""Seconds that starting Python on the machine may take beside a trial's own."""
+"""Seconds that starting Python on the machine may take in addition to the trial."""
 WAIT = 15.0
-"""Seconds that a service may take to answer beside a trial's own: its queue and its network."""
+"""Seconds that a service may take to answer in addition to the trial: its queue and its network."""
 SMALL = 2**20
-"""Bytes of an answer that holds no output."""
+"""Bytes of an answer that contains no output."""
 
 RUN = f"""
 import base64, subprocess, sys
@@ -173,7 +174,7 @@ class Printed(NamedTuple):
 
     text: str
     ending: Outcome | None = None
-    """How the service ended it, where it did and says so."""
+    """How the service ended it; None: it did not, or does not say so."""
 
 
 class Machine(Protocol):
@@ -185,11 +186,11 @@ class Machine(Protocol):
 
 
 class Service(Protocol):
-    """Somebody's machines."""
+    """What gives machines."""
 
     @property
     def address(self) -> str:
-        """Where they are, for people."""
+        """Its address, for messages."""
         ...
 
     def machine(self, client: Client, limits: Limits) -> AbstractAsyncContextManager[Machine]:
@@ -198,7 +199,7 @@ class Service(Protocol):
 
 
 def most_printed(limits: Limits) -> int:
-    """Bytes of an answer with output: base64 of it, twice (Piston repeats it), and what is around it."""
+    """Largest answer with output, in bytes: base64 of it, twice (Piston repeats it), and what is around it."""
     return 4 * limits.output_kb * 1024 + SMALL
 
 
@@ -219,7 +220,7 @@ def open_service(remote: Remote, secret: str | None) -> Service:
 # -- Piston
 
 _PISTON_ENDINGS: dict[str, Outcome] = {"TO": "time", "OL": "output", "EL": "output"}
-"""Statuses of a run that Piston ended."""
+"""Outcomes by the status that Piston gives a run that it ended."""
 
 
 class Piston:
@@ -232,7 +233,7 @@ class Piston:
 
     @asynccontextmanager
     async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_PistonBox]:
-        """The next server: it makes a box for each request."""
+        """The next server, which makes a box for each request."""
         yield _PistonBox(
             client, limits, f"{next(self._urls)}/execute", self._version, self._headers
         )
@@ -278,8 +279,8 @@ _E2B_HOST = re.compile(r"[A-Za-z0-9.-]{1,200}")
 
 
 class E2B:
-    """E2B's machines. ``machines``: one address for all of them. ``spare``: seconds a machine may be there beside its
-    program's."""
+    """E2B's machines. ``machines``: one address for all of them. ``spare``: seconds that a machine lives longer than
+    its program may run."""
 
     def __init__(
         self,
@@ -296,7 +297,7 @@ class E2B:
 
     @asynccontextmanager
     async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_E2BMachine]:
-        """A new one; E2B ends it by itself where we cannot."""
+        """A new machine; E2B ends it at its timeout if this fails."""
         keys = {"X-API-KEY": self._secret}
         body = await client.send(
             "POST",
@@ -329,7 +330,6 @@ class E2B:
             yield _E2BMachine(client, limits, f"{url}/execute", headers)
         finally:
             with anyio.CancelScope(shield=True), suppress(Passing, SandboxError):
-                # Else E2B ends the machine at its timeout.
                 await client.send(
                     "DELETE",
                     f"{self.address}/sandboxes/{number}",
@@ -388,7 +388,7 @@ class Morph:
 
     @asynccontextmanager
     async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_MorphMachine]:
-        """A new one, when it is ready; Morph ends it by itself where we cannot."""
+        """A new machine, once it is ready; Morph ends it at its ttl if this fails."""
         url = f"{self.address}/instance"
         body = await client.send(
             "POST",
@@ -419,7 +419,6 @@ class Morph:
             yield _MorphMachine(client, limits, f"{url}/exec", self._headers)
         finally:
             with anyio.CancelScope(shield=True), suppress(Passing, SandboxError):
-                # Else Morph ends the machine at its ttl.
                 await client.send("DELETE", url, seconds=5, most=SMALL, headers=self._headers)
 
 
@@ -436,7 +435,7 @@ class _MorphMachine:
                 await self._command(part, _MORPH_SECONDS, SMALL)
             except Passing as failure:
                 raise failure.unsent() from None
-        # Python has all of the job only when the file is gone, and nobody has it open: the program cannot read it.
+        # Python has the whole job only once the file is removed and closed: the program cannot read it.
         python = f"python3 -s -c {shlex.quote(BOOTSTRAP)}"
         return Printed(
             await self._command(

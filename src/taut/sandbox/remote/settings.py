@@ -1,7 +1,4 @@
-"""The settings of a remote executor: which service, where it is, and which environment variable holds its key.
-
-Imports config and errors. Rewards and environments have it as a field.
-"""
+"""The settings of a remote executor: which service, where it is, and which environment variable holds its key."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ class Remote:
     it; expected outputs and values are not."""
 
     service: ServiceName | None = None
-    """Where programs run: piston (a server of your own), e2b or morph; none: on this machine. Programs and tests leave
-    this machine."""
+    """The service: piston (a server of your own), e2b or morph. By default programs run on this machine. Programs and
+    tests are sent to the service."""
     addresses: tuple[str, ...] = ()
     """URLs of the service's API. By default PISTON_ENDPOINTS (several, separated by commas), E2B_API_URL or
     https://api.e2b.app, MORPH_BASE_URL or https://cloud.morph.so/api. Several Piston servers take turns."""
@@ -42,13 +39,14 @@ class Remote:
     """Piston: version of its Python package, * by default. E2B: template, code-interpreter-v1 by default. Morph:
     snapshot with python3, required."""
     concurrency: Annotated[int, Field(gt=0)] = 16
-    """Programs that one process of taut has at the service at a time. A reward worker is such a process and has one;
-    of the tool python, fewer than rollout.environment.workers wait for one another within their step's timeout."""
+    """Programs that one process of taut runs at the service at a time. A reward worker is a process and runs one; calls
+    of the tool python beyond this number wait for one another within their step's timeout."""
     wait_seconds: Annotated[float, Field(gt=0, le=1e6)] = 60.0
-    """Time that the service may take for a program beside limits.total_seconds: machines' starts, queues, retries."""
+    """Seconds that the service may take for a program in addition to limits.total_seconds: starting machines, queues,
+    retries."""
 
     def __post_init__(self) -> None:
-        """ConfigError where two settings contradict each other."""
+        """Raises ConfigError if two settings contradict each other."""
         if self.service is None:
             for name in fields_of(Remote):
                 if getattr(self, name) != getattr(Remote, name):
@@ -73,7 +71,7 @@ class Remote:
             )
 
     def urls(self) -> tuple[str, ...]:
-        """Where the API is. ConfigError where neither the settings nor the environment say it."""
+        """URLs of the API. Raises ConfigError if neither the settings nor the environment name one."""
         if self.addresses:
             return tuple(read_url(it, "remote.addresses", "remote.key") for it in self.addresses)
         if self.service == "e2b":
@@ -93,12 +91,12 @@ class Remote:
         return tuple(read_url(it, "PISTON_ENDPOINTS", "remote.key") for it in found if it)
 
     def machines_url(self) -> str | None:
-        """E2B's machines behind one address; None: E2B says for each where it is."""
+        """The one address of all of E2B's machines; None: E2B gives each its own."""
         named = self.machines or os.environ.get("E2B_SANDBOX_URL")
         return read_url(named, "remote.machines", "remote.key") if named else None
 
     def secret(self) -> tuple[str | None, str | None]:
-        """The environment variable that holds the key, and the key. ConfigError where it is not set."""
+        """The environment variable that holds the key, and the key. Raises ConfigError if it is not set."""
         assert self.service is not None, "asked where there is a service"
         name = self.key or KEYS[self.service]
         return name, read_secret(name, "remote.key")
@@ -109,5 +107,5 @@ HERE = Remote()
 
 
 def e2b_domain() -> str:
-    """Where E2B is, and its machines where it does not say otherwise."""
+    """The domain of E2B, and of its machines unless it answers otherwise."""
     return os.environ.get("E2B_DOMAIN") or "e2b.app"

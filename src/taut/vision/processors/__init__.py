@@ -1,11 +1,8 @@
-"""A model's directory -> its way with pictures, or one line why not.
+"""A model's directory -> its image processor, or one line why there is none.
 
-The library's own Processor classes need torchvision; here are its PIL-backed image processors, and the text that each
-Processor class would write, which tests hold to the library's. A family that is not listed is refused by name, and so
-is a directory whose files do not agree with each other.
-
-May import errors, vision.processor and transformers. Imported by whoever loads a model.
-"""
+The library's own Processor classes need torchvision. These use its PIL-backed image processors, and write the text
+that each Processor class would write, which tests compare with the library's. A family that is not listed is refused
+by name, and so is a directory whose files do not agree with each other."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.errors import ModelError
 from taut.vision.placeholders import Processor
-from taut.vision.processors.family import Given
+from taut.vision.processors.family import ModelFiles
 from taut.vision.processors.gemma3 import Gemma3
 from taut.vision.processors.idefics3 import Idefics3
 from taut.vision.processors.internvl import InternVL
@@ -28,9 +25,9 @@ from taut.vision.processors.qwen import Qwen
 
 
 class Kind(NamedTuple):
-    """What goes with a model_type."""
+    """The classes of a model_type."""
 
-    family: Callable[[Given], Processor]
+    family: Callable[[ModelFiles], Processor]
     processor: str
     """The library's classes, by name."""
     images: str
@@ -72,14 +69,14 @@ def open_processor(
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _FILES):
         raise ModelError(
             f"model={path} has no preprocessor_config.json, which says how pictures are scaled and cut; expected it "
-            f"beside config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
+            f"next to config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
         )
     images, settings, own = _library_files(path, config, trust_remote_code)
     for name in (own.get("processor_class"), settings.get("processor_class")):
         _require_class(path, name, kind.processor)
     for name in (settings.get("image_processor_type"), type(images).__name__):
         _require_class(path, name, kind.images, kind.processor.replace("Proc", "ImageProc"))
-    return kind.family(Given(path, config, tokenizer, images, own))
+    return kind.family(ModelFiles(path, config, tokenizer, images, own))
 
 
 def _library_files(

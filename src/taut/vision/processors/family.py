@@ -1,8 +1,8 @@
-"""What the families have in common: the words of a tokenizer, the library's image processor, and agreement between a
+"""The common parts of the families: the words of a tokenizer, the library's image processor, and agreement between a
 model's files.
 
-Pictures go through the library's PIL-backed image processor with the settings of the model's directory. What a family
-cannot carry exactly is refused when the model is opened. Imported by the families only.
+Images go through the library's PIL-backed image processor with the settings of the model's directory. Settings that a
+family cannot reproduce exactly are refused when the model is opened.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.errors import ModelError
 
 
-class Given(NamedTuple):
-    """What a model's directory says."""
+class ModelFiles(NamedTuple):
+    """The content of a model's directory."""
 
     path: str
     config: PreTrainedConfig
@@ -32,7 +32,7 @@ class Given(NamedTuple):
     """Settings of the library's processor class (processor_config.json)."""
 
     def require_same(self, name: str, found: object, expected: object) -> None:
-        """``found`` is the processor's, ``expected`` the model's."""
+        """Refuse a value of the processor (``found``) that differs from the model's (``expected``)."""
         if found != expected:
             raise ModelError(
                 f"model={self.path}: {name} is {found} in the processor's files and {expected} in config.json; "
@@ -49,7 +49,7 @@ class Given(NamedTuple):
             )
 
     def named_token(self, name: str, default: str | None = None) -> str:
-        """What the tokenizer says its ``name`` (image_token, ...) is, or else the library's default."""
+        """The tokenizer's token of this ``name`` (image_token, ...), or else the library's default."""
         token = getattr(self.tokenizer, name, None) or default
         if token is None:
             raise ModelError(
@@ -73,45 +73,43 @@ class Family:
     """The parts of a processor that do not depend on the family."""
 
     is_two_way = False
-    minds_company = False
+    depends_on_count = False
 
     def __init__(
-        self, given: Given, placeholder: str, image_token: str, others: Sequence[str]
+        self, files: ModelFiles, placeholder: str, image_token: str, others: Sequence[str]
     ) -> None:
-        """``others``: words that stand for pictures, films or sound; of no account where the tokenizer has no such
-        token.
-        """
-        given.require_setting("do_resize", True)
-        added = given.tokenizer.get_added_vocab()
+        """``others``: words that stand for images, videos or audio; ignored where the tokenizer has no such token."""
+        files.require_setting("do_resize", True)
+        added = files.tokenizer.get_added_vocab()
         for token in (placeholder, image_token):
             if token not in added:
                 raise ModelError(
-                    f"model={given.path}: the tokenizer has no token {token}, which stands for pictures; expected it "
+                    f"model={files.path}: the tokenizer has no token {token}, which stands for pictures; expected it "
                     "among its added tokens; copy the tokenizer's files from the base model"
                 )
         self.placeholder = placeholder
         self.image_id = added[image_token]
-        given.require_same(f"the id of {image_token}", self.image_id, given.config.image_token_id)
+        files.require_same(f"the id of {image_token}", self.image_id, files.config.image_token_id)
         words = dict.fromkeys((placeholder, image_token, *others))
         self.reserved = tuple(word for word in words if word in added)
-        template = given.own.get("chat_template")
+        template = files.own.get("chat_template")
         self.template = template.get("default") if isinstance(template, dict) else template
-        self._images = given.images
-        self._said = {
+        self._images = files.images
+        self._settings = {
             "family": type(self).__name__,
             "libraries": [version("transformers"), version("pillow")],
-            "images": given.images.to_dict(),
-            "own": {name: value for name, value in given.own.items() if name != "chat_template"},
+            "images": files.images.to_dict(),
+            "own": {name: value for name, value in files.own.items() if name != "chat_template"},
             "words": self.reserved,
         }
 
     def identity(self) -> str:
         """A hash of every setting and of the libraries' versions."""
-        said = json.dumps(self._said, sort_keys=True, default=str)
-        return hashlib.sha256(said.encode()).hexdigest()
+        settings = json.dumps(self._settings, sort_keys=True, default=str)
+        return hashlib.sha256(settings.encode()).hexdigest()
 
     def _process(self, images: object, **options: object) -> dict[str, Tensor]:
-        """What the library's image processor makes of a picture, or of nested pictures."""
+        """The output of the library's image processor for an image, or nested images."""
         return dict(self._images(images, return_tensors="pt", **options))
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from taut.vision.placeholders import Shape
-from taut.vision.processors.family import Family, Given, sides
+from taut.vision.processors.family import Family, ModelFiles, sides
 
 
 class Gemma3(Family):
@@ -19,16 +19,16 @@ class Gemma3(Family):
 
     is_two_way = True
 
-    def __init__(self, given: Given) -> None:
-        start, end = given.named_token("boi_token"), given.named_token("eoi_token")
-        image = given.named_token("image_token")
-        super().__init__(given, start, image, (end,))
-        given.require_setting("do_pan_and_scan", False)
-        config, size = given.config, given.images.size
+    def __init__(self, files: ModelFiles) -> None:
+        start, end = files.named_token("boi_token"), files.named_token("eoi_token")
+        image = files.named_token("image_token")
+        super().__init__(files, start, image, (end,))
+        files.require_setting("do_pan_and_scan", False)
+        config, size = files.config, files.images.size
         square = sides(config.vision_config.image_size)
-        given.require_same("size", (size.height, size.width), square)
-        num_tokens = given.own_number("image_seq_length", 256)
-        given.require_same("image_seq_length", num_tokens, config.mm_tokens_per_image)
+        files.require_same("size", (size.height, size.width), square)
+        num_tokens = files.own_number("image_seq_length", 256)
+        files.require_same("image_seq_length", num_tokens, config.mm_tokens_per_image)
         self._shape = Shape(f"\n\n{start}{image * num_tokens}{end}\n\n", num_tokens)
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:

@@ -20,7 +20,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 
 from taut.errors import ModelError
 from taut.vision.placeholders import Shape
-from taut.vision.processors.family import Family, Given, sides
+from taut.vision.processors.family import Family, ModelFiles, sides
 
 _PLACE = re.compile(r"<row_\d+_col_\d+>")
 
@@ -28,21 +28,21 @@ _PLACE = re.compile(r"<row_\d+_col_\d+>")
 class Idefics3(Family):
     """Pictures in tiles, each with its place."""
 
-    def __init__(self, given: Given) -> None:
-        image = given.named_token("image_token", "<image>")
-        self._around = given.named_token("fake_image_token", "<fake_token_around_image>")
-        self._whole = given.named_token("global_image_token", "<global-img>")
-        places = filter(_PLACE.fullmatch, given.tokenizer.get_added_vocab())
+    def __init__(self, files: ModelFiles) -> None:
+        image = files.named_token("image_token", "<image>")
+        self._around = files.named_token("fake_image_token", "<fake_token_around_image>")
+        self._whole = files.named_token("global_image_token", "<global-img>")
+        places = filter(_PLACE.fullmatch, files.tokenizer.get_added_vocab())
         others = (self._around, self._whole, "<video>", *sorted(places))
-        super().__init__(given, image, image, others)
-        given.require_setting("do_pad", True)
-        images, config = given.images, given.config
-        self._longest = _longest_edge(given, "size")
-        self._tile = _longest_edge(given, "max_image_size")
+        super().__init__(files, image, image, others)
+        files.require_setting("do_pad", True)
+        images, config = files.images, files.config
+        self._longest = _longest_edge(files, "size")
+        self._tile = _longest_edge(files, "max_image_size")
         self._is_cut = bool(images.do_image_splitting)
         num_patches = (self._tile // sides(config.vision_config.patch_size)[0]) ** 2
-        num_tokens = given.own_number("image_seq_len", 169)
-        given.require_same("image_seq_len", num_tokens, int(num_patches / config.scale_factor**2))
+        num_tokens = files.own_number("image_seq_len", 169)
+        files.require_same("image_seq_len", num_tokens, int(num_patches / config.scale_factor**2))
         self._num_tokens, self._features = num_tokens, image * num_tokens
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
@@ -79,12 +79,12 @@ class Idefics3(Family):
         return (0, 0) if rows == columns == 1 else (rows, columns)
 
 
-def _longest_edge(given: Given, name: str) -> int:
-    size = getattr(given.images, name)
+def _longest_edge(files: ModelFiles, name: str) -> int:
+    size = getattr(files.images, name)
     edge = size.get("longest_edge") if isinstance(size, dict) else size.longest_edge
     if not edge:
         raise ModelError(
-            f"model={given.path}: found {name}={size} in preprocessor_config.json; expected longest_edge; copy the "
+            f"model={files.path}: found {name}={size} in preprocessor_config.json; expected longest_edge; copy the "
             "file from the base model"
         )
     return int(edge)

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from taut.vision.placeholders import Shape
-from taut.vision.processors.family import Family, Given, sides
+from taut.vision.processors.family import Family, ModelFiles, sides
 
 _CUT = {"crop_to_patches": True}
 """What the library's processor asks for, whatever preprocessor_config.json says."""
@@ -20,19 +20,19 @@ _CUT = {"crop_to_patches": True}
 class InternVL(Family):
     """Pictures in tiles."""
 
-    def __init__(self, given: Given) -> None:
-        image = given.named_token("context_image_token")
-        self._start = given.named_token("start_image_token")
-        self._end = given.named_token("end_image_token")
-        others = (self._start, self._end, given.named_token("video_token", "<video>"))
-        super().__init__(given, image, image, others)
-        config, size = given.config, given.images.size
+    def __init__(self, files: ModelFiles) -> None:
+        image = files.named_token("context_image_token")
+        self._start = files.named_token("start_image_token")
+        self._end = files.named_token("end_image_token")
+        others = (self._start, self._end, files.named_token("video_token", "<video>"))
+        super().__init__(files, image, image, others)
+        config, size = files.config, files.images.size
         tile = sides(config.vision_config.image_size)
-        given.require_same("size", (size.height, size.width), tile)
+        files.require_same("size", (size.height, size.width), tile)
         patch = sides(config.vision_config.patch_size)
         num_patches = (tile[0] // patch[0]) * (tile[1] // patch[1])
-        self._tokens = given.own_number("image_seq_length", 256)
-        given.require_same(
+        self._tokens = files.own_number("image_seq_length", 256)
+        files.require_same(
             "image_seq_length", self._tokens, int(num_patches * config.downsample_ratio**2)
         )
 

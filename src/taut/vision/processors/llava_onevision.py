@@ -16,7 +16,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from taut.errors import DataError, ModelError
 from taut.vision.placeholders import Shape
-from taut.vision.processors.family import Family, Given, sides
+from taut.vision.processors.family import Family, ModelFiles, sides
 
 _MAX_SIDE = 8192
 """A picture with company is padded to a square of its longer side before it is scaled: 200 MB for this."""
@@ -26,32 +26,32 @@ _SHRINKS_ABOVE = 1.1
 class LlavaOnevision(Family):
     """One picture in tiles, or several in a square each."""
 
-    minds_company = True
+    depends_on_count = True
 
-    def __init__(self, given: Given) -> None:
-        own, config, images = given.own, given.config, given.images
-        image = given.named_token("image_token", own.get("image_token", "<image>"))
-        video = given.named_token("video_token", own.get("video_token", "<video>"))
-        super().__init__(given, image, image, (video,))
-        given.require_setting("do_pad", True)
-        given.require_setting("do_center_crop", False)
+    def __init__(self, files: ModelFiles) -> None:
+        own, config, images = files.own, files.config, files.images
+        image = files.named_token("image_token", own.get("image_token", "<image>"))
+        video = files.named_token("video_token", own.get("video_token", "<video>"))
+        super().__init__(files, image, image, (video,))
+        files.require_setting("do_pad", True)
+        files.require_setting("do_center_crop", False)
         self._tile, _ = tile = sides(config.vision_config.image_size)
-        given.require_same("size", (images.size.height, images.size.width), tile)
+        files.require_same("size", (images.size.height, images.size.width), tile)
         self._pinpoints = [list(point) for point in images.image_grid_pinpoints]
         model_points = [list(point) for point in config.image_grid_pinpoints or ()]
-        given.require_same("image_grid_pinpoints", self._pinpoints, model_points)
+        files.require_same("image_grid_pinpoints", self._pinpoints, model_points)
         strategy = own.get("vision_feature_select_strategy")
-        given.require_same(
+        files.require_same(
             "vision_feature_select_strategy", strategy, config.vision_feature_select_strategy
         )
         aspect = own.get("vision_aspect_ratio", "anyres_max_9")
-        given.require_same("vision_aspect_ratio", aspect, config.vision_aspect_ratio)
-        self._max_tiles = _max_tiles(given, aspect)
+        files.require_same("vision_aspect_ratio", aspect, config.vision_aspect_ratio)
+        self._max_tiles = _max_tiles(files, aspect)
         self._side = self._tile // sides(config.vision_config.patch_size)[0]
         is_first_left_out = strategy == "default"
-        given.require_same(
+        files.require_same(
             "num_image_tokens",
-            given.own_number("num_image_tokens"),
+            files.own_number("num_image_tokens"),
             self._side**2 + is_first_left_out,
         )
 
@@ -90,11 +90,11 @@ class LlavaOnevision(Family):
         return rows * columns + rows
 
 
-def _max_tiles(given: Given, aspect: str) -> int:
+def _max_tiles(files: ModelFiles, aspect: str) -> int:
     found = re.fullmatch(r"anyres_max_(\d+)", str(aspect))
     if found is None:
         raise ModelError(
-            f"model={given.path}: found vision_aspect_ratio={aspect}; expected anyres_max_ and a number; use another "
+            f"model={files.path}: found vision_aspect_ratio={aspect}; expected anyres_max_ and a number; use another "
             "model"
         )
     return int(found[1])

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from taut.errors import DataError, ModelError
 from taut.vision.placeholders import Shape
-from taut.vision.processors.family import Family, Given
+from taut.vision.processors.family import Family, ModelFiles
 
 _MAX_RATIO = 200
 """The library refuses longer ones."""
@@ -23,26 +23,26 @@ _MAX_RATIO = 200
 class Qwen(Family):
     """Pictures of any shape."""
 
-    def __init__(self, given: Given) -> None:
-        image = given.named_token("image_token", "<|image_pad|>")
+    def __init__(self, files: ModelFiles) -> None:
+        image = files.named_token("image_token", "<|image_pad|>")
         others = (
-            given.named_token("video_token", "<|video_pad|>"),
-            given.named_token("vision_start_token", "<|vision_start|>"),
-            given.named_token("vision_end_token", "<|vision_end|>"),
+            files.named_token("video_token", "<|video_pad|>"),
+            files.named_token("vision_start_token", "<|vision_start|>"),
+            files.named_token("vision_end_token", "<|vision_end|>"),
             "<|vision_pad|>",
         )
-        super().__init__(given, image, image, others)
-        vision, images = given.config.vision_config, given.images
-        given.require_same("patch_size", images.patch_size, vision.patch_size)
-        given.require_same("merge_size", images.merge_size, vision.spatial_merge_size)
-        given.require_same(
+        super().__init__(files, image, image, others)
+        vision, images = files.config.vision_config, files.images
+        files.require_same("patch_size", images.patch_size, vision.patch_size)
+        files.require_same("merge_size", images.merge_size, vision.spatial_merge_size)
+        files.require_same(
             "temporal_patch_size", images.temporal_patch_size, vision.temporal_patch_size
         )
         self._cell = images.patch_size * images.merge_size
         self._min_pixels, self._max_pixels = images.size.shortest_edge, images.size.longest_edge
         if not self._min_pixels or not self._max_pixels:
             raise ModelError(
-                f"model={given.path}: found size={images.size} in preprocessor_config.json; expected shortest_edge and "
+                f"model={files.path}: found size={images.size} in preprocessor_config.json; expected shortest_edge and "
                 "longest_edge, in pixels; copy the file from the base model"
             )
 
